@@ -1,0 +1,63 @@
+"""Names of chunks and entries: SHA-256 over a canonical binary form, 32 bytes, imported by every side.
+
+Every field is written with its length before it, so no two different inputs have one form, and every kind of digest
+begins with a tag of its own, so a digest of one kind is never one of another.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+
+DIGEST_BYTES = 32
+
+
+def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
+    """Digest of all that changes KV bytes besides the tokens.
+
+    `model` is the fingerprint of weights, configuration and tokenizer; `settings` names what else the worker
+    decided (dtype, layout, RoPE); `tenant` keeps users apart.
+    """
+    pairs = [part for key in sorted(settings) for part in (key.encode(), settings[key].encode())]
+    return _digest(b"namespace", [model, tenant.encode(), *pairs])
+
+
+def chunk_digest(tokens: Sequence[int]) -> bytes:
+    """Digest of a chunk's (or a system prompt's) token ids."""
+    return _digest(b"chunk", [struct.pack(f"<{len(tokens)}I", *tokens)])
+
+
+def neighbours_variant(neighbours: Iterable[bytes]) -> bytes:
+    """Variant digest of a chunk encoded after these neighbours' digests, in this order (FusionRAG 3.1)."""
+    return _digest(b"neighbours", list(neighbours))
+
+
+def entry_key(namespace: bytes, path: Sequence[bytes], variant: bytes = b"") -> bytes:
+    """Key of an entry: a path of chunk digests, the system prompt first, and how its last chunk was encoded."""
+    return variant_key(path_keys(namespace, path)[-1], variant)
+
+
+def path_keys(namespace: bytes, path: Sequence[bytes]) -> list[bytes]:
+    """Keys of the exact entries of every prefix of a path; one hash an element, since each extends the one before."""
+    keys, key = [], namespace
+    for digest in path:
+        key = _digest(b"path", [key, digest])
+        keys.append(key)
+    return keys
+
+
+def variant_key(path_key: bytes, variant: bytes) -> bytes:
+    """Key of the entry that is this path's last chunk, encoded as `variant`; the exact entry when it is empty."""
+    return _digest(b"variant", [path_key, variant]) if variant else path_key
+
+
+def replica_key(namespace: bytes, system: bytes, chunk: bytes) -> bytes:
+    """Names all entries that hold this chunk after this system prompt, whatever stands between the two."""
+    return _digest(b"replicas", [namespace, system, chunk])
+
+
+def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
+    hasher = hashlib.sha256()
+    for part in (tag, *parts):
+        hasher.update(struct.pack("<Q", len(part)))
+        hasher.update(part)
+    return hasher.digest()

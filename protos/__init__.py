@@ -1,0 +1,1 @@
+"""The contract between the services (`*/v1`), and what all of them need to speak it."""

@@ -1,0 +1,157 @@
+"""Serving and dialling: one way for all services, with limits, health, reflection, status mapping and drain."""
+
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import grpc
+from fusionkv.protos import telemetry
+from fusionkv.protos.errors import ServiceError
+from google.protobuf import descriptor, message_factory
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+log = logging.getLogger(__name__)
+
+# The largest single message: a document on its way in. KV travels in frames of 1 MiB.
+MAX_MESSAGE_BYTES = 64 << 20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A dead peer comes back within a second, not after gRPC's backoff of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Without it two servers could share one port unnoticed.
+    ("grpc.so_reuseport", 0),
+]
+
+Serialiser = Callable[[Any], bytes]
+Deserialiser = Callable[[bytes], Any]
+
+
+def dial(address: str) -> grpc.aio.Channel:
+    """An asynchronous channel to `host:port` or `unix:/path`, traced."""
+    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=telemetry.client_interceptors())
+
+
+def dial_sync(address: str) -> grpc.Channel:
+    """A blocking channel to `host:port` or `unix:/path`."""
+    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+
+
+def handlers(
+    service: descriptor.ServiceDescriptor,
+    servicer: object,
+    deserialisers: Mapping[str, Deserialiser] | None = None,
+    serialisers: Mapping[str, Serialiser] | None = None,
+) -> grpc.GenericRpcHandler:
+    """Binds a servicer's methods to a service by name; the two maps override (de)serialisation by method name."""
+    table = {}
+    for method in service.methods:
+        request = message_factory.GetMessageClass(method.input_type)
+        response = message_factory.GetMessageClass(method.output_type)
+        kind = (
+            ("stream" if method.client_streaming else "unary")
+            + "_"
+            + ("stream" if method.server_streaming else "unary")
+        )
+        table[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
+            _with_status(getattr(servicer, method.name), method.server_streaming),
+            request_deserializer=(deserialisers or {}).get(method.name, request.FromString),
+            response_serializer=(serialisers or {}).get(method.name, response.SerializeToString),
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any]:
+    """Turns a ServiceError into its status, and anything unforeseen into INTERNAL with a line in the log."""
+
+    async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
+        telemetry.record_error(error)
+        if isinstance(error, ServiceError):
+            await context.abort(error.status, str(error))
+        log.exception("unforeseen error in %s", method.__qualname__)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(request, context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(error, context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in method(request, context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(error, context)
+
+    return stream if streams else unary
+
+
+async def serve(
+    name: str,
+    addresses: Sequence[str],
+    services: Mapping[str, grpc.GenericRpcHandler],
+    *,
+    drain_seconds: float,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+    max_concurrent: int | None = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
+
+    Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
+
+    Raises:
+        OSError: an address can't be bound.
+    """
+    server = grpc.aio.server(
+        options=_SERVER_OPTIONS,
+        interceptors=telemetry.server_interceptors(),
+        maximum_concurrent_rpcs=max_concurrent,
+    )
+    server.add_generic_rpc_handlers(tuple(services.values()))
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    names = [*services, health.SERVICE_NAME]
+    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    bound = [_bind(server, address) for address in addresses]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    for service in ("", *names):
+        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    print(f"{name} serving on {' '.join(bound)}", flush=True)
+    await stop.wait()
+    log.info("%s drains for up to %g s", name, drain_seconds)
+    await checks.enter_graceful_shutdown()
+    await server.stop(drain_seconds)
+    if on_drain is not None:
+        await on_drain()
+    print(f"{name} stopped", file=sys.stderr, flush=True)
+
+
+def _bind(server: grpc.aio.Server, address: str) -> str:
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"can't listen on {address}: is the address taken by another process?") from error
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

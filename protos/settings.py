@@ -1,0 +1,175 @@
+"""Configuration as frozen dataclasses: defaults < file < environment < flags; unknown keys are errors.
+
+A field is declared once, with `setting(default, "what it does")`; the TOML table, the environment variable
+`FUSIONKV_<SECTION>_<FIELD>`, the flag `--<field>` and the line in `--help` all follow from it.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+class SettingsError(ValueError):
+    """A configuration that can't be used; the message names the key and where it came from."""
+
+
+def setting(
+    default: Any, help: str, *, bytes: bool = False, low: float | None = None, high: float | None = None
+) -> Any:
+    """A dataclass field with its help text, whether it is a size ("512MiB"), and its inclusive bounds."""
+    return dataclasses.field(default=default, metadata={"help": help, "bytes": bytes, "low": low, "high": high})
+
+
+def parse_bytes(text: str) -> int:
+    """A size in bytes from "123", "64KiB", "1.5 GB"."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError(f"not a size: {text!r} (write 512MiB, 4GiB or a number of bytes)")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def load(
+    cls: type[T],
+    section: str,
+    *,
+    file: Path | None = None,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+) -> T:
+    """Builds `cls` from the table `[section]` of a TOML file, the environment and the flags that were given.
+
+    Raises:
+        SettingsError: an unknown key, a value of the wrong type or out of bounds, or a file that can't be read.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in _file_table(file, section).items():
+        if key not in fields:
+            raise SettingsError(f"{file}: unknown key {key!r} in [{section}]; known: {', '.join(sorted(fields))}")
+        values[key] = _convert(fields[key], hints[key], value, f"{file}: [{section}] {key}")
+    prefix = f"FUSIONKV_{section.upper()}_"
+    for name, text in (os.environ if environ is None else environ).items():
+        if not name.startswith(prefix):
+            continue
+        key = name[len(prefix) :].lower()
+        if key not in fields:
+            raise SettingsError(
+                f"unknown environment variable {name}; known: {', '.join(prefix + k.upper() for k in fields)}"
+            )
+        values[key] = _convert(fields[key], hints[key], text, name)
+    for key, value in (flags or {}).items():
+        if value is not None and key in fields:
+            values[key] = _convert(fields[key], hints[key], value, f"--{key.replace('_', '-')}")
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"[{section}]: {error}") from error
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
+    """One flag for each field, with its default from the dataclass in the help; absent flags stay None."""
+    hints = typing.get_type_hints(cls)
+    for f in dataclasses.fields(cls):
+        kind = _plain(hints[f.name])
+        help = f"{f.metadata['help']} (default: {_shown(f)})".replace("%", "%%")
+        flag = "--" + f.name.replace("_", "-")
+        if kind is bool:
+            parser.add_argument(flag, dest=f.name, default=None, action=argparse.BooleanOptionalAction, help=help)
+        else:
+            parser.add_argument(flag, dest=f.name, default=None, metavar=_metavar(f, kind), help=help)
+
+
+def _file_table(file: Path | None, section: str) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text())
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"can't read the configuration {file}: {error}") from error
+    unknown = set(table) - {"kvcache", "worker", "gateway"}
+    if unknown:
+        raise SettingsError(f"{file}: unknown table [{sorted(unknown)[0]}]; known: [kvcache], [worker], [gateway]")
+    return dict(table.get(section, {}))
+
+
+def _plain(hint: Any) -> Any:
+    """The type inside `X | None`."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
+    kind = _plain(hint)
+    try:
+        if typing.get_origin(kind) is tuple:
+            parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
+            return tuple(str(p) for p in parts)
+        if kind is bool:
+            result: Any = value if isinstance(value, bool) else _bool(str(value))
+        elif kind is int:
+            if isinstance(value, (bool, float)):
+                raise ValueError(f"not a whole number: {value!r}")
+            result = parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
+        elif kind is float:
+            result = float(value)
+        elif kind is Path:
+            result = Path(value).expanduser()
+        else:
+            result = str(value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{where}: {error}") from error
+    low, high = field.metadata["low"], field.metadata["high"]
+    if (low is not None and result < low) or (high is not None and result > high):
+        raise SettingsError(
+            f"{where}: {result} is outside {low if low is not None else ''}..{high if high is not None else ''}"
+        )
+    return result
+
+
+def _bool(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"not a truth value: {text!r} (write true or false)")
+
+
+def _shown(field: dataclasses.Field[Any]) -> str:
+    value = field.default
+    if field.metadata["bytes"] and isinstance(value, int):
+        for unit in ("TiB", "GiB", "MiB", "KiB"):
+            if value and value % _UNITS[unit.lower()] == 0:
+                return f"{value // _UNITS[unit.lower()]}{unit}"
+    if isinstance(value, tuple):
+        return ",".join(value) or "none"
+    return "none" if value is None or value == "" else str(value)
+
+
+def _metavar(field: dataclasses.Field[Any], kind: Any) -> str:
+    if field.metadata["bytes"]:
+        return "SIZE"
+    if typing.get_origin(kind) is tuple:
+        return "A,B"
+    return {int: "N", float: "X", Path: "PATH"}.get(kind, "TEXT")
