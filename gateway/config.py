@@ -1,0 +1,41 @@
+"""What a gateway can be told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionkv.protos.settings import setting
+
+
+@dataclass(frozen=True)
+class GatewayConfig:
+    """The table [gateway] of the configuration."""
+
+    listen: tuple[str, ...] = setting(("127.0.0.1:7600",), "addresses to serve on, host:port or unix:/path")
+    workers: tuple[str, ...] = setting(("127.0.0.1:7500",), "addresses of the fusion workers")
+    data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
+    tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")
+
+    chunk_tokens: int = setting(256, "largest chunk, in the model's tokens", low=8, high=65536)
+    overlap_tokens: int = setting(0, "tokens that a chunk repeats from the one before it", low=0)
+    max_document_bytes: int = setting(32 << 20, "largest document", bytes=True, low=1, high=60 << 20)
+    max_document_chunks: int = setting(10_000, "most chunks of one document", low=1)
+    parse_seconds: float = setting(60.0, "time to parse and split one document", low=0.01)
+    parse_threads: int = setting(2, "documents parsed at once", low=1)
+
+    top_k: int = setting(8, "chunks retrieved for a question that does not say", low=1)
+    max_top_k: int = setting(256, "most chunks that a question may ask for", low=1)
+    dense_weight: float = setting(0.3, "weight of vector similarity against BM25 in retrieval", low=0, high=1)
+
+    recipe: str = setting("", "recipe for a request that names none; empty takes the worker's first")
+    max_requests: int = setting(256, "requests answered at once; more are refused", low=1)
+    request_seconds: float = setting(300.0, "deadline of a request that brings none", low=0.1)
+    precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)
+    drain_seconds: float = setting(30.0, "time that calls in flight get when the gateway stops", low=0)
+
+    def __post_init__(self) -> None:
+        if self.overlap_tokens >= self.chunk_tokens:
+            raise ValueError(f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})")
+        if self.top_k > self.max_top_k:
+            raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
+        if not self.workers:
+            raise ValueError("workers names no fusion worker")
