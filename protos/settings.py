@@ -6,12 +6,14 @@ A field is declared once, with `setting(default, "what it does")`; the TOML tabl
 
 import argparse
 import dataclasses
+import math
 import os
 import re
 import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +47,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"not a size: {text!r} (write 512MiB, 4GiB or a number of bytes)")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
 def load(
@@ -110,7 +112,10 @@ def _file_table(file: Path | None, section: str) -> dict[str, Any]:
     unknown = set(table) - {"kvcache", "worker", "gateway"}
     if unknown:
         raise SettingsError(f"{file}: unknown table [{sorted(unknown)[0]}]; known: [kvcache], [worker], [gateway]")
-    return dict(table.get(section, {}))
+    values = table.get(section, {})
+    if not isinstance(values, dict):
+        raise SettingsError(f"{file}: [{section}] is not a table")
+    return values
 
 
 def _plain(hint: Any) -> Any:
@@ -134,6 +139,8 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             result = parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
         elif kind is float:
             result = float(value)
+            if not math.isfinite(result):
+                raise ValueError(f"not a finite number: {value!r}")
         elif kind is Path:
             result = Path(value).expanduser()
         else:

@@ -1,0 +1,80 @@
+# The commands of this project. `make` alone lists them; each sets up what it needs, once.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+PROTOS := $(wildcard protos/*/v1/*.proto)
+CODE := protos kvcache_service fusion_worker kernels gateway models examples scripts tests setup.py
+MODEL ?=
+ARGS ?=
+
+.PHONY: help
+help: ## Lists these commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: setup
+setup: .venv/.packages .venv/.stubs build/tools/.done ## Virtual environment, packages, stubs, tools
+
+.venv/.packages: pyproject.toml constraints.txt setup.py scripts/setup.sh
+	@scripts/setup.sh python
+	@touch $@
+
+.venv/.stubs: $(PROTOS) setup.py scripts/setup.sh | .venv/.packages
+	@scripts/setup.sh stubs
+	@touch $@
+
+build/tools/.done: scripts/setup.sh
+	@mkdir -p build/tools
+	@scripts/setup.sh tools
+	@touch $@
+
+.PHONY: demo
+demo: setup ## Starts the three services and asks the reference model questions, each recipe twice
+	@$(PY) examples/demo.py $(ARGS)
+
+.PHONY: test
+test: setup ## All tests; ARGS="-k frames" picks some
+	@$(PY) -m pytest $(ARGS)
+
+.PHONY: lint
+lint: setup ## ruff, mypy, buf, hadolint
+	$(PY) -m ruff check $(CODE)
+	$(PY) -m ruff format --check $(CODE)
+	$(PY) -m mypy -p fusionkv
+	.venv/bin/buf lint protos
+	.venv/bin/buf format --diff --exit-code protos
+	.venv/bin/hadolint Dockerfile
+
+.PHONY: format
+format: setup ## Formats Python and protos
+	$(PY) -m ruff check --fix $(CODE)
+	$(PY) -m ruff format $(CODE)
+	.venv/bin/buf format --write protos
+
+.PHONY: proto
+proto: .venv/.packages ## Generates the gRPC stubs anew
+	@scripts/setup.sh stubs
+	@touch .venv/.stubs
+
+.PHONY: proto-breaking
+proto-breaking: setup ## Refuses changes that break clients of an earlier commit: BASE=v0.1.0
+	@test -n "$(BASE)" || { echo "say against what: make proto-breaking BASE=<tag or commit>"; exit 2; }
+	.venv/bin/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'
+
+.PHONY: docs
+docs: setup ## Writes docs/configuration.md from the configuration dataclasses
+	@$(PY) scripts/configuration_docs.py > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md
+
+.PHONY: bench
+bench: setup ## Speed of the worker and of the cache service on this machine
+	@$(PY) -m fusionkv.kvcache_service.bench $(ARGS)
+	@$(PY) -m fusionkv.fusion_worker.bench $(ARGS)
+
+.PHONY: eval-smoke
+eval-smoke: setup ## Answers of every reference model under full attention and full reuse
+	@for model in $(wildcard models/*/config.json); do $(PY) -m fusionkv.models.evaluate $$(dirname $$model) || exit 1; done
+
+.PHONY: clean
+clean: ## Removes what the commands above made, .venv too
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find protos -name '*_pb2*' -delete

