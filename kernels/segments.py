@@ -1,0 +1,53 @@
+"""What attention reads: runs of pool slots with their positions, and the rows that look at them."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Pool slots `[start, start + length)` whose keys share one rotation. Never written while it is shared.
+
+    start, length: in slots (tokens).
+    first: position of the first slot in the prompt; slot i stands at `first + i` unless `positions` is given.
+    shift: `first` minus the position for which the keys were written; 0 for keys in their own place.
+    positions: int64 [length], ascending, for slots that don't stand next to each other in the prompt.
+    hidden: bool [length]; True for a stale slot whose token was recomputed elsewhere: nothing attends to it.
+    """
+
+    start: int
+    length: int
+    first: int
+    shift: int = 0
+    positions: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+    def key_positions(self, device: torch.device) -> torch.Tensor:
+        """int64 [length]: where each slot's key stands in the prompt."""
+        if self.positions is not None:
+            return self.positions
+        return torch.arange(self.first, self.first + self.length, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Query rows `[start, stop)` of a ragged batch, all of one request, and every key they may look at.
+
+    positions: int64 [stop - start], ascending. A row attends to every key that is not hidden and whose position is
+        not above its own (and within the model's sliding window).
+    segments: all keys, the rows' own included. Visible positions are 0..p without a gap and without a repeat.
+    """
+
+    start: int
+    stop: int
+    positions: torch.Tensor
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start

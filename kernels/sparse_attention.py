@@ -1,0 +1,182 @@
+"""Position-indexed sparse attention over the KV pool: few rows anywhere, most keys reused (FusionRAG 4.3).
+
+*Rotate the query, not the cache.* A cached chunk's keys stay as their prefill wrote them; a few rows are turned back
+by the chunk's shift instead, once a segment. When the rows outnumber what that saves, the keys of the request are
+laid out once in prompt order (turned on the way) and the rows walk them in slices, each over its own prefix.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from fusionkv.kernels import reference
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Segment, Span
+
+# Turning the query costs rows x q_heads x segments; laying keys out costs keys x kv_heads. On 2 cores, 8k keys in 16
+# segments and 14/2 heads the two meet near 64 rows.
+FEW_ROWS = 64
+# Rows of one slice: a slice computes its diagonal block in full, so a wide slice wastes, a narrow one repeats.
+SLICE = 64
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Sequence[Span],
+    rotation: Rotation,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of a ragged batch of rows over one layer of the pool.
+
+    q: [rows, q_heads, head_dim], carrying RoPE for the rows' positions.
+    k_pool, v_pool: [slots, kv_heads, head_dim]; the rows' own keys are in there already.
+    window: a row at p sees positions above p - window only; None sees all.
+    Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
+    """
+    if q.device.type != "cpu":
+        return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
+    out = torch.empty_like(q)
+    for span in spans:
+        rows = q[span.start : span.stop]
+        attend = _by_segment if span.rows <= FEW_ROWS and window is None else _by_prefix
+        out[span.start : span.stop] = attend(rows, k_pool, v_pool, span, rotation, scale, window)
+    return out
+
+
+def _by_segment(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    span: Span,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Few rows: no key is copied or turned. Each segment gives a partial softmax; they merge by log-sum-exp."""
+    first, last = int(span.positions[0]), int(span.positions[-1])
+    kv_heads = k_pool.shape[1]
+    partial: list[tuple[torch.Tensor, torch.Tensor]] = []
+    turned: dict[int, torch.Tensor] = {}
+    for segment in span.segments:
+        if segment.first > last:
+            continue
+        if segment.shift not in turned:
+            turned[segment.shift] = _fold(rotation.turn(q, -segment.shift), kv_heads)
+        bias = _bias(segment, span.positions, first, q.shape[1] // kv_heads, q.dtype)
+        k, v = _heads(k_pool[segment.start : segment.stop]), _heads(v_pool[segment.start : segment.stop])
+        out, lse = _flash(turned[segment.shift], k, v, 0.0, False, attn_mask=bias, scale=scale)
+        if bias is not None:
+            # For a row that sees nothing of a segment the operator answers lse 0 where it is -inf.
+            lse = lse.masked_fill(bias.isneginf().all(-1), float("-inf"))
+        partial.append((out, lse))
+    return _unfold(_merge(partial), q)
+
+
+def _bias(
+    segment: Segment, positions: torch.Tensor, first: int, groups: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """0 or -inf [1, 1, groups * rows, length], or None where every row sees the whole segment."""
+    future = segment.positions is not None or segment.first + segment.length - 1 > first
+    if segment.hidden is None and not future:
+        return None
+    unseen = torch.zeros(len(positions), segment.length, dtype=torch.bool)
+    if future:
+        unseen = segment.key_positions(positions.device) > positions[:, None]
+    if segment.hidden is not None:
+        unseen = unseen | segment.hidden
+    bias = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
+    return bias.repeat(groups, 1)[None, None]
+
+
+def _merge(partial: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Joins softmax results over disjoint keys. Pairs of out [1, heads, rows, dim] and lse [1, heads, rows]."""
+    if len(partial) == 1:
+        return partial[0][0]
+    weights = torch.stack([lse.float() for _, lse in partial]).softmax(0)[..., None]
+    total = torch.zeros_like(partial[0][0], dtype=torch.float32)
+    for weight, (out, _) in zip(weights, partial, strict=True):
+        total += out.float() * weight
+    return total.to(partial[0][0].dtype)
+
+
+def _by_prefix(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    span: Span,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Many rows: keys in prompt order, so that 'causal' is a prefix and 'stale' is overwritten; no wide mask."""
+    k, v = _in_order(k_pool, v_pool, span, rotation)
+    positions = span.positions
+    first, last = int(positions[0]), int(positions[-1])
+    if window is None and last - first + 1 == span.rows:
+        own = _flash(_heads(q), k[:, :, first:], v[:, :, first:], 0.0, True, scale=scale)
+        before = [_flash(_heads(q), k[:, :, :first], v[:, :, :first], 0.0, False, scale=scale)] if first else []
+        return _merge([own, *before])[0].transpose(0, 1)
+    out = torch.empty_like(q)
+    at = positions.tolist()
+    for start in range(0, span.rows, SLICE):
+        stop = min(start + SLICE, span.rows)
+        low = 0 if window is None else max(0, at[start] - window + 1)
+        high = at[stop - 1] + 1
+        keys = torch.arange(low, high)
+        mask = keys <= positions[start:stop, None]
+        if window is not None:
+            mask &= keys > positions[start:stop, None] - window
+        part = F.scaled_dot_product_attention(
+            _heads(q[start:stop]), k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        out[start:stop] = part[0].transpose(0, 1)
+    return out
+
+
+def _in_order(
+    k_pool: torch.Tensor, v_pool: torch.Tensor, span: Span, rotation: Rotation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [1, kv_heads, positions, head_dim] in prompt order; views when they already lie so."""
+    length = int(span.positions[-1]) + 1
+    if len(span.segments) == 1 and span.segments[0].positions is None and span.segments[0].shift == 0:
+        lone = span.segments[0]
+        return _heads(k_pool[lone.start : lone.start + length]), _heads(v_pool[lone.start : lone.start + length])
+    shape = (length, *k_pool.shape[1:])
+    k, v = k_pool.new_empty(shape), v_pool.new_empty(shape)
+    # Segments with explicit positions hold fresh keys and come last: they overwrite the stale ones below them.
+    for segment in sorted(span.segments, key=lambda s: s.positions is not None):
+        if segment.first >= length:
+            continue
+        if segment.positions is None:
+            stop = min(segment.first + segment.length, length)
+            slots = slice(segment.start, segment.start + stop - segment.first)
+            k[segment.first : stop] = rotation.turn(k_pool[slots], segment.shift)
+            v[segment.first : stop] = v_pool[slots]
+        else:
+            count = int(torch.searchsorted(segment.positions, length))
+            slots = slice(segment.start, segment.start + count)
+            k.index_copy_(0, segment.positions[:count], rotation.turn(k_pool[slots], segment.shift))
+            v.index_copy_(0, segment.positions[:count], v_pool[slots])
+    return _heads(k), _heads(v)
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """[tokens, heads, dim] as [1, heads, tokens, dim], a view."""
+    return x.transpose(0, 1)[None]
+
+
+def _fold(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[rows, q_heads, dim] as [1, kv_heads, groups * rows, dim], so that a group's heads share one pass over keys."""
+    rows, heads, dim = q.shape
+    return q.transpose(0, 1).reshape(1, kv_heads, heads // kv_heads * rows, dim)
+
+
+def _unfold(out: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    rows, heads, dim = q.shape
+    return out.reshape(heads, rows, dim).transpose(0, 1)
