@@ -1,18 +1,19 @@
 """The cache service as its callers see it: look up a prompt, fetch and put KV bytes, release, delete, count."""
 
 import asyncio
-import enum
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import xxhash
+
+from fusionkv.kvcache_service.index import HitKind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
-T = TypeVar("T")
+__all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
 _SERVICE = "/kvcache.v1.KVCacheService/"
 _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
@@ -33,12 +34,6 @@ class Entry:
     """"memory", "disk" or "remote"."""
     variant: bytes
     """Empty when the entry is full attention over its path."""
-
-
-class HitKind(enum.Enum):
-    EXACT = "exact"
-    ALTERNATIVE = "alternative"
-    MISS = "miss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +197,9 @@ class CacheClient:
         return from_rpc(error, doing)
 
 
-def _bind(channel: grpc.aio.Channel) -> dict[str, Callable[..., Awaitable[Any]]]:
+def _bind(channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
     """Each RPC on a channel; KV bytes go round protobuf (frames.py)."""
-    stubs = {
+    stubs: dict[str, Callable[..., Any]] = {
         name: channel.unary_unary(
             _SERVICE + name,
             request_serializer=getattr(pb, f"{name}Request").SerializeToString,

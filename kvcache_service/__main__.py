@@ -1,0 +1,106 @@
+"""The process: `python -m fusionkv.kvcache_service`."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.metrics import observe_tiers
+from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
+from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.base import Tier
+from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos import rpc, settings, telemetry
+
+NAME = "fusionkv-kvcache"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.kvcache_service", description=__doc__)
+    parser.add_argument("--config", type=Path, metavar="PATH", help="TOML file; its table [kvcache] is read")
+    settings.add_flags(parser, Config)
+    arguments = vars(parser.parse_args(argv))
+    try:
+        config = settings.load(Config, "kvcache", file=arguments.pop("config"), flags=arguments)
+    except settings.SettingsError as error:
+        parser.error(str(error))
+    telemetry.attach(NAME)
+    try:
+        asyncio.run(run(config))
+    except OSError as error:
+        print(f"{NAME}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        telemetry.detach()
+    return 0
+
+
+def make_store(config: Config) -> Store:
+    """The store with the tiers that the configuration asks for.
+
+    Raises:
+        OSError: the data directory can't be used, or another process uses it.
+    """
+    tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
+    if config.disk_bytes:
+        tiers.append(DiskTier(config.data_dir, config.disk_bytes, sync=config.sync))
+    return Store(config, tiers)
+
+
+async def run(config: Config) -> None:
+    """Serves until SIGTERM, drains, closes the store.
+
+    Raises:
+        OSError: an address or the data directory is in use, or can't be used.
+    """
+    for address in config.listen:
+        remove_stale_socket(address)
+    store = make_store(config)
+    await store.open()
+    observe_tiers(lambda: [(tier.name, tier.used_bytes) for tier in store.residents.tiers])
+    sweeper = asyncio.create_task(store.sweep())
+    try:
+        servicer = KVCacheServicer(store, config)
+        await rpc.serve(
+            NAME, config.listen, {SERVICE.full_name: handler(servicer)}, drain_seconds=config.drain_seconds
+        )
+    finally:
+        sweeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sweeper
+        await store.close()
+
+
+def remove_stale_socket(address: str) -> None:
+    """Removes the socket file of a process that is gone; gRPC would take over that of a live one unasked.
+
+    Raises:
+        OSError: a process answers there, or the file is something else.
+    """
+    if not address.startswith("unix:"):
+        return
+    path = address.removeprefix("unix:")
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(f"can't listen on {address}: the file is no socket")
+    except FileNotFoundError:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        else:
+            raise OSError(f"can't listen on {address}: another process serves there")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

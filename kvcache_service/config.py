@@ -1,0 +1,32 @@
+"""Settings of the cache service: section `kvcache` of the configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionkv.protos.settings import setting
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    listen: tuple[str, ...] = setting(
+        ("127.0.0.1:7070",), "addresses to serve on: host:port or unix:/path, several with commas"
+    )
+    data_dir: Path = setting(Path(".fusionkv/kvcache"), "directory of the disk tier; one process for each")
+    memory_bytes: int = setting(GIB, "size of the memory tier", bytes=True, low=1 << 20)
+    disk_bytes: int = setting(16 * GIB, "size of the disk tier; 0 keeps entries in memory only", bytes=True, low=0)
+    sync: bool = setting(
+        False,
+        "flush to the device before a Put is acknowledged: entries then survive a power loss too; without it they "
+        "survive any end of the process, and the disk tier starts empty after a crash of the machine",
+    )
+    max_entry_bytes: int = setting(GIB, "largest entry", bytes=True, low=1, high=GIB)
+    max_path: int = setting(256, "most elements of a path", low=1, high=65535)
+    max_puts: int = setting(64, "most Puts at once", low=1)
+    max_fetches: int = setting(256, "most Fetches at once", low=1)
+    max_leases: int = setting(65536, "most leases at once", low=1)
+    lease_ms: int = setting(30_000, "lease of a Lookup that asks for none", low=1)
+    max_lease_ms: int = setting(600_000, "longest lease", low=1)
+    half_life_seconds: float = setting(600.0, "time in which the weight of an access halves", low=1e-3)
+    drain_seconds: float = setting(10.0, "time for calls in flight to end after SIGTERM", low=0)

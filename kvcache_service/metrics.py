@@ -1,0 +1,52 @@
+"""What the service counts, once for Stats and once for OpenTelemetry."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+_COUNTERS = {
+    "lookups": ("{chunk}", "Path elements looked up, by kind of hit"),
+    "puts": ("{entry}", "Puts by outcome: stored, exists, refused"),
+    "checksum.failures": ("{entry}", "Entries whose bytes did not have their checksum, by tier, or on the network"),
+    "bytes.fetched": ("By", "Bytes sent to callers, by the tier that they came from"),
+    "bytes.put": ("By", "Bytes stored"),
+    "promotions": ("{entry}", "Entries copied up into a tier"),
+    "demotions": ("{entry}", "Copies dropped from a tier that stay in the one below"),
+    "evictions": ("{entry}", "Entries dropped for good to make room in a tier"),
+}
+
+
+class Counters:
+    """Monotonic counts by name and one attribute."""
+
+    def __init__(self) -> None:
+        meter = metrics.get_meter(__name__)
+        self._exported = {
+            name: meter.create_counter(f"fusionkv.kvcache.{name}", unit, help)
+            for name, (unit, help) in _COUNTERS.items()
+        }
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, name: str, n: int = 1, *, kind: str = "", tier: str = "") -> None:
+        self._counts[name, kind or tier] += n
+        attributes = {"fusionkv.kind": kind} if kind else {"fusionkv.tier": tier} if tier else {}
+        self._exported[name].add(n, attributes)
+
+    def get(self, name: str, attribute: str | None = None) -> int:
+        """The count of one attribute, or of all."""
+        if attribute is not None:
+            return self._counts[name, attribute]
+        return sum(n for (counted, _), n in self._counts.items() if counted == name)
+
+
+def observe_tiers(used: Callable[[], Iterable[tuple[str, int]]]) -> None:
+    """Exports the bytes taken in each tier, from (tier, bytes) pairs."""
+
+    def observations(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(n, {"fusionkv.tier": tier}) for tier, n in used()]
+
+    metrics.get_meter(__name__).create_observable_gauge(
+        "fusionkv.kvcache.tier.used", [observations], "By", "Bytes taken in each tier"
+    )

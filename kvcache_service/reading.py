@@ -1,0 +1,120 @@
+"""One Fetch: the entry pinned, verified when it comes from a slow tier, promoted when hot, read in frames."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import xxhash
+from opentelemetry import trace
+
+from fusionkv.kvcache_service.residents import Resident
+from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.protos.errors import DataLoss
+from fusionkv.protos.frames import FRAME_BYTES
+
+if TYPE_CHECKING:
+    from fusionkv.kvcache_service.store import Store
+
+tracer = trace.get_tracer(__name__)
+
+
+class Reader:
+    """A pinned entry. `close` must be called once it is not read any more, and may be called twice."""
+
+    def __init__(self, store: "Store", entry: Resident) -> None:
+        self._store = store
+        self.entry = entry
+        self._open = True
+        entry.pins += 1
+
+    def close(self) -> None:
+        if self._open:
+            self._open = False
+            self.entry.pins -= 1
+            self._store.residents.let_go(self.entry)
+
+    async def frames(self) -> AsyncIterator[memoryview]:
+        """The bytes in pieces of 1 MiB, each valid until the next is asked for.
+
+        Raises:
+            DataLoss: they don't have their checksum, or can't be read; the entry is deleted.
+        """
+        tier = self._fastest()
+        if tier.blocking:
+            if not await self._loaded():
+                raise DataLoss(f"entry {self.entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
+            tier = self._fastest()
+        place = self.entry.places[tier.name]
+        for at in range(0, place.size, FRAME_BYTES):
+            length = min(FRAME_BYTES, place.size - at)
+            if tier.blocking:
+                try:
+                    data = await self._store.in_thread(tier.read, place, at, length)
+                except OSError as error:
+                    await self._store.drop(self.entry)
+                    raise DataLoss(f"entry {self.entry.record.key.hex()}: {error}; it is deleted") from error
+            else:
+                data = tier.read(place, at, length)
+            self._store.counters.add("bytes.fetched", length, tier=tier.name)
+            yield data
+
+    def _fastest(self) -> Tier:
+        return next(tier for tier in self._store.residents.tiers if tier.name in self.entry.places)
+
+    async def _loaded(self) -> bool:
+        """Verifies the entry in its slow tier, once for all who fetch it now; goes on if the caller is cancelled."""
+        task = self._store.loading.get(self.entry)
+        if task is None:
+            task = asyncio.create_task(load(self._store, self.entry))
+            self._store.loading[self.entry] = task
+            task.add_done_callback(lambda _: self._store.loading.pop(self.entry))
+        return await asyncio.shield(task)
+
+
+async def load(store: "Store", entry: Resident) -> bool:
+    """Verifies an entry's bytes at home, and copies them up on the way if it is hotter than what must go for it.
+
+    False when they were damaged: the entry is deleted then.
+    """
+    residents, record = store.residents, entry.record
+    home, source = residents.home, entry.places[residents.home.name]
+    copies: dict[Tier, Place] = {}
+    for tier in residents.tiers[:-1]:
+        try:
+            copies[tier] = residents.reserve(tier, record.size, entry.heat)[0]
+            break
+        except NoSpace:
+            continue
+    entry.pins += 1
+    try:
+        with tracer.start_as_current_span("kvcache.read") as span:
+            span.set_attributes({"fusionkv.tier": home.name, "fusionkv.bytes": record.size})
+            span.set_attribute("fusionkv.promoted", bool(copies))
+            intact = await store.in_thread(_copy_verified, home, source, copies, record.checksum)
+    except OSError:
+        intact = False
+    finally:
+        entry.pins -= 1
+    for tier, place in copies.items():
+        if intact and entry.visible:
+            residents.settle(entry, tier, place)
+            store.counters.add("promotions", tier=tier.name)
+        else:
+            residents.cancel(tier, place)
+    if not intact:
+        store.counters.add("checksum.failures", tier=home.name)
+        await store.drop(entry)
+    residents.let_go(entry)
+    return intact
+
+
+def _copy_verified(home: Tier, source: Place, copies: dict[Tier, Place], checksum: bytes) -> bool:
+    """Reads a place piece by piece into its copies; whether the bytes have their checksum."""
+    hasher = xxhash.xxh3_128()
+    for at in range(0, source.size, FRAME_BYTES):
+        piece = home.read(source, at, min(FRAME_BYTES, source.size - at))
+        hasher.update(piece)
+        for tier, place in copies.items():
+            tier.write(place, at, [piece])
+    return hasher.digest() == checksum

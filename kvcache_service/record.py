@@ -1,0 +1,87 @@
+"""What is known of an entry besides its bytes, and its form in the disk tier's index."""
+
+import struct
+from dataclasses import dataclass
+
+import xxhash
+
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, entry_key
+
+CHECKSUM_BYTES = 16
+_VERSION = 1
+# version, elements of the path, has a variant, size, tokens, base, checksum, place
+_HEAD = struct.Struct("<BHBQII16sQ")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One entry's names and numbers; immutable for the entry's whole life.
+
+    The path is kept as one string of bytes from the chunk back to the system prompt: the index sorts by it, and
+    40 bytes of object overhead a digest are saved.
+    """
+
+    key: bytes
+    namespace: bytes
+    trail: bytes
+    """Digests of the chunk, of the chunk before it, ... of the system prompt."""
+    variant: bytes
+    size: int
+    tokens: int
+    base: int
+    checksum: bytes
+
+    @property
+    def depth(self) -> int:
+        """Elements of the path; 1 is a system prompt."""
+        return len(self.trail) // DIGEST_BYTES
+
+    @property
+    def chunk(self) -> bytes:
+        return self.trail[:DIGEST_BYTES]
+
+    @property
+    def system(self) -> bytes:
+        return self.trail[-DIGEST_BYTES:]
+
+
+def make(
+    namespace: bytes, path: list[bytes], variant: bytes, size: int, tokens: int, base: int, checksum: bytes
+) -> Record:
+    """A record with its key derived; `path` has the system prompt first."""
+    key = entry_key(namespace, path, variant)
+    return Record(key, namespace, b"".join(reversed(path)), variant, size, tokens, base, checksum)
+
+
+def encode(record: Record, offset: int) -> bytes:
+    """The record and where its bytes are, with a checksum over both and the key."""
+    head = _HEAD.pack(
+        _VERSION,
+        record.depth,
+        bool(record.variant),
+        record.size,
+        record.tokens,
+        record.base,
+        record.checksum,
+        offset,
+    )
+    body = b"".join((head, record.namespace, record.variant, record.trail))
+    return body + xxhash.xxh3_64_digest(record.key + body)
+
+
+def decode(key: bytes, value: bytes) -> tuple[Record, int]:
+    """The record and the offset of its bytes.
+
+    Raises:
+        ValueError: `value` is not what `encode` wrote under `key`.
+    """
+    body, checksum = value[:-8], value[-8:]
+    if len(body) < _HEAD.size or xxhash.xxh3_64_digest(key + body) != checksum:
+        raise ValueError("a damaged index record")
+    version, depth, has_variant, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
+    names = body[_HEAD.size :]
+    if version != _VERSION or len(names) != DIGEST_BYTES * (1 + has_variant + depth):
+        raise ValueError(f"an index record of version {version}, expected {_VERSION}")
+    at = DIGEST_BYTES * (1 + has_variant)
+    record = Record(key, names[:DIGEST_BYTES], names[at:], names[DIGEST_BYTES:at], size, tokens, base, digest)
+    return record, offset

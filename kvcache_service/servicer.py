@@ -1,0 +1,207 @@
+"""The RPCs: requests checked, handed to the store, answered."""
+
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+
+import grpc
+
+from fusionkv.kvcache_service import record as records
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.kvcache_service.residents import Resident
+from fusionkv.kvcache_service.store import Store
+from fusionkv.protos import frames, rpc
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
+
+_KINDS = {
+    HitKind.EXACT: pb.HIT_KIND_EXACT,
+    HitKind.ALTERNATIVE: pb.HIT_KIND_ALTERNATIVE,
+    HitKind.MISS: pb.HIT_KIND_MISS,
+}
+_TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
+# Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
+_MAX_VARIANTS = 64
+
+
+def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
+    """The service for `rpc.serve`; KV bytes go round protobuf (frames.py)."""
+    return rpc.handlers(
+        SERVICE,
+        servicer,
+        deserialisers={"Put": frames.frame_or(pb.PutRequest.FromString)},
+        serialisers={"Fetch": frames.encode_frame},
+    )
+
+
+class KVCacheServicer:
+    """KVCacheService over one store; the proto says what each RPC does."""
+
+    def __init__(self, store: Store, config: Config) -> None:
+        self._store = store
+        self._config = config
+        self._puts = 0
+        self._fetches = 0
+        self._started = time.monotonic()
+
+    async def Lookup(self, request: pb.LookupRequest, context: grpc.aio.ServicerContext) -> pb.LookupResponse:
+        path = [element.digest for element in request.path]
+        self._check_path(request.namespace, path)
+        for element in request.path:
+            _check_digests(element.variants, "a variant")
+            if len(element.variants) > _MAX_VARIANTS:
+                raise InvalidArgument(f"{len(element.variants)} variants of one chunk; at most {_MAX_VARIANTS}")
+        lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
+        found, lease = self._store.lookup(
+            request.namespace, path, [list(element.variants) for element in request.path], lease_ms / 1000
+        )
+        hits = [pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None) for kind, entry in found]
+        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0)
+
+    async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
+        _check_digests([request.key], "the key")
+        if self._fetches >= self._config.max_fetches:
+            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
+        reader = self._store.read(request.key)
+        self._fetches += 1
+
+        def end(_: object) -> None:
+            reader.close()
+            self._fetches -= 1
+
+        # gRPC calls it however the call ends; a cancelled generator's own `finally` waits for the garbage collector.
+        context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
+        async for frame in reader.frames():
+            yield frame
+
+    async def Put(
+        self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
+    ) -> pb.PutResponse:
+        try:
+            return await self._put(requests)
+        except ResourceExhausted:
+            self._store.counters.add("puts", kind="refused")
+            raise
+
+    async def _put(self, requests: AsyncIterator[pb.PutRequest | memoryview]) -> pb.PutResponse:
+        record = self._record(await anext(requests, None))
+        if self._puts >= self._config.max_puts:
+            raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
+        self._puts += 1
+        writer = None
+        try:
+            writer = self._store.write(record)
+            stored = False
+            if writer is not None:
+                async for part in requests:
+                    if not isinstance(part, memoryview):
+                        raise InvalidArgument("a message after the header that is not data")
+                    await writer.write(part)
+                stored = await writer.commit()
+        finally:
+            self._puts -= 1
+            if writer is not None:
+                writer.abort()
+        self._store.counters.add("puts", kind="stored" if stored else "exists")
+        if stored:
+            self._store.counters.add("bytes.put", record.size)
+        outcome = pb.PutResponse.OUTCOME_STORED if stored else pb.PutResponse.OUTCOME_EXISTS
+        return pb.PutResponse(outcome=outcome, key=record.key)
+
+    async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
+        self._store.leases.release(request.lease)
+        return pb.ReleaseResponse()
+
+    async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
+        if bool(request.keys) == bool(request.namespace):
+            raise InvalidArgument("give either keys or a namespace")
+        if request.namespace:
+            _check_digests([request.namespace], "the namespace")
+            keys: Iterable[bytes] = self._store.residents.index.namespace_keys(request.namespace)
+        else:
+            keys = request.keys
+            _check_digests(keys, "a key")
+        return pb.DeleteResponse(deleted=await self._store.delete(list(keys)))
+
+    async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
+        self._store.leases.expire()
+        counters = self._store.counters
+        return pb.StatsResponse(
+            tiers=list(self._tier_stats()),
+            hits_exact=counters.get("lookups", "exact"),
+            hits_alternative=counters.get("lookups", "alternative"),
+            misses=counters.get("lookups", "miss"),
+            puts=counters.get("puts"),
+            puts_existing=counters.get("puts", "exists"),
+            puts_refused=counters.get("puts", "refused"),
+            checksum_failures=counters.get("checksum.failures"),
+            bytes_fetched=counters.get("bytes.fetched"),
+            bytes_put=counters.get("bytes.put"),
+            active_leases=len(self._store.leases),
+            uptime_seconds=time.monotonic() - self._started,
+        )
+
+    def _tier_stats(self) -> Iterator[pb.TierStats]:
+        residents, counters = self._store.residents, self._store.counters
+        for tier in residents.tiers:
+            yield pb.TierStats(
+                tier=_TIERS[tier.name],
+                entries=residents.count(tier),
+                used_bytes=tier.used_bytes,
+                capacity_bytes=tier.capacity_bytes,
+                promotions=counters.get("promotions", tier.name),
+                demotions=counters.get("demotions", tier.name),
+                evictions=counters.get("evictions", tier.name),
+            )
+
+    def _entry(self, entry: Resident) -> pb.Entry:
+        record = entry.record
+        return pb.Entry(
+            key=record.key,
+            size_bytes=record.size,
+            tokens=record.tokens,
+            base=record.base,
+            checksum=record.checksum,
+            tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
+            variant=record.variant,
+        )
+
+    def _record(self, first: pb.PutRequest | memoryview | None) -> records.Record:
+        """The record that a Put's first message describes."""
+        if first is None or isinstance(first, memoryview) or not first.HasField("header"):
+            raise InvalidArgument("the first message must be the header")
+        header = first.header
+        self._check_path(header.namespace, header.path)
+        if header.variant:
+            _check_digests([header.variant], "the variant")
+            if len(header.path) == 1:
+                raise InvalidArgument("a system prompt is found by its exact path only: it has no variants")
+        if len(header.checksum) != records.CHECKSUM_BYTES:
+            raise InvalidArgument(f"the checksum has {len(header.checksum)} bytes, XXH3-128 has 16")
+        if not header.size_bytes or not header.tokens:
+            raise InvalidArgument("an entry has at least one token and one byte")
+        return records.make(
+            header.namespace,
+            list(header.path),
+            header.variant,
+            header.size_bytes,
+            header.tokens,
+            header.base,
+            header.checksum,
+        )
+
+    def _check_path(self, namespace: bytes, path: Iterable[bytes]) -> None:
+        _check_digests([namespace], "the namespace")
+        path = list(path)
+        if not 1 <= len(path) <= self._config.max_path:
+            raise InvalidArgument(f"a path of {len(path)} elements; 1 to {self._config.max_path} are allowed")
+        _check_digests(path, "a digest of the path")
+
+
+def _check_digests(digests: Iterable[bytes], what: str) -> None:
+    for digest in digests:
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidArgument(f"{what} has {len(digest)} bytes, a digest has {DIGEST_BYTES}")

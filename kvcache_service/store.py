@@ -1,0 +1,207 @@
+"""The store: an entry's life, from reservation through lookups, leases and fetches to its end."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from fusionkv.kvcache_service import heat
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.leases import Leases
+from fusionkv.kvcache_service.metrics import Counters
+from fusionkv.kvcache_service.reading import Reader
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.residents import Resident, Residents
+from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.kvcache_service.writing import Writer
+from fusionkv.protos.errors import NotFound, ResourceExhausted
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_IO_THREADS = 8
+_SWEEP_SECONDS = 1.0
+# Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
+_SAVE_HEAT_SECONDS = 10.0
+
+
+class Store:
+    """All entries of one process. Its methods belong to one event loop; blocking work goes to its threads.
+
+    `clock` is monotonic seconds and rules leases; `wall` is seconds since the epoch and rules heat, which is kept
+    over restarts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tiers: Sequence[Tier],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.residents = Residents(tiers, self.counters)
+        self.committing: dict[bytes, asyncio.Event] = {}
+        self.loading: dict[Resident, asyncio.Task[bool]] = {}
+        self.leases: Leases[Resident] = Leases(config.max_leases, clock, self.residents.let_go)
+        self._wall = wall
+        self._threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._touched: set[Resident] = set()
+
+    async def open(self) -> None:
+        """Takes over what the tiers have from before."""
+        home = self.residents.home
+        for found in await self.in_thread(home.recover):
+            entry = Resident(found.record, found.heat)
+            self.residents.adopt(entry, home, found.place)
+            self.residents.publish(entry)
+        log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
+
+    async def close(self) -> None:
+        """Waits for work under way, saves heat, closes the tiers."""
+        while pending := [*self._tasks, *self.loading.values()]:
+            await asyncio.gather(*pending, return_exceptions=True)
+        await self._save_heat()
+        self._threads.shutdown(wait=True)
+        for tier in self.residents.tiers:
+            tier.close()
+
+    async def sweep(self) -> None:
+        """Ends leases whose time is over and saves heat, until it is cancelled."""
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.leases.expire()
+            if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
+                await self._save_heat()
+                saved = time.monotonic()
+
+    def lookup(
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
+    ) -> tuple[list[tuple[HitKind, Resident | None]], int]:
+        """Finds the entries of a path, leases those found and makes them hotter; the lease is 0 when none was.
+
+        Raises:
+            ResourceExhausted: as many leases are out as allowed.
+        """
+        found = [
+            (kind, None if record is None else self.residents.get(record.key))
+            for kind, record in self.residents.index.find(namespace, path, variants)
+        ]
+        entries = dict.fromkeys(entry for _, entry in found if entry is not None)
+        lease = self.leases.grant(entries, lease_seconds) if entries else 0
+        now = self._wall()
+        for entry in entries:
+            entry.heat = heat.again(entry.heat, now, self.config.half_life_seconds)
+        self._touched.update(entries)
+        for kind, _ in found:
+            self.counters.add("lookups", kind=kind.value)
+        return found, lease
+
+    def write(self, record: Record) -> Writer | None:
+        """Reserves the space of an entry; None when it exists already.
+
+        The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
+        are colder than the new one.
+
+        Raises:
+            ResourceExhausted: there is no room, or the entry is over the limit.
+        """
+        if self.residents.get(record.key) is not None:
+            return None
+        if record.size > self.config.max_entry_bytes:
+            raise ResourceExhausted(
+                f"an entry of {record.size} bytes is over the limit of {self.config.max_entry_bytes}: "
+                "raise max_entry_bytes in [kvcache]"
+            )
+        self.leases.expire()
+        home = self.residents.home
+        try:
+            place, evicted = self.residents.reserve(home, record.size)
+        except NoSpace:
+            raise ResourceExhausted(
+                f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: what is there is "
+                f"leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
+            ) from None
+        warmth = heat.first(self._wall(), self.config.half_life_seconds)
+        places: dict[Tier, Place] = {home: place}
+        for tier in self.residents.tiers[:-1]:
+            with contextlib.suppress(NoSpace):
+                places[tier] = self.residents.reserve(tier, record.size, warmth)[0]
+        return Writer(self, record, warmth, places, evicted)
+
+    def read(self, key: bytes) -> Reader:
+        """Pins an entry for reading.
+
+        Raises:
+            NotFound: there is no such entry.
+        """
+        entry = self.residents.get(key)
+        if entry is None:
+            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
+        return Reader(self, entry)
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes entries, also from what survives a restart, before it returns; gives how many there were.
+
+        Raises:
+            ResourceExhausted: it can't be recorded; they are gone until the next start.
+        """
+        entries = [entry for key in dict.fromkeys(keys) if (entry := self.residents.get(key)) is not None]
+        try:
+            await self.to_the_end(self._withdraw(entries))
+        except OSError as error:
+            raise ResourceExhausted(f"can't record the deletion: {error}") from error
+        return len(entries)
+
+    async def drop(self, entry: Resident) -> None:
+        """Deletes a damaged entry; never raises."""
+        if entry.visible:
+            with contextlib.suppress(OSError):
+                await self.to_the_end(self._withdraw([entry]))
+
+    def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+    async def _withdraw(self, entries: Sequence[Resident]) -> None:
+        """Invisible at once; the places are free only after the home tier has forgotten who was there."""
+        home = self.residents.home
+        for entry in entries:
+            entry.pins += 1
+            self.residents.withdraw(entry)
+        try:
+            if entries:
+                await self.in_thread(home.forget, [(e.record.key, e.places[home.name]) for e in entries])
+        finally:
+            for entry in entries:
+                entry.pins -= 1
+                self.residents.let_go(entry)
+
+    async def _save_heat(self) -> None:
+        touched, self._touched = self._touched, set()
+        heats = [(entry.record.key, entry.heat) for entry in touched if entry.visible]
+        if heats:
+            try:
+                await self.in_thread(self.residents.home.save_heat, heats)
+            except OSError as error:
+                log.warning("can't save the heat of %d entries: %s", len(heats), error)
+
+    def check_integrity(self) -> None:
+        """Asserts that index, entries, tiers and leases agree; nothing may be under way in a thread."""
+        self.residents.check_integrity()
+        self.leases.check_integrity(self.residents.all())
+        assert not self.committing

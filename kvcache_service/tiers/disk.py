@@ -1,0 +1,218 @@
+"""The disk tier: entries in flat segment files, each at a multiple of 4096, and their index in LMDB.
+
+Order of a write: bytes into the segment file, then the index record, then the caller is told. A process that is
+killed in between leaves bytes that no record names, which the next start sees as free space. Space is given to a new
+entry only after the old one's record is gone.
+
+With `sync` both steps are flushed to the device. Without it they are in the kernel when a Put is acknowledged:
+kill -9 loses nothing, but after a crash of the machine the index may be torn, so it is not used then (`_trusted`).
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import xxhash
+
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace
+from fusionkv.kvcache_service.tiers.ledger import Ledger
+
+log = logging.getLogger(__name__)
+
+# A segment bounds an entry. Its offsets fit the 2 GiB that one preadv moves at most.
+SEGMENT_BYTES = 1 << 30
+_READ_BYTES = 1 << 20
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class DiskTier(Tier):
+    """Segment files `segments/<n>.kv` below `directory`, written and read with pwritev and pread."""
+
+    name = "disk"
+    blocking = True
+
+    def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
+        """Opens or makes the tier.
+
+        Raises:
+            OSError: the directory can't be used, or another process uses it.
+        """
+        super().__init__(Extents(capacity_bytes, SEGMENT_BYTES))
+        self._directory = directory
+        self._sync = sync
+        (directory / "segments").mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(directory / "lock")
+        if not self._trusted():
+            log.warning("%s was in use when the machine stopped, without sync: the disk tier starts empty", directory)
+            shutil.rmtree(directory / "index", ignore_errors=True)
+        self._mark(_boot_id())
+        # The index of the smallest entries with long paths is about as large as they are; the map is only an
+        # address range, the file grows with use.
+        self._ledger = Ledger(directory / "index", (64 << 20) + self.capacity_bytes, sync)
+        self._files: dict[int, int] = {}  # segment -> file descriptor
+
+    def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
+        file, offset = self._at(place, at)
+        pieces = [piece for piece in data if len(piece)]
+        while pieces:
+            written = os.pwritev(file, pieces, offset)
+            offset += written
+            while pieces and written >= len(pieces[0]):
+                written -= len(pieces.pop(0))
+            if written:
+                pieces[0] = pieces[0][written:]
+
+    def read(self, place: Place, at: int, size: int) -> memoryview:
+        file, offset = self._at(place, at)
+        data = os.pread(file, size, offset)
+        if len(data) != size:
+            raise OSError(f"segment {offset // SEGMENT_BYTES} of {self._directory} is truncated")
+        return memoryview(data)
+
+    def commit(self, record: Record, place: Place, heat: float) -> None:
+        if self._sync:
+            os.fdatasync(self._at(place, 0)[0])
+        self._ledger.put(record, place.offset, heat)
+
+    def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
+        self._ledger.delete([(key, place.offset) for key, place in entries])
+
+    def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
+        self._ledger.save_heat(heats)
+
+    def recover(self) -> list[Recovered]:
+        """What the index names and the segment files hold. The rest of the index is deleted.
+
+        Bytes are not read here (a start takes seconds, not minutes; every read verifies them), except where two
+        records claim the same bytes: there only one whose checksum agrees stays.
+        """
+        found, bad = [], []
+        lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
+        for key, known, heat in self._ledger.load():
+            if known is None:
+                bad.append((key, -1))
+                continue
+            record, offset = known
+            if offset % SEGMENT_BYTES + record.size > lengths.get(offset // SEGMENT_BYTES, 0):
+                bad.append((key, offset))
+                continue
+            found.append(Recovered(record, Place(offset, record.size), heat))
+        found.sort(key=lambda entry: entry.place.offset)
+        kept: list[Recovered] = []
+        for entry in found:
+            if kept and entry.place.offset < kept[-1].place.offset + kept[-1].place.size:
+                if self._intact(entry):
+                    loser = kept.pop()
+                    self._extents.free(loser.place.offset)
+                else:
+                    loser = entry
+                bad.append((loser.record.key, loser.place.offset))
+                if loser is entry:
+                    continue
+            try:
+                self._extents.occupy(entry.place.offset, entry.place.size)
+                kept.append(entry)
+            except NoSpace:
+                bad.append((entry.record.key, entry.place.offset))
+        if bad:
+            log.warning(
+                "%d of %d entries in %s are damaged or out of its bounds and dropped",
+                len(bad),
+                len(bad) + len(kept),
+                self._directory,
+            )
+            self._ledger.delete(bad)
+        return kept
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.fsync(file)
+            os.close(file)
+        self._files.clear()
+        self._ledger.close()
+        self._mark("")
+        os.close(self._lock)
+
+    def check_integrity(self, held: dict[int, bytes | None]) -> None:
+        super().check_integrity(held)
+        recorded = {}
+        for key, known, _ in self._ledger.load():
+            assert known is not None, f"record {key.hex()} is unreadable"
+            recorded[known[1]] = key
+        assert recorded == {offset: key for offset, key in held.items() if key is not None}, (
+            "index and store disagree"
+        )
+
+    def _intact(self, entry: Recovered) -> bool:
+        hasher = xxhash.xxh3_128()
+        with contextlib.suppress(OSError):
+            for at in range(0, entry.place.size, _READ_BYTES):
+                hasher.update(self.read(entry.place, at, min(_READ_BYTES, entry.place.size - at)))
+        return hasher.digest() == entry.record.checksum
+
+    def _at(self, place: Place, at: int) -> tuple[int, int]:
+        """File descriptor and offset within the file of a byte of a place."""
+        segment, offset = divmod(place.offset, SEGMENT_BYTES)
+        file = self._files.get(segment)
+        if file is None:
+            path = self._directory / "segments" / f"{segment:06d}.kv"
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _sync_directory(path.parent)
+            # Two threads may get here at once: the first one's descriptor is used, the other's is closed.
+            if self._files.setdefault(segment, file) != file:
+                os.close(file)
+                file = self._files[segment]
+        return file, offset + at
+
+    def _trusted(self) -> bool:
+        """Whether the index is whole: the tier was closed, or flushed all it wrote, or the machine has not restarted.
+
+        A kernel that goes on running writes everything that a killed process gave it; one that crashed may have
+        written any part of it, in any order.
+        """
+        mark = self._directory / "boot"
+        was = mark.read_text() if mark.exists() else ""
+        return was in ("", "sync", _boot_id())
+
+    def _mark(self, text: str) -> None:
+        """Notes on the device who uses the tier: a boot of the machine, one that syncs, or nobody."""
+        path, fresh = self._directory / "boot", self._directory / "boot.new"
+        with open(fresh, "w") as file:
+            file.write("sync" if text and self._sync else text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(fresh, path)
+        _sync_directory(self._directory)
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "unknown"
+
+
+def _sync_directory(path: Path) -> None:
+    """Makes new names in a directory survive a crash of the machine."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    os.fsync(file)
+    os.close(file)
+
+
+def _lock(path: Path) -> int:
+    """Takes the directory for this process, until it ends."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(file, 32, 0).decode(errors="replace").strip()
+        os.close(file)
+        raise OSError(
+            f"{path.parent} is in use by process {owner or 'unknown'}: give each cache service a data_dir of its own"
+        ) from None
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    return file

@@ -1,0 +1,92 @@
+"""The disk tier's index: records, places and heat of its entries in LMDB."""
+
+import contextlib
+import logging
+import shutil
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import lmdb
+
+from fusionkv.kvcache_service.record import Record, decode, encode
+
+log = logging.getLogger(__name__)
+
+_HEAT = struct.Struct("<d")
+# A file that is no database, or a broken one. Other errors (no permission, say) must not delete anything.
+_BROKEN = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+
+
+class Ledger:
+    """Durable map from key to (record, offset, heat), one transaction a call, from any thread.
+
+    Every method raises OSError when the database can't be read or written (the device is full, say).
+    """
+
+    def __init__(self, directory: Path, map_bytes: int, sync: bool) -> None:
+        self._directory = directory
+        with self._errors():
+            try:
+                self._env = self._open(map_bytes, sync)
+            except _BROKEN as error:
+                log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, error)
+                shutil.rmtree(directory)
+                self._env = self._open(map_bytes, sync)
+            self._records = self._env.open_db(b"records")
+            self._heats = self._env.open_db(b"heat")
+
+    def put(self, record: Record, offset: int, heat: float) -> None:
+        with self._errors(), self._env.begin(write=True) as txn:
+            txn.put(record.key, encode(record, offset), db=self._records)
+            txn.put(record.key, _HEAT.pack(heat), db=self._heats)
+
+    def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
+        """Deletes keys that are recorded at the given offset still, or that are unreadable."""
+        with self._errors(), self._env.begin(write=True) as txn:
+            for key, offset in entries:
+                value = txn.get(key, db=self._records)
+                if value is not None and _offset(key, value) in (offset, None):
+                    txn.delete(key, db=self._records)
+                    txn.delete(key, db=self._heats)
+
+    def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
+        """Notes the heat of those keys that are recorded."""
+        with self._errors(), self._env.begin(write=True) as txn:
+            for key, heat in heats:
+                if txn.get(key, db=self._records) is not None:
+                    txn.put(key, _HEAT.pack(heat), db=self._heats)
+
+    def load(self) -> Iterator[tuple[bytes, tuple[Record, int] | None, float]]:
+        """Key, (record, offset) or None where it is unreadable, and heat (0 when there is none)."""
+        with self._errors(), self._env.begin() as txn:
+            for key, value in txn.cursor(db=self._records):
+                heat = txn.get(key, db=self._heats)
+                try:
+                    known = decode(key, value)
+                except ValueError:
+                    known = None
+                yield key, known, _HEAT.unpack(heat)[0] if heat and len(heat) == _HEAT.size else 0.0
+
+    def close(self) -> None:
+        with self._errors():
+            self._env.sync(True)
+            self._env.close()
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except lmdb.Error as error:
+            raise OSError(f"the index in {self._directory}: {error}") from error
+
+    def _open(self, map_bytes: int, sync: bool) -> lmdb.Environment:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return lmdb.open(str(self._directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
+
+
+def _offset(key: bytes, value: bytes) -> int | None:
+    try:
+        return decode(key, value)[1]
+    except ValueError:
+        return None

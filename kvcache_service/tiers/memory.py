@@ -1,0 +1,66 @@
+"""The memory tier: one arena of shared memory, its pages used again and again."""
+
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.extents import Extents
+
+
+class MemoryTier(Tier):
+    """Bytes in an anonymous shared file: it leaves nothing behind whatever ends the process.
+
+    A page is allocated by its first write (0.7 GB/s against 20 for later ones), so a fresh arena costs nothing, and
+    places are given out from its beginning to use the same pages again.
+    """
+
+    name = "memory"
+    blocking = False
+
+    def __init__(self, capacity_bytes: int) -> None:
+        super().__init__(Extents(capacity_bytes))
+        fd = _anonymous_file()
+        try:
+            os.ftruncate(fd, self.capacity_bytes)
+            self._map = mmap.mmap(fd, self.capacity_bytes)
+        finally:
+            os.close(fd)
+        self._bytes = memoryview(self._map)
+
+    def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
+        start = place.offset + at
+        for piece in data:
+            self._bytes[start : start + len(piece)] = piece
+            start += len(piece)
+
+    def read(self, place: Place, at: int, size: int) -> memoryview:
+        start = place.offset + at
+        return self._bytes[start : start + size].toreadonly()
+
+    def commit(self, record: Record, place: Place, heat: float) -> None:
+        pass  # nothing here outlives the process
+
+    def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
+        pass
+
+    def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
+        pass
+
+    def recover(self) -> list[Recovered]:
+        return []
+
+    def close(self) -> None:
+        # The mapping goes with its last view, which a frame on its way out may still hold.
+        self._bytes = memoryview(b"")
+
+
+def _anonymous_file() -> int:
+    """A file without a name: memfd, which has no mount and so none of the 64 MiB limit of a container's /dev/shm."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="fusionkv-kvcache")
+    os.unlink(path)
+    return fd
