@@ -1,0 +1,137 @@
+"""The index finds what the contract says: exact, then variants, then the longest common suffix."""
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.index import HitKind, Index
+
+NAMESPACE = b"n" * 32
+
+
+def d(name: str) -> bytes:
+    return name.encode().ljust(32, b"\0")
+
+
+def path(names: str) -> list[bytes]:
+    return [d(name) for name in names]
+
+
+def entry(names: str, variant: str = "", namespace: bytes = NAMESPACE) -> record.Record:
+    return record.make(namespace, path(names), d(variant) if variant else b"", 100, 5, 0, b"c" * 16)
+
+
+def index_of(*entries: record.Record) -> Index:
+    index = Index()
+    for one in entries:
+        index.add(one)
+    index.check_integrity()
+    return index
+
+
+def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
+    wanted = [[d(v) for v in (variants or {}).get(i, "")] for i in range(len(names))]
+    found = index.find(NAMESPACE, path(names), wanted)
+    return [(kind.value, hit) for kind, hit in found]
+
+
+def test_exact_path_alternative_and_miss() -> None:
+    s, sa, sxb = entry("S"), entry("SA"), entry("SXB")
+    index = index_of(s, sa, sxb)
+    assert find(index, "SABC") == [("exact", s), ("exact", sa), ("alternative", sxb), ("miss", None)]
+
+
+def test_the_system_prompt_is_found_exactly_or_not_and_is_never_dropped() -> None:
+    index = index_of(entry("TA"), entry("ST"))
+    assert find(index, "T") == [("miss", None)]
+    assert find(index, "SA") == [("miss", None), ("miss", None)]
+
+
+def test_an_entry_of_another_namespace_is_not_found() -> None:
+    index = index_of(entry("SA", namespace=b"m" * 32), entry("S", namespace=b"m" * 32))
+    assert find(index, "SA") == [("miss", None), ("miss", None)]
+
+
+def test_longest_common_suffix_wins_at_any_depth() -> None:
+    short, long, other = entry("SC"), entry("SYABC"), entry("SXBC")
+    index = index_of(short, long, other)
+    assert find(index, "SABC")[3] == ("alternative", long)
+    assert find(index, "SQXBC")[4] == ("alternative", other)
+    assert find(index, "SQBC")[3][1] in (other, long)
+    assert find(index, "SQC")[2][0] == "alternative"
+
+
+def test_a_deep_replica_serves_a_shallow_prompt() -> None:
+    deep = entry("SPQRABC")
+    assert find(index_of(deep), "SC")[1] == ("alternative", deep)
+
+
+def test_a_chunk_twice_in_a_path() -> None:
+    sa, saba = entry("SA"), entry("SABA")
+    index = index_of(sa)
+    assert find(index, "SABA") == [("miss", None), ("exact", sa), ("miss", None), ("alternative", sa)]
+    index.add(saba)
+    assert find(index, "SABA")[3] == ("exact", saba)
+
+
+def test_variants_in_the_order_asked_after_exact_before_plain() -> None:
+    plain, v, w = entry("SXA"), entry("SYA", "v"), entry("SZA", "w")
+    index = index_of(plain, v, w)
+    assert find(index, "SA", {1: "wv"})[1] == ("alternative", w)
+    assert find(index, "SA", {1: "qv"})[1] == ("alternative", v)
+    assert find(index, "SA", {1: "q"})[1] == ("alternative", plain)
+    exact = entry("SA")
+    index.add(exact)
+    assert find(index, "SA", {1: "wv"})[1] == ("exact", exact)
+
+
+def test_a_variant_that_was_not_asked_for_is_never_given() -> None:
+    index = index_of(entry("SA", "v"))
+    assert find(index, "SA") == [("miss", None), ("miss", None)]
+    assert find(index, "SA", {1: "w"})[1] == ("miss", None)
+
+
+def test_removed_entries_are_not_found() -> None:
+    one, two, v = entry("SXA"), entry("SYA"), entry("SA", "v")
+    index = index_of(one, two, v)
+    index.remove(one.key)
+    index.remove(v.key)
+    index.check_integrity()
+    assert find(index, "SXA", {2: "v"})[2] == ("alternative", two)
+    index.remove(two.key)
+    index.check_integrity()
+    assert not len(index)
+    assert index.namespace_keys(NAMESPACE) == []
+
+
+paths = st.lists(st.sampled_from("ABC"), max_size=5).map(lambda tail: "S" + "".join(tail))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sets(paths, max_size=25), paths, st.randoms(use_true_random=False))
+def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: str, random: Any) -> None:
+    entries = {names: entry(names) for names in stored}
+    index = index_of(*entries.values())
+    for names in random.sample(sorted(stored), len(stored) // 3):
+        index.remove(entries.pop(names).key)
+    index.check_integrity()
+
+    def common(a: str, b: str) -> int:
+        n = 0
+        while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
+            n += 1
+        return n
+
+    for i, (kind, found) in enumerate(index.find(NAMESPACE, path(asked), [()] * len(asked))):
+        prefix = asked[: i + 1]
+        replicas = [n for n in entries if len(n) > 1 and n[-1] == prefix[-1]] if i else []
+        if prefix in entries:
+            assert (kind, found) == (HitKind.EXACT, entries[prefix])
+        elif replicas:
+            best = max(common(n, prefix) for n in replicas)
+            assert kind is HitKind.ALTERNATIVE
+            assert found in [entries[n] for n in replicas if common(n, prefix) == best]
+        else:
+            assert (kind, found) == (HitKind.MISS, None)
