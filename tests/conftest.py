@@ -19,9 +19,11 @@ _SERVING = re.compile(r"^(\S+) serving on (.+)$")
 class Service:
     """One process of ours. Its output is collected line by line, so that waiting needs no polling."""
 
-    def __init__(self, module: str, *flags: str, env: Mapping[str, str] | None = None) -> None:
+    def __init__(self, program: str, *flags: str, env: Mapping[str, str] | None = None) -> None:
+        """`program` is a module ("fusionkv.kvcache_service") or the path of a script."""
         # -P: the working directory holds a folder `kernels`, which transformers would take for another package.
-        self.argv = [sys.executable, "-P", "-m", module, *flags]
+        script = program.endswith(".py")
+        self.argv = [sys.executable, "-P", *([] if script else ["-m"]), program, *flags]
         self.process = subprocess.Popen(
             self.argv,
             stdin=subprocess.DEVNULL,
@@ -90,6 +92,10 @@ class Service:
         """SIGTERM, then the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        return self.wait(timeout)
+
+    def wait(self, timeout: float = 60) -> int:
+        """The exit status, once it ends by itself."""
         status = self.process.wait(timeout)
         self._reader.join(timeout)
         return status
@@ -101,8 +107,8 @@ Launch = Callable[..., Service]
 def _launcher() -> Iterator[Launch]:
     started: list[Service] = []
 
-    def launch(module: str, *flags: str, env: Mapping[str, str] | None = None, services: int = 1) -> Service:
-        started.append(Service(module, *flags, env=env))
+    def launch(program: str, *flags: str, env: Mapping[str, str] | None = None, services: int = 1) -> Service:
+        started.append(Service(program, *flags, env=env))
         return started[-1].wait_until_serving(services)
 
     yield launch

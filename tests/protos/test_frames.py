@@ -1,10 +1,11 @@
 """Frames are protobuf's own wire format, and nothing malformed gets through."""
 
 import pytest
-from fusionkv.protos import frames
-from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from hypothesis import example, given
 from hypothesis import strategies as st
+
+from fusionkv.protos import frames
+from fusionkv.protos.kvcache.v1 import kvcache_pb2
 
 
 @given(st.binary(max_size=300))

@@ -5,9 +5,10 @@ import struct
 from typing import Any
 
 import pytest
-from fusionkv.kvcache_service import keys
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fusionkv.kvcache_service import keys
 
 digests = st.binary(min_size=32, max_size=32)
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=6)

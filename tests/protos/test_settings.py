@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fusionkv.protos import settings
-from fusionkv.protos.settings import SettingsError, setting
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fusionkv.protos import settings
+from fusionkv.protos.settings import SettingsError, setting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,63 @@
+"""A server for test_rpc.py: the real `serve` around methods that succeed, fail or hang as the request asks."""
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fusionkv.protos import errors, rpc
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+
+
+class Servicer:
+    async def Lookup(self, request: pb.LookupRequest, context: Any) -> pb.LookupResponse:
+        """Raises the error that the namespace names, a ValueError for any other name."""
+        name = request.namespace.decode()
+        raise getattr(errors, name, ValueError)(f"what to do about {name}")
+
+    async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.FetchResponse]:
+        """One frame, then an error or no end."""
+        yield pb.FetchResponse(data=b"first")
+        if request.key == b"fail":
+            raise errors.DataLoss("bad checksum")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            print("cancelled", flush=True)
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
+        """Answers with the number of bytes received."""
+        received = 0
+        async for request in requests:
+            received += len(request.data)
+            print(f"received {received}", flush=True)
+        return pb.PutResponse(key=received.to_bytes(8, "big"))
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        return pb.ReleaseResponse()
+
+    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+        return pb.DeleteResponse(deleted=len(request.namespace))
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsResponse:
+        return pb.StatsResponse()
+
+
+async def main(drain_seconds: float, max_concurrent: int, *addresses: str) -> None:
+    service = pb.DESCRIPTOR.services_by_name["KVCacheService"]
+
+    async def on_drain() -> None:
+        print("drained", flush=True)
+
+    await rpc.serve(
+        "test",
+        addresses,
+        {service.full_name: rpc.handlers(service, Servicer())},
+        drain_seconds=drain_seconds,
+        on_drain=on_drain,
+        max_concurrent=max_concurrent or None,
+    )
+
+
+if __name__ == "__main__":
+    asyncio.run(main(float(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

@@ -1,0 +1,162 @@
+"""`serve`, in a process of its own: statuses, health, reflection, limits, and what SIGTERM does to calls in flight."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from fusionkv.protos import errors, rpc
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+SERVER = str(Path(__file__).with_name("rpc_server.py"))
+NAME = "kvcache.v1.KVCacheService"
+
+
+def stub_of(channel: Any) -> Any:
+    return kvcache_pb2_grpc.KVCacheServiceStub(channel)
+
+
+@pytest.fixture(scope="module")
+def server(launch_module: Any) -> Any:
+    return launch_module(SERVER, "5", "0", "localhost:0")
+
+
+@pytest.fixture
+async def channel(server: Any) -> AsyncIterator[grpc.aio.Channel]:
+    async with rpc.dial(server.address) as channel:
+        yield channel
+
+
+async def failure(call: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value
+
+
+@pytest.mark.parametrize("kind", errors.ServiceError.__subclasses__(), ids=lambda k: k.__name__)
+async def test_every_error_arrives_with_its_status_and_becomes_itself_again(channel: Any, kind: Any) -> None:
+    error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=kind.__name__.encode())))
+    assert error.code() == kind.status
+    again = errors.from_rpc(error, "look up")
+    assert type(again) is kind
+    assert str(again) == f"look up: what to do about {kind.__name__}"
+
+
+async def test_the_unforeseen_is_internal_and_its_text_stays_in_the_log(channel: Any, server: Any) -> None:
+    error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=b"secret")))
+    assert error.code() == grpc.StatusCode.INTERNAL
+    assert error.details() == "internal error: ValueError"
+    server.wait_for_line("what to do about secret")
+
+
+async def test_a_stream_may_fail_after_its_first_reply(channel: Any) -> None:
+    replies = stub_of(channel).Fetch(pb.FetchRequest(key=b"fail"))
+    assert (await replies.read()).data == b"first"
+    error = await failure(replies.read())
+    assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "bad checksum")
+
+
+async def test_a_cancelled_call_ends_the_method(launch: Any) -> None:
+    server = launch(SERVER, "5", "0", "localhost:0")
+    async with rpc.dial(server.address) as channel:
+        replies = stub_of(channel).Fetch(pb.FetchRequest())
+        await replies.read()
+        replies.cancel()
+        await asyncio.to_thread(server.wait_for_line, "cancelled")
+
+
+async def test_health(channel: Any) -> None:
+    health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    for service in ("", NAME, "grpc.health.v1.Health"):
+        reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    error = await failure(health.Check(health_pb2.HealthCheckRequest(service="none")))
+    assert error.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_reflection_lists_the_services(channel: Any) -> None:
+    call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    reply = await call.read()
+    names = {service.name for service in reply.list_services_response.service}
+    assert names == {NAME, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(channel: Any) -> None:
+    large = pb.DeleteRequest(namespace=bytes(8 << 20))
+    assert (await stub_of(channel).Delete(large)).deleted == 8 << 20
+    too_large = pb.DeleteRequest(namespace=bytes(rpc.MAX_MESSAGE_BYTES))
+    assert (await failure(stub_of(channel).Delete(too_large))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_calls_over_the_limit_are_refused_at_once(launch: Any) -> None:
+    server = launch(SERVER, "0", "1", "localhost:0")
+    async with rpc.dial(server.address) as channel:
+        replies = stub_of(channel).Fetch(pb.FetchRequest())
+        await replies.read()
+        error = await failure(stub_of(channel).Stats(pb.StatsRequest()))
+        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        replies.cancel()
+
+
+async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> None:
+    server = launch(SERVER, "5", "0", f"unix:{tmp_path}/s", "localhost:0")
+    assert len(server.addresses["test"]) == 2
+    for address in server.addresses["test"]:
+        async with rpc.dial(address) as channel:
+            await stub_of(channel).Stats(pb.StatsRequest())
+        with rpc.dial_sync(address) as channel_sync:
+            stub_of(channel_sync).Stats(pb.StatsRequest())
+
+
+def test_a_taken_port_is_refused_by_name(server: Any, launch: Any) -> None:
+    with pytest.raises(AssertionError, match=f"can't listen on {server.address}: is the address taken"):
+        launch(SERVER, "5", "0", server.address)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(launch: Any, number: signal.Signals) -> None:
+    server = launch(SERVER, "30", "0", "localhost:0")
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.PutRequest]:
+        while piece := await pieces.get():
+            yield pb.PutRequest(data=piece)
+
+    async with rpc.dial(server.address) as channel:
+        put = stub_of(channel).Put(requests())
+        await pieces.put(b"12345")
+        await asyncio.to_thread(server.wait_for_line, "received 5")
+        watch = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[no-untyped-call]
+            health_pb2.HealthCheckRequest(service=NAME)
+        )
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        server.process.send_signal(number)
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        watch.cancel()
+        async with rpc.dial(server.address) as late:
+            assert (await failure(stub_of(late).Stats(pb.StatsRequest()))).code() == grpc.StatusCode.UNAVAILABLE
+        await pieces.put(b"678")
+        await pieces.put(b"")
+        assert (await put).key == (8).to_bytes(8, "big")
+    assert await asyncio.to_thread(server.wait) == 0
+    assert server.log.splitlines()[-2:] == ["drained", "test stopped"]
+
+
+async def test_a_drain_ends_in_time_whatever_is_in_flight(launch: Any) -> None:
+    server = launch(SERVER, "0.2", "0", "localhost:0")
+    async with rpc.dial(server.address) as channel:
+        replies = stub_of(channel).Fetch(pb.FetchRequest())
+        await replies.read()
+        server.process.terminate()
+        assert (await failure(replies.read())).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    assert await asyncio.to_thread(server.wait, 10) == 0
+    assert "drained" in server.log
