@@ -27,6 +27,11 @@ class Segment:
     def stop(self) -> int:
         return self.start + self.length
 
+    @property
+    def last(self) -> int:
+        """Position of the last slot."""
+        return self.first + self.length - 1 if self.positions is None else int(self.positions[-1])
+
     def key_positions(self, device: torch.device) -> torch.Tensor:
         """int64 [length]: where each slot's key stands in the prompt."""
         if self.positions is not None:

@@ -44,7 +44,7 @@ def sparse_attention(
     out = torch.empty_like(q)
     for span in spans:
         rows = q[span.start : span.stop]
-        attend = _by_segment if span.rows <= FEW_ROWS and window is None else _by_prefix
+        attend = _by_segment if span.rows <= FEW_ROWS else _by_prefix
         out[span.start : span.stop] = attend(rows, k_pool, v_pool, span, rotation, scale, window)
     return out
 
@@ -64,11 +64,11 @@ def _by_segment(
     partial: list[tuple[torch.Tensor, torch.Tensor]] = []
     turned: dict[int, torch.Tensor] = {}
     for segment in span.segments:
-        if segment.first > last:
+        if segment.first > last or (window is not None and segment.last <= first - window):
             continue
         if segment.shift not in turned:
             turned[segment.shift] = _fold(rotation.turn(q, -segment.shift), kv_heads)
-        bias = _bias(segment, span.positions, first, q.shape[1] // kv_heads, q.dtype)
+        bias = _bias(segment, span.positions, q.shape[1] // kv_heads, q.dtype, window)
         k, v = _heads(k_pool[segment.start : segment.stop]), _heads(v_pool[segment.start : segment.stop])
         out, lse = _flash(turned[segment.shift], k, v, 0.0, False, attn_mask=bias, scale=scale)
         if bias is not None:
@@ -79,17 +79,21 @@ def _by_segment(
 
 
 def _bias(
-    segment: Segment, positions: torch.Tensor, first: int, groups: int, dtype: torch.dtype
+    segment: Segment, positions: torch.Tensor, groups: int, dtype: torch.dtype, window: int | None
 ) -> torch.Tensor | None:
     """0 or -inf [1, 1, groups * rows, length], or None where every row sees the whole segment."""
-    future = segment.positions is not None or segment.first + segment.length - 1 > first
-    if segment.hidden is None and not future:
+    future = segment.last > int(positions[0])
+    past = window is not None and segment.first <= int(positions[-1]) - window
+    if segment.hidden is None and not future and not past:
         return None
     unseen = torch.zeros(len(positions), segment.length, dtype=torch.bool)
-    if future:
-        unseen = segment.key_positions(positions.device) > positions[:, None]
     if segment.hidden is not None:
-        unseen = unseen | segment.hidden
+        unseen |= segment.hidden
+    if future or past:
+        keys = segment.key_positions(positions.device)
+        unseen |= keys > positions[:, None]
+        if window is not None:
+            unseen |= keys <= positions[:, None] - window
     bias = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
     return bias.repeat(groups, 1)[None, None]
 

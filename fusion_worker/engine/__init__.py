@@ -1,0 +1,1 @@
+"""How a batch moves: pool, loader, scheduler, engine, and the life of a request."""

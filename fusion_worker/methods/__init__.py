@@ -1,0 +1,1 @@
+"""What the papers say: recipes, and the slots they are made of."""

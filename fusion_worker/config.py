@@ -1,0 +1,27 @@
+"""What a worker can be told."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionkv.protos.settings import setting
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    model: Path = setting(Path("models/default"), "directory of a Hugging Face causal language model")
+    listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to serve on: host:port or unix:/path")
+    cache: str = setting("", "address of the cache service; empty works without one")
+    device: str = setting("auto", "auto, cpu or cuda[:N]")
+    dtype: str = setting("auto", "auto (as in the checkpoint), float32, bfloat16 or float16")
+    threads: int = setting(0, "CPU threads for computing; 0 takes all cores", low=0)
+    pool_bytes: int = setting(1 << 30, "size of the KV pool on the device", bytes=True, low=1 << 20)
+    page_tokens: int = setting(16, "tokens of one page of the pool", low=1, high=1024)
+    max_prompt_tokens: int = setting(0, "longest prompt with its answer; 0 takes the model's own limit", low=0)
+    max_new_tokens: int = setting(256, "answer tokens when a request names no number", low=1)
+    max_requests: int = setting(32, "requests worked on at once", low=1)
+    max_queue: int = setting(256, "requests that may wait; more are refused", low=0)
+    max_step_tokens: int = setting(4096, "rows of one step of the engine; longer prefills take several", low=16)
+    lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
+    fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
+    max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
+    drain_seconds: float = setting(30.0, "how long answers in flight may take after SIGTERM", low=0)

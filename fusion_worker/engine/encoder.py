@@ -1,0 +1,78 @@
+"""Encoding ahead of time: a chunk by its exact path, or after its neighbours (FusionRAG 3.1)."""
+
+from dataclasses import dataclass
+
+from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.locator import CacheFault
+from fusionkv.fusion_worker.engine.placement import Wanted
+from fusionkv.fusion_worker.engine.prompt import Prompt
+from fusionkv.kvcache_service import keys
+from fusionkv.protos.errors import Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    key: bytes
+    variant: bytes
+    existed: bool
+
+
+class Encoder:
+    """Makes entries before any question asks for them. The last chunk of the prompt is the one to encode."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    async def exact(self, prompt: Prompt) -> Encoded:
+        """Full attention over the whole path; every chunk of it is stored under its exact path.
+
+        Raises:
+            Unavailable: the cache service can't be reached or refused the bytes.
+        """
+        namespace = self._loader.namespace(prompt.tenant)
+        path = tuple(part.digest for part in prompt.parts)
+        exact = keys.path_keys(namespace, path)
+        try:
+            async with self._loader.locator.prompt(prompt, namespace) as found:
+                wanted = []
+                for w in found:
+                    count = 1 + prompt.starts.index(w.position)
+                    known = w.lossless and w.entry is not None
+                    at, key = w.position, exact[count - 1]
+                    new = Wanted(w.chunk, at, at, path[:count], key, alone=False, lossless=True)
+                    wanted.append(w if known else new)
+                return await self._store(wanted, namespace)
+        except CacheFault as fault:
+            raise Unavailable(str(fault)) from fault
+
+    async def after_neighbours(self, prompt: Prompt) -> Encoded:
+        """The last chunk after all others, each of those reused as encoded alone; stored as a variant.
+
+        Raises:
+            Unavailable: as for `exact`.
+        """
+        namespace = self._loader.namespace(prompt.tenant)
+        *neighbours, chunk = prompt.chunks
+        before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
+        variant = keys.neighbours_variant(n.digest for n in neighbours)
+        path = (prompt.system.digest, chunk.digest)
+        key = keys.entry_key(namespace, path, variant)
+        try:
+            async with self._loader.locator.stored(path, variant, namespace) as known:
+                if known:
+                    return Encoded(key, variant, existed=True)
+            async with self._loader.locator.isolated(before, namespace) as wanted:
+                position = before.tokens
+                new = Wanted(chunk, position, position, path, key, variant, alone=False)
+                return await self._store([*wanted, new], namespace)
+        except CacheFault as fault:
+            raise Unavailable(str(fault)) from fault
+
+    async def _store(self, wanted: list[Wanted], namespace: bytes) -> Encoded:
+        """Computes what is missing and waits until the cache service has all of it."""
+        async with self._loader.parts(wanted, namespace) as placement:
+            for part in placement.parts:
+                if part.wanted.entry is None:
+                    await self._loader.put(part, namespace)
+        last = wanted[-1]
+        return Encoded(last.key, last.variant, existed=last.entry is not None)

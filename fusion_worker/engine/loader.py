@@ -1,0 +1,223 @@
+"""Brings a prompt's parts into the pool: fetched from the cache service, or encoded here and put back there."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import lru_cache, partial
+
+import torch
+from opentelemetry import trace
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
+from fusionkv.fusion_worker.engine.locator import CacheFault, Locator
+from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
+from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
+from fusionkv.fusion_worker.engine.putter import Putter
+from fusionkv.fusion_worker.engine.work import Work
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.errors import ServiceError, Unavailable
+
+log = logging.getLogger(__name__)
+tracer = trace.get_tracer(__name__)
+
+
+class Loader:
+    """The worker's use of the cache service. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, config: WorkerConfig, model: Model, pool: KVPool, engine: Engine, cache: CacheClient | None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._pool = pool
+        self._engine = engine
+        self._cache = cache
+        self._loads: set[asyncio.Task[None]] = set()
+        self.locator = Locator(model, cache, config.lookup_timeout)
+        self.putter = Putter(pool, cache, config.max_puts, config.fetch_timeout) if cache else None
+        self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, model.settings))
+
+    async def close(self) -> None:
+        """Ends loads and puts; what waits to be put is put first."""
+        if self._loads:
+            await asyncio.wait(self._loads)
+        if self.putter is not None:
+            await self.putter.drain()
+
+    @asynccontextmanager
+    async def plain(self, tokens: int) -> AsyncIterator[Placement]:
+        """Fresh slots for `tokens` tokens, nothing reused.
+
+        Raises:
+            ResourceExhausted: they don't fit the pool.
+        """
+        async with self._admit([], tokens, Stages(), b"") as placement:
+            yield placement
+
+    @asynccontextmanager
+    async def prompt(self, prompt: Prompt, fresh: Callable[[int], int], stages: Stages) -> AsyncIterator[Placement]:
+        """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
+
+        Raises:
+            CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
+            ResourceExhausted: the prompt does not fit the pool.
+        """
+        namespace = self.namespace(prompt.tenant)
+        async with AsyncExitStack() as stack:
+            leased = await stack.enter_async_context(AsyncExitStack())
+            with tracer.start_as_current_span("fusionkv.lookup"), clock(stages, "lookup"):
+                wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace))
+            stale = sum(len(w.chunk) for w in wanted if not w.lossless)
+            with clock(stages, "load"):
+                placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+                with tracer.start_as_current_span("fusionkv.load") as span:
+                    await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
+                    span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
+            await leased.aclose()
+            with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
+                span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
+                await _ready(part.resident for part in placement.parts)
+            yield placement
+
+    @asynccontextmanager
+    async def parts(self, wanted: Sequence[Wanted], namespace: bytes) -> AsyncIterator[Placement]:
+        """These parts in the pool, ready; given back on leaving. Raises as `prompt` does."""
+        async with self._admit(wanted, 0, Stages(), namespace) as placement:
+            await _ready(part.resident for part in placement.parts)
+            yield placement
+
+    async def put(self, part: Placed, namespace: bytes) -> None:
+        """Stores a part now and waits for the commit.
+
+        Raises:
+            Unavailable: there is no cache service, or it can't be reached or refused the bytes.
+        """
+        if self.putter is None:
+            raise Unavailable("this worker has no cache service: start it with --cache ADDRESS")
+        try:
+            await self.putter.put(namespace, part)
+        except ServiceError as error:
+            raise Unavailable(str(error)) from error
+
+    @asynccontextmanager
+    async def _admit(
+        self, wanted: Sequence[Wanted], fresh: int, stages: Stages, namespace: bytes
+    ) -> AsyncIterator[Placement]:
+        """Takes room for all at once, pins what is there, starts what is not."""
+        pool = self._pool
+        residents: dict[bytes, Resident] = {}
+        placed: list[Placed] = []
+        try:
+            async with pool.admission():
+                for key in dict.fromkeys(w.key for w in wanted):
+                    if (found := pool.find(key)) is not None:
+                        residents[key] = found
+                missing = {w.key: len(w.chunk) for w in wanted if w.key not in residents}
+                await pool.room([*missing.values(), fresh], [r.tokens for r in residents.values()])
+                for w in wanted:
+                    _count(stages, w, w.key in residents)
+                    if w.key in residents:
+                        placed.append(Placed(w, residents[w.key]))
+                    else:
+                        residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
+                        part = Placed(w, residents[w.key])
+                        before = [p for p in placed if p.wanted.is_system or not w.alone]
+                        placed.append(part)
+                        self._start(part, before, stages, namespace)
+                runs = pool.reserve(fresh)
+            try:
+                yield Placement(tuple(placed), runs)
+            finally:
+                pool.release(runs)
+        finally:
+            for resident in residents.values():
+                pool.unpin(resident)
+
+    def _start(self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes) -> None:
+        """Loads a part in a task of its own: other requests may wait for it when this one is gone."""
+        for p in (part, *before):
+            self._pool.pin(p.resident)
+        task = asyncio.create_task(self._load(part, before, stages, namespace))
+        self._loads.add(task)
+        task.add_done_callback(self._loads.discard)
+
+    async def _load(self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes) -> None:
+        ready = part.resident.ready
+        try:
+            if part.wanted.entry is not None:
+                await self._fetch(part, stages)
+            else:
+                await _ready(p.resident for p in before)
+                await self._encode(part, before)
+                if self.putter is not None:
+                    self.putter.offer(namespace, part)
+            ready.set_result(None)
+        except ServiceError as error:
+            ready.set_exception(CacheFault(f"fetch failed: {error}"))
+        except BaseException as error:
+            ready.set_exception(error if isinstance(error, Exception) else CacheFault("the worker is stopping"))
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            for p in (part, *before):
+                self._pool.unpin(p.resident)
+
+    async def _fetch(self, part: Placed, stages: Stages) -> None:
+        entry = part.wanted.entry
+        assert entry is not None
+        assert self._cache is not None
+        buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+        await self._cache.fetch(entry, buffer.numpy().data, timeout=self._config.fetch_timeout)
+        await asyncio.to_thread(self._copy_in, part, buffer)
+        stages.bytes_fetched += entry.size
+
+    def _copy_in(self, part: Placed, buffer: torch.Tensor) -> None:
+        kv, tokens = self._pool.kv, len(part.wanted.chunk)
+        shape = (kv.shape[0], 2, tokens, *kv.shape[3:])
+        source, at = buffer.view(kv.dtype).view(shape), 0
+        for run in part.resident.runs:
+            count = min(run.length, tokens - at)
+            kv[:, :, run.start : run.start + count].copy_(source[:, :, at : at + count])
+            at += count
+
+    async def _encode(self, part: Placed, before: Sequence[Placed]) -> None:
+        """Computes a part's KV behind the parts before it, straight into its pages."""
+        ids, positions = stretch(part.resident.base, part.wanted.chunk.ids)
+        seen = tuple(segment for p in before for segment in p.segments())
+        device = self._model.device
+        await self._engine.run(Work(ids.to(device), positions.to(device), part.resident.runs, seen))
+
+
+async def _ready(residents: Iterable[Resident]) -> None:
+    for resident in residents:
+        await asyncio.shield(resident.ready)
+
+
+def _count(stages: Stages, wanted: Wanted, present: bool) -> None:
+    if wanted.entry is None and not present:
+        stages.encoded_tokens += len(wanted.chunk)
+    if wanted.is_system:
+        return
+    if wanted.entry is None and not present:
+        stages.missed += 1
+        return
+    kind = "exact" if wanted.lossless else "alternative"
+    tier = "device" if present or wanted.entry is None else wanted.entry.tier
+    stages.hits[kind, tier] += 1
+    stages.hit_tokens[kind, tier] += len(wanted.chunk)
+
+
+@contextmanager
+def clock(stages: Stages, name: str) -> Iterator[None]:
+    """Adds the seconds spent inside to a stage."""
+    started = time.perf_counter()
+    try:
+        yield
+    finally:
+        stages.seconds[name] = stages.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -1,0 +1,119 @@
+"""Asks the cache service where a prompt's parts are, in one call, and names those it lacks."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+from fusionkv.fusion_worker.engine.placement import Wanted
+from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind
+from fusionkv.protos.errors import ServiceError
+
+
+class CacheFault(Exception):
+    """The cache did not do its part: the request is answered by plain prefill instead."""
+
+
+# Digest and preferred variants of the system prompt and each chunk.
+Path = Sequence[tuple[bytes, Sequence[bytes]]]
+_MISS = Hit(HitKind.MISS, None)
+
+
+class Locator:
+    """Names parts and finds them. Without a cache service everything is a miss."""
+
+    def __init__(self, model: Model, cache: CacheClient | None, timeout: float) -> None:
+        self._model = model
+        self._cache = cache
+        self._timeout = timeout
+        self._releases: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def prompt(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[Wanted]]:
+        """All parts but an empty system prompt at their places, leased for as long as the context is open.
+
+        Raises:
+            CacheFault: the cache service is down, slow, or answers what can't be.
+        """
+        async with self._lookup(namespace, [(p.digest, p.variants) for p in prompt.parts]) as hits:
+            path = tuple(part.digest for part in prompt.parts)
+            exact = keys.path_keys(namespace, path)
+            wanted = []
+            for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
+                found = self._from_hit(part, prompt.starts[i], path[: i + 1], hit, exact[i])
+                wanted.append(found or self.alone(prompt, i, prompt.starts[i], namespace))
+            yield [w for w in wanted if len(w.chunk)]
+
+    @asynccontextmanager
+    async def isolated(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[Wanted]]:
+        """The system prompt and every chunk as encoded after it alone, each at its place.
+
+        Raises:
+            CacheFault: as for `prompt`.
+        """
+        wanted = []
+        system = prompt.system.digest
+        async with AsyncExitStack() as stack:
+            lookups = [self._lookup(namespace, [(system, ()), (c.digest, ())]) for c in prompt.chunks]
+            found = [await stack.enter_async_context(lookup) for lookup in lookups]
+            for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
+                hit = (found[0][0] if found else _MISS) if i == 0 else found[i - 1][1]
+                path = (system,) if i == 0 else (system, part.digest)
+                exact = hit if hit.kind is HitKind.EXACT else _MISS
+                known = self._from_hit(part, start, path, exact, keys.entry_key(namespace, path))
+                wanted.append(known or self.alone(prompt, i, start, namespace))
+            yield [w for w in wanted if len(w.chunk)]
+
+    @asynccontextmanager
+    async def stored(self, path: tuple[bytes, bytes], variant: bytes, namespace: bytes) -> AsyncIterator[bool]:
+        """Whether the cache service has this variant of the chunk at the end of `path` (system prompt, chunk).
+
+        Raises:
+            CacheFault: as for `prompt`.
+        """
+        async with self._lookup(namespace, [(path[0], ()), (path[1], (variant,))]) as hits:
+            yield hits[1].entry is not None and hits[1].entry.variant == variant
+
+    def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> Wanted:
+        """A part to be encoded after the system prompt alone (index 0: the system prompt itself)."""
+        system, part = prompt.system, prompt.parts[index]
+        path = (system.digest, part.digest) if index else (system.digest,)
+        base = len(system) if index else 0
+        key = keys.entry_key(namespace, path)
+        return Wanted(part, position, base, path, key, lossless=position == base)
+
+    def _from_hit(self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes) -> Wanted | None:
+        entry = hit.entry
+        if entry is None:
+            return None
+        if entry.tokens != len(part) or entry.size != len(part) * self._model.kv.token_bytes:
+            raise CacheFault(f"the cache service answered an entry of {entry.tokens} tokens, {entry.size} bytes")
+        lossless = hit.kind is HitKind.EXACT
+        if lossless and (entry.key != exact or entry.base != position):
+            raise CacheFault("the cache service answered another entry as an exact hit")
+        return Wanted(part, position, entry.base, path, entry.key, entry.variant, entry, lossless=lossless)
+
+    @asynccontextmanager
+    async def _lookup(self, namespace: bytes, path: Path) -> AsyncIterator[Sequence[Hit]]:
+        if self._cache is None:
+            yield [_MISS] * len(path)
+            return
+        try:
+            found = await self._cache.lookup(namespace, path, timeout=self._timeout)
+        except ServiceError as error:
+            raise CacheFault(f"lookup failed: {error}") from error
+        try:
+            yield found.hits
+        finally:
+            if found.lease:
+                # Nobody waits for it: a lease that is not released expires.
+                task = asyncio.create_task(self._release(found.lease))
+                self._releases.add(task)
+                task.add_done_callback(self._releases.discard)
+
+    async def _release(self, lease: int) -> None:
+        assert self._cache is not None
+        with suppress(ServiceError):
+            await self._cache.release(lease, timeout=self._timeout)

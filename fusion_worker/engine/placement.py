@@ -1,0 +1,77 @@
+"""Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
+from fusionkv.fusion_worker.engine.prompt import Chunk
+from fusionkv.kernels.segments import Segment
+from fusionkv.kvcache_service.client import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One part of a prompt and how it comes: `entry` is fetched; without one the part is encoded here.
+
+    position: of its first token in this prompt. base: the same when its keys were or will be written.
+    path, variant, key: its name in the cache service (kvcache_service.keys).
+    alone: encoded after the system prompt alone; otherwise after all parts before it.
+    lossless: its KV equals what full attention over this prompt gives.
+    """
+
+    chunk: Chunk
+    position: int
+    base: int
+    path: tuple[bytes, ...]
+    key: bytes
+    variant: bytes = b""
+    entry: Entry | None = None
+    alone: bool = True
+    lossless: bool = False
+
+    @property
+    def is_system(self) -> bool:
+        return len(self.path) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One part of a prompt, in the pool."""
+
+    wanted: Wanted
+    resident: Resident
+
+    def segments(self, hidden: torch.Tensor | None = None) -> tuple[Segment, ...]:
+        """Its keys at their place in the prompt. hidden: bool [tokens], those computed elsewhere."""
+        at, found = 0, []
+        position, shift = self.wanted.position, self.wanted.position - self.resident.base
+        for run in self.resident.runs:
+            count = min(run.length, len(self.wanted.chunk) - at)
+            if count <= 0:
+                break
+            unseen = hidden[at : at + count] if hidden is not None and hidden[at : at + count].any() else None
+            found.append(Segment(run.start, count, position + at, shift, hidden=unseen))
+            at += count
+        return tuple(found)
+
+
+@dataclass(slots=True)
+class Stages:
+    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier)."""
+
+    hits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    hit_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+    missed: int = 0
+    encoded_tokens: int = 0
+    bytes_fetched: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A prompt's parts in the pool and fresh slots for what will be computed."""
+
+    parts: tuple[Placed, ...]
+    fresh: tuple[Run, ...]

@@ -1,0 +1,87 @@
+"""Puts what was encoded here back to the cache service, in the background and within bounds."""
+
+import asyncio
+import logging
+
+import torch
+from opentelemetry import metrics
+
+from fusionkv.fusion_worker.engine.kv_pool import KVPool
+from fusionkv.fusion_worker.engine.placement import Placed
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.errors import ServiceError
+
+log = logging.getLogger(__name__)
+_dropped = metrics.get_meter(__name__).create_counter(
+    "fusionkv.worker.puts_dropped", description="Encoded chunks that did not reach the cache service"
+)
+# Enough to overlap one copy out of the pool with one stream; more only compete for the same bandwidth.
+_WRITERS = 2
+
+
+class Putter:
+    """Copies chunks out of the pool and stores them. A chunk stays pinned until it is copied."""
+
+    def __init__(self, pool: KVPool, cache: CacheClient, max_waiting: int, timeout: float) -> None:
+        self._pool = pool
+        self._cache = cache
+        self._timeout = timeout
+        self._waiting: asyncio.Queue[tuple[bytes, Placed]] = asyncio.Queue(max_waiting)
+        self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
+
+    def offer(self, namespace: bytes, part: Placed) -> None:
+        """Queues a part; drops it when too many wait, since a miss costs time and no answer."""
+        if self._waiting.full():
+            _dropped.add(1, {"fusionkv.reason": "queue full"})
+            return
+        self._pool.pin(part.resident)
+        self._waiting.put_nowait((namespace, part))
+
+    async def put(self, namespace: bytes, part: Placed) -> None:
+        """Stores a part and waits for the commit.
+
+        Raises:
+            ServiceError: the cache service refused it or can't be reached.
+        """
+        wanted = part.wanted
+        data = await asyncio.to_thread(self._copy_out, part)
+        await self._cache.put(
+            namespace=namespace,
+            path=wanted.path,
+            variant=wanted.variant,
+            tokens=len(wanted.chunk),
+            base=wanted.base,
+            data=data,
+            timeout=self._timeout,
+        )
+
+    async def drain(self) -> None:
+        """Waits for what is queued, then ends."""
+        await self._waiting.join()
+        for writer in self._writers:
+            writer.cancel()
+
+    @property
+    def busy(self) -> bool:
+        return self._waiting._unfinished_tasks > 0  # type: ignore[attr-defined]
+
+    async def _write(self) -> None:
+        while True:
+            namespace, part = await self._waiting.get()
+            try:
+                await self.put(namespace, part)
+            except ServiceError as error:
+                _dropped.add(1, {"fusionkv.reason": type(error).__name__})
+                log.warning("a chunk was not stored: %s", error)
+            except Exception:
+                log.exception("a chunk was not stored")
+            finally:
+                self._pool.unpin(part.resident)
+                self._waiting.task_done()
+
+    def _copy_out(self, part: Placed) -> memoryview:
+        """The entry's bytes: [layer, 2, token, kv_head, head_dim], contiguous."""
+        kv, tokens = self._pool.kv, len(part.wanted.chunk)
+        pieces = [kv[:, :, run.start : run.start + run.length] for run in part.resident.runs]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return whole[:, :, :tokens].contiguous().cpu().view(torch.uint8).reshape(-1).numpy().data

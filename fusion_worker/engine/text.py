@@ -1,0 +1,41 @@
+"""From tokens to text that can be sent: whole characters only, and nothing that may belong to a stop string."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class TextStream:
+    """Turns token ids into text as they come."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._decode = DecodeStream(skip_special_tokens=True)
+        self._stop = tuple(stop)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Text that this token completes. Sets `stopped` when a stop string was met; the text ends before it."""
+        self._held += self._decode.step(self._tokenizer, token) or ""
+        found = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self.stopped = True
+            text, self._held = self._held[: min(found)], ""
+            return text
+        keep = max((self._overlap(s) for s in self._stop), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+    def flush(self) -> str:
+        """What was held back for a stop string that did not come."""
+        text, self._held = self._held, ""
+        return text
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that begins `stop`."""
+        for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
+            if self._held.endswith(stop[:size]):
+                return size
+        return 0

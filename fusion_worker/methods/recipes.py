@@ -1,0 +1,88 @@
+"""Recipes: every system of the papers as a value of its slots. A new system is a new row, not a new code path."""
+
+from dataclasses import dataclass
+
+from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention, Score
+from fusionkv.protos.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Isolated:
+    """A chunk's KV is computed after the system prompt alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimilarityGuided:
+    """A chunk's KV is computed after the isolated KV of its most similar chunks, ahead of time (FusionRAG 3.1)."""
+
+    neighbours: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a prompt's context is made.
+
+    encode: how a reused chunk's KV was made; None reuses nothing.
+    score: what makes a stale token worth recomputing; None when the ratio leaves no choice.
+    ratio: recomputed context tokens / context tokens, unless a request says otherwise.
+    fixed: whether a request may not say otherwise.
+    """
+
+    name: str
+    description: str
+    encode: Isolated | SimilarityGuided | None
+    score: Score | None
+    ratio: float
+    fixed: bool = False
+
+    @property
+    def neighbours(self) -> int:
+        """Neighbours a chunk should be encoded with ahead of time."""
+        return self.encode.neighbours if isinstance(self.encode, SimilarityGuided) else 0
+
+    def ratio_for(self, asked: float | None) -> float:
+        """The ratio a request gets.
+
+        Raises:
+            InvalidArgument: outside 0..1, or not a number.
+        """
+        if asked is not None and not 0.0 <= asked <= 1.0:
+            raise InvalidArgument(f"ratio {asked} is outside 0..1")
+        return self.ratio if asked is None or self.fixed else asked
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("full_attention", "plain prefill of the whole prompt, nothing reused", None, None, 1.0, fixed=True),
+        Recipe(
+            "full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", Isolated(), None, 0.0, True
+        ),
+        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", Isolated(), DistanceToStart(), 0.2),
+        Recipe(
+            "fusionrag",
+            "encoded with similar chunks; recomputed by the question's last-layer attention (FusionRAG 3.1, 3.2)",
+            SimilarityGuided(10),
+            QuestionAttention(last_only=True),
+            0.15,
+        ),
+        Recipe(
+            "prophetkv",
+            "recomputed by the question's attention over all layers (ProphetKV 4.2, 4.3)",
+            Isolated(),
+            QuestionAttention(last_only=False),
+            0.2,
+        ),
+    )
+}
+
+
+def find(name: str) -> Recipe:
+    """The recipe of this name.
+
+    Raises:
+        InvalidArgument: there is none.
+    """
+    if name not in RECIPES:
+        raise InvalidArgument(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
+    return RECIPES[name]

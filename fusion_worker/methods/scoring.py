@@ -1,0 +1,35 @@
+"""Scores: one number for every stale token, higher is more worth recomputing."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class QuestionAttention:
+    """Attention of the question's rows into each token over the stale cache, summed over rows and heads.
+
+    last_only: the last layer's alone (FusionRAG 3.2); otherwise all layers summed, which orders tokens as their mean
+        does (ProphetKV 4.3, eq. 7).
+    """
+
+    last_only: bool
+
+    def layers(self, count: int) -> frozenset[int]:
+        """Which of the model's layers are looked at."""
+        return frozenset({count - 1} if self.last_only else range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceToStart:
+    """Tokens at the start of a chunk first: they draw the attention that has no better place (EPIC, LegoLink)."""
+
+    def scores(self, starts: list[int], stops: list[int], length: int) -> torch.Tensor:
+        """float32 [length]: minus the distance of each position in `[start, stop)` to its start."""
+        scores = torch.full((length,), float("-inf"))
+        for start, stop in zip(starts, stops, strict=True):
+            scores[start:stop] = -torch.arange(stop - start, dtype=torch.float32)
+        return scores
+
+
+Score = QuestionAttention | DistanceToStart

@@ -1,0 +1,165 @@
+"""Loading an unmodified Hugging Face model, and refusing at start what can't be served right."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from fusionkv.fusion_worker.prompt import PromptTemplate
+from fusionkv.kernels.rope import Rotation
+from fusionkv.protos.errors import FailedPrecondition
+
+# model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
+FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True}
+# Rotations that depend on nothing but the position; `dynamic` and `longrope` change with the length of the prompt.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Bumped when the bytes of an entry are laid out otherwise.
+LAYOUT = "layer,kv,token,kv_head,head_dim:1"
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The KV cache of one token: `[layers, 2, kv_heads, head_dim]` of `dtype`."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A causal language model ready to serve.
+
+    rotation: its RoPE as a difference, for placing chunks.
+    fingerprint: SHA-256 over configuration, weights and tokenizer.
+    """
+
+    name: str
+    family: str
+    network: Any
+    tokenizer: Tokenizer
+    tokenizer_json: bytes
+    template: PromptTemplate
+    bos: int | None
+    ends: frozenset[int]
+    rotation: Rotation
+    kv: KVShape
+    vocabulary: int
+    max_tokens: int
+    fingerprint: bytes
+    device: torch.device
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """What decides KV bytes besides the fingerprint (see kvcache_service.keys.namespace)."""
+        return {"dtype": str(self.kv.dtype).removeprefix("torch."), "layout": LAYOUT}
+
+
+def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens: int = 0) -> Model:
+    """Loads a model directory.
+
+    Raises:
+        FailedPrecondition: the directory is no model, or of a kind that is not served; the message says why.
+    """
+    transformers_logging.disable_progress_bar()
+    if not (directory / "config.json").is_file():
+        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+    if not (directory / "tokenizer.json").is_file():
+        raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise FailedPrecondition(f"can't read the configuration in {directory}: {error}") from error
+    check_supported(config)
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    kind = DTYPES.get(dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
+    if kind is None:
+        raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    try:
+        network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=kind)
+        # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise FailedPrecondition(f"can't load the model in {directory}: {error}") from error
+    limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
+    return wrap(directory.resolve().name, network.to(device=where).eval(), tokenizer, fingerprint(directory), limit)
+
+
+def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int) -> Model:
+    """A Model around a network and a fast tokenizer that are in memory already."""
+    check_supported(network.config)
+    config = network.config
+    heads = config.num_attention_heads
+    parameter = next(network.parameters())
+    ends = getattr(network.generation_config, "eos_token_id", None) or config.eos_token_id
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    return Model(
+        name=name,
+        family=config.model_type,
+        network=network,
+        tokenizer=tokenizer.backend_tokenizer,
+        tokenizer_json=tokenizer.backend_tokenizer.to_str().encode(),
+        template=PromptTemplate.of(tokenizer),
+        bos=tokenizer.bos_token_id,
+        ends=frozenset(ends),
+        rotation=Rotation(network.model.rotary_emb.inv_freq, FAMILIES[config.model_type]),
+        kv=KVShape(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=parameter.dtype,
+        ),
+        vocabulary=config.vocab_size,
+        max_tokens=max_tokens,
+        fingerprint=fingerprint,
+        device=parameter.device,
+    )
+
+
+def check_supported(config: Any) -> None:
+    """Refuses what the engine can't hold to its oracles.
+
+    Raises:
+        FailedPrecondition: another family, a RoPE that changes with the prompt's length, or no RoPE in some layers.
+    """
+    family = config.model_type
+    if family not in FAMILIES:
+        raise FailedPrecondition(f"model family {family!r} is not served; served are: {', '.join(sorted(FAMILIES))}")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in ROPE_TYPES:
+        raise FailedPrecondition(
+            f"RoPE of type {kind!r} is not served, since its rotation is not a fixed function of the position; "
+            f"served are: {', '.join(ROPE_TYPES)}"
+        )
+
+
+def fingerprint(directory: Path) -> bytes:
+    """SHA-256 over the names and bytes of configuration, weights and tokenizer files, in the order of their names."""
+    hasher = hashlib.sha256()
+    for file in sorted(_identity_files(directory)):
+        hasher.update(json.dumps([file.name, file.stat().st_size]).encode())
+        with file.open("rb") as stream:
+            hasher.update(hashlib.file_digest(stream, "sha256").digest())
+    return hasher.digest()
+
+
+def _identity_files(directory: Path) -> Iterator[Path]:
+    weights = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
+    yield from weights
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (directory / name).is_file():
+            yield directory / name

@@ -1,0 +1,177 @@
+"""fusion.v1 over gRPC: checks requests, hands them to the engine, reports back."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.answer import Answerer, Piece, Summary
+from fusionkv.fusion_worker.engine.embedder import Embedder
+from fusionkv.fusion_worker.engine.encoder import Encoder
+from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.kv_pool import KVPool
+from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.engine.sampling import SamplingParams
+from fusionkv.fusion_worker.methods import recipes
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
+_FINISH = {
+    "end": pb.FINISH_REASON_END,
+    "stop_string": pb.FINISH_REASON_STOP_STRING,
+    "max_tokens": pb.FINISH_REASON_MAX_TOKENS,
+}
+_MAX_TENANT = 256
+
+
+class FusionServicer:
+    """One model, one pool, one engine. Made inside the event loop that serves it."""
+
+    def __init__(self, config: WorkerConfig, model: Model) -> None:
+        self._config = config
+        self._model = model
+        self._cache = CacheClient(config.cache) if config.cache else None
+        self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+        self._engine = Engine(model, self.pool, config.max_step_tokens)
+        self._loader = Loader(config, model, self.pool, self._engine, self._cache)
+        self._answerer = Answerer(config, model, self._engine, self._loader)
+        self._encoder = Encoder(self._loader)
+        self._embedder = Embedder(model, self._engine, self._loader)
+
+    async def close(self) -> None:
+        """Puts back what waits, ends the engine, closes connections."""
+        await self._loader.close()
+        self._engine.close()
+        if self._cache is not None:
+            await self._cache.close()
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        model = self._model
+        template = model.template
+        return pb.GetModelResponse(
+            name=model.name,
+            family=model.family,
+            fingerprint=model.fingerprint,
+            tokenizer_json=model.tokenizer_json,
+            template=pb.PromptTemplate(system=template.system, chunk=template.chunk, question=template.question),
+            bos_token=model.bos,
+            max_tokens=model.max_tokens,
+            embedding_dim=model.network.config.hidden_size,
+            kv_bytes_per_token=model.kv.token_bytes,
+            recipes=[
+                pb.Recipe(name=r.name, description=r.description, default_ratio=r.ratio, neighbours=r.neighbours)
+                for r in recipes.RECIPES.values()
+            ],
+            device=str(model.device),
+            dtype=str(model.kv.dtype).removeprefix("torch."),
+        )
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        recipe = recipes.find(request.recipe)
+        ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
+        self._check_model(request.model_fingerprint)
+        chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
+        if not request.question.ids:
+            raise InvalidArgument("the question is empty")
+        question = self._tokens(request.question.ids, "the question")
+        system = Chunk(self._tokens(request.system.ids, "the system prompt"))
+        prompt = Prompt(system, chunks, question, self._tenant(request.tenant))
+        params = self._sampling(request.sampling)
+        if prompt.tokens + params.max_tokens > self._model.max_tokens:
+            raise InvalidArgument(
+                f"the prompt has {prompt.tokens} tokens and asks for {params.max_tokens} more; "
+                f"the model takes {self._model.max_tokens} together"
+            )
+        async with aclosing(self._answerer.answer(prompt, recipe, ratio, params)) as events:
+            async for event in events:
+                if isinstance(event, Piece):
+                    yield pb.GenerateResponse(token=pb.Token(id=event.token, text=event.text))
+                else:
+                    yield pb.GenerateResponse(summary=_summary(event))
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
+        self._check_model(request.model_fingerprint)
+        parts = [*request.before, request.chunk]
+        chunks = tuple(self._chunk(part.ids, f"chunk {i}") for i, part in enumerate(parts))
+        system = Chunk(self._tokens(request.system.ids, "the system prompt"))
+        prompt = Prompt(system, chunks, (), self._tenant(request.tenant))
+        if prompt.tokens > self._model.max_tokens:
+            raise InvalidArgument(f"{prompt.tokens} tokens to encode; the model takes {self._model.max_tokens}")
+        if request.mode == pb.EncodeRequest.MODE_EXACT:
+            encoded = await self._encoder.exact(prompt)
+        elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
+            encoded = await self._encoder.after_neighbours(prompt)
+        else:
+            raise InvalidArgument("mode must be MODE_EXACT or MODE_NEIGHBOURS")
+        return pb.EncodeResponse(
+            key=encoded.key, variant=encoded.variant, existed=encoded.existed, tokens=len(chunks[-1])
+        )
+
+    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        vectors = await self._embedder.embed(request.texts)
+        return pb.EmbedResponse(vectors=[pb.Vector(values=v.tolist()) for v in vectors])
+
+    def _check_model(self, fingerprint: bytes) -> None:
+        if fingerprint and fingerprint != self._model.fingerprint:
+            raise FailedPrecondition(
+                f"the request is for a model of fingerprint {fingerprint.hex()[:16]}; this worker runs "
+                f"{self._model.name}, {self._model.fingerprint.hex()[:16]}"
+            )
+
+    def _tokens(self, ids: Sequence[int], what: str) -> tuple[int, ...]:
+        if ids and max(ids) >= self._model.vocabulary:
+            raise InvalidArgument(f"{what} holds token {max(ids)}; the vocabulary has {self._model.vocabulary}")
+        return tuple(ids)
+
+    def _chunk(self, ids: Sequence[int], what: str, variants: Sequence[bytes] = ()) -> Chunk:
+        if not ids:
+            raise InvalidArgument(f"{what} is empty")
+        if any(len(variant) != DIGEST_BYTES for variant in variants):
+            raise InvalidArgument(f"a variant of {what} is not {DIGEST_BYTES} bytes")
+        return Chunk(self._tokens(ids, what), tuple(variants))
+
+    @staticmethod
+    def _tenant(tenant: str) -> str:
+        if len(tenant) > _MAX_TENANT:
+            raise InvalidArgument(f"the tenant's name is longer than {_MAX_TENANT} characters")
+        return tenant
+
+    def _sampling(self, sampling: pb.Sampling) -> SamplingParams:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens or self._config.max_new_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed if sampling.HasField("seed") else None,
+            stop=tuple(sampling.stop),
+        )
+
+
+def _summary(summary: Summary) -> pb.Summary:
+    stages, prompt = summary.stages, summary.prompt
+    return pb.Summary(
+        finish_reason=_FINISH[summary.finish],
+        seconds=pb.StageSeconds(**stages.seconds),
+        hits=[
+            pb.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=stages.hit_tokens[kind, tier])
+            for (kind, tier), chunks in sorted(stages.hits.items())
+        ],
+        chunks_missed=stages.missed,
+        prompt_tokens=prompt.tokens,
+        context_tokens=prompt.context_tokens,
+        tokens_lossless=summary.lossless,
+        tokens_reused=summary.reused,
+        tokens_recomputed=summary.recomputed,
+        tokens_encoded=stages.encoded_tokens,
+        tokens_generated=summary.generated,
+        bytes_fetched=stages.bytes_fetched,
+        degraded=bool(summary.degraded),
+        degraded_reason=summary.degraded,
+        recipe=summary.recipe.name,
+        ratio=summary.ratio,
+    )
