@@ -10,8 +10,8 @@ from fusionkv.protos.settings import setting
 class GatewayConfig:
     """The table [gateway] of the configuration."""
 
-    listen: tuple[str, ...] = setting(("127.0.0.1:7600",), "addresses to serve on, host:port or unix:/path")
-    workers: tuple[str, ...] = setting(("127.0.0.1:7500",), "addresses of the fusion workers")
+    listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to serve on, host:port or unix:/path")
+    workers: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses of the fusion workers")
     data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
     tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")
 
@@ -34,7 +34,9 @@ class GatewayConfig:
 
     def __post_init__(self) -> None:
         if self.overlap_tokens >= self.chunk_tokens:
-            raise ValueError(f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})")
+            raise ValueError(
+                f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})"
+            )
         if self.top_k > self.max_top_k:
             raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
         if not self.workers:

@@ -1,0 +1,111 @@
+"""The contract of a retrieval engine: it holds the corpora and finds candidates by words and by meaning."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fusionkv.kvcache_service import keys
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a corpus depends on: vectors on the weights, token ids on the tokenizer and the chunk template."""
+
+    fingerprint: bytes
+    tokenizer: bytes
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One chunk of a document as it is stored."""
+
+    document: str
+    position: int
+    text: str
+    # Token ids within the prompt template; stored, so that the chunk's digest never depends on tokenising again.
+    ids: tuple[int, ...]
+    # Digest of the chunk as encoded with its neighbours ahead of time, and of that set of neighbours; empty: not.
+    variant: bytes = b""
+    neighbours: bytes = b""
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.document, self.position
+
+    @property
+    def digest(self) -> bytes:
+        """What the cache service knows the chunk by."""
+        return keys.chunk_digest(self.ids)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A chunk that may answer a question. `words` is its BM25 score (0: no word in common), `cosine` is in -1..1."""
+
+    chunk: Chunk
+    words: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """A corpus, or one document of a corpus."""
+
+    name: str
+    documents: int
+    chunks: int
+    tokens: int
+
+
+class Retrieval(ABC):
+    """Corpora of documents. Safe for concurrent use within one event loop, and never blocks it.
+
+    A change is durable and seen by every later call once its method has returned. Readers see a document as it was
+    before a change or after it, never in between. Methods on a corpus that does not exist raise NotFound; a corpus
+    made with another model raises FailedPrecondition from every method that takes `model`.
+    """
+
+    @abstractmethod
+    async def replace(
+        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+    ) -> bool:
+        """Stores all chunks of one document in place of what it had; `vectors` are unit float32 `[chunk, dim]`.
+
+        Makes the corpus when there is none. Says whether the document was there before.
+        """
+
+    @abstractmethod
+    async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
+        """Deletes one document, or the whole corpus. Returns how many documents and chunks are gone."""
+
+    @abstractmethod
+    async def corpora(self) -> list[Item]:
+        """All corpora by name."""
+
+    @abstractmethod
+    async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
+        """Documents by name, those after `after`, at most `limit` (0: all)."""
+
+    @abstractmethod
+    async def candidates(
+        self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
+    ) -> list[Candidate]:
+        """The `depth` best chunks by BM25 and the `depth` best by cosine, joined, in no order."""
+
+    @abstractmethod
+    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
+        """The chunks of one document with their vectors, by position; none when there is no such document."""
+
+    @abstractmethod
+    async def nearest(self, corpus: str, vector: np.ndarray, count: int, model: ModelIdentity) -> list[Chunk]:
+        """The `count` chunks of highest cosine, best first, ties by document and position."""
+
+    @abstractmethod
+    async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+        """Stores `variant` and `neighbours` of chunks that are still there with the same ids; skips the others."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends all work in flight; what was returned from `replace` is safe already."""

@@ -1,0 +1,147 @@
+"""The embedded retrieval engine: one LanceDB table a corpus, BM25 and exact vector search, in this process."""
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from lancedb import AsyncConnection, connect_async
+
+from fusionkv.gateway.retrieval import rows
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval
+from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
+from fusionkv.protos.errors import FailedPrecondition, NotFound
+
+log = logging.getLogger(__name__)
+# No corpus name begins with it, so "." and ".." are no folders.
+_PREFIX = "corpus-"
+
+
+class EmbeddedRetrieval(Retrieval):
+    """Owns a folder; a second process that opens it is refused."""
+
+    def __init__(self, connection: AsyncConnection, lock: contextlib.ExitStack) -> None:
+        self._connection = connection
+        self._lock = lock
+        self._tables: dict[str, CorpusTable] = {}
+        self._changing = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, folder: Path) -> "EmbeddedRetrieval":
+        """Opens all corpora in `folder`, made when it does not exist.
+
+        Raises:
+            OSError: the folder can't be written, or another gateway has it open.
+        """
+        lock = contextlib.ExitStack()
+        folder = folder.absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        file = lock.enter_context((folder / "lock").open("w"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.close()
+            raise OSError(
+                f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
+            ) from error
+        made = cls(await connect_async(str(folder / "corpora")), lock)
+        for name in await made._table_names():
+            made._tables[name.removeprefix(_PREFIX)] = await CorpusTable.open(await made._connection.open_table(name))
+        return made
+
+    async def replace(
+        self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
+    ) -> bool:
+        data = await asyncio.to_thread(rows.full, chunks, vectors)
+        while True:
+            table = self._tables.get(corpus) or await self._make(corpus, rows.schema(model, vectors.shape[1]))
+            _check(corpus, table, model)
+            with contextlib.suppress(CorpusGone):
+                return await table.replace(document, data)
+
+    async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
+        table = self._table(corpus)
+        if document:
+            with contextlib.suppress(CorpusGone):
+                return 1, await table.delete(document)
+            raise NotFound(f"no corpus {corpus!r}")
+        async with self._changing:
+            if self._tables.pop(corpus, None) is not table:
+                raise NotFound(f"no corpus {corpus!r}")
+            item = table.item(corpus)
+            await table.close()
+            await self._connection.drop_table(_PREFIX + corpus)
+        return item.documents, item.chunks
+
+    async def corpora(self) -> list[Item]:
+        return [self._tables[name].item(name) for name in sorted(self._tables)]
+
+    async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
+        return self._table(corpus).documents(after, limit)
+
+    async def candidates(
+        self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
+    ) -> list[Candidate]:
+        table = self._table(corpus, model)
+        by_words, by_meaning = await asyncio.gather(table.by_words(question, depth), table.by_meaning(vector, depth))
+        return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
+
+    async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
+        found = await self._table(corpus, model).of_document(document)
+        return sorted(zip(rows.chunks(found), rows.vectors(found), strict=True), key=lambda pair: pair[0].position)
+
+    async def nearest(self, corpus: str, vector: np.ndarray, count: int, model: ModelIdentity) -> list[Chunk]:
+        # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
+        found = await self._table(corpus, model).by_meaning(vector, 2 * count)
+        scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
+        return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
+
+    async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+        try:
+            await self._table(corpus).set_variants(rows.variants(chunks))
+        except CorpusGone as error:
+            raise NotFound(f"no corpus {corpus!r}") from error
+
+    async def close(self) -> None:
+        for table in self._tables.values():
+            await table.close()
+        self._connection.close()
+        self._lock.close()
+
+    def _table(self, corpus: str, model: ModelIdentity | None = None) -> CorpusTable:
+        table = self._tables.get(corpus)
+        if table is None:
+            raise NotFound(f"no corpus {corpus!r}: ingest a document to make it")
+        if model is not None:
+            _check(corpus, table, model)
+        return table
+
+    async def _make(self, corpus: str, schema: pa.Schema) -> CorpusTable:
+        async with self._changing:
+            if corpus not in self._tables:
+                made = await self._connection.create_table(_PREFIX + corpus, schema=schema)
+                self._tables[corpus] = await CorpusTable.open(made)
+            return self._tables[corpus]
+
+    async def _table_names(self) -> list[str]:
+        names: list[str] = []
+        page = None
+        while True:
+            listed = await self._connection.list_tables(page_token=page, limit=1000)
+            names.extend(n for n in listed.tables if n.startswith(_PREFIX))
+            page = listed.page_token
+            if not page:
+                return names
+
+
+def _check(corpus: str, table: CorpusTable, model: ModelIdentity) -> None:
+    if table.model == model:
+        return
+    what = "model" if table.model.fingerprint != model.fingerprint else "prompt template"
+    raise FailedPrecondition(
+        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete the corpus and ingest it again"
+    )

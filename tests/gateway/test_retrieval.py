@@ -1,0 +1,213 @@
+"""The contract of retrieval engines, run over each of them."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.protos.errors import FailedPrecondition, NotFound
+
+MODEL = ModelIdentity(b"f" * 32, b"t" * 32)
+DIM = 16
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "data"
+
+
+@pytest.fixture(params=[EmbeddedRetrieval])
+async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Retrieval]:
+    made = await request.param.open(folder)
+    yield made
+    await made.close()
+
+
+def vector(text: str) -> np.ndarray:
+    """A unit vector that depends on the text alone."""
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
+    made = np.random.default_rng(seed).standard_normal(DIM).astype(np.float32)
+    return made / np.linalg.norm(made)
+
+
+async def put(engine: Retrieval, corpus: str, document: str, *texts: str, model: ModelIdentity = MODEL) -> bool:
+    chunks = [Chunk(document, i, t, tuple(t.encode())) for i, t in enumerate(texts)]
+    return await engine.replace(corpus, document, chunks, np.stack([vector(t) for t in texts]), model)
+
+
+async def texts(engine: Retrieval, corpus: str, question: str, count: int = 5, dense: float = 0.0) -> list[str]:
+    found = await engine.candidates(corpus, question, vector(question), 50, MODEL)
+    return [chunk.text for chunk, _ in hybrid.rank([c for c in found if dense or c.words], dense, count)]
+
+
+async def test_stored_chunks_come_back_whole(engine: Retrieval) -> None:
+    assert not await put(engine, "c", "d/1.txt", "alpha beta", "gamma")
+    found = await engine.chunks("c", "d/1.txt", MODEL)
+    assert [c for c, _ in found] == [
+        Chunk("d/1.txt", 0, "alpha beta", tuple(b"alpha beta")),
+        Chunk("d/1.txt", 1, "gamma", tuple(b"gamma")),
+    ]
+    np.testing.assert_array_equal(np.stack([v for _, v in found]), np.stack([vector("alpha beta"), vector("gamma")]))
+    assert await engine.chunks("c", "other", MODEL) == []
+
+
+async def test_a_document_ingested_again_replaces_itself(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "one apple", "two pears", "three plums")
+    await put(engine, "c", "e", "four apples")
+    assert await put(engine, "c", "d", "five figs")
+    assert await texts(engine, "c", "apple pears plums") == []
+    assert await texts(engine, "c", "figs") == ["five figs"]
+    assert await texts(engine, "c", "apples") == ["four apples"]
+    assert [(i.name, i.chunks, i.tokens) for i in await engine.documents("c")] == [("d", 1, 9), ("e", 1, 11)]
+
+
+async def test_readers_see_old_or_new_and_never_both(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "fruit old", "fruit old again")
+    seen = set()
+
+    async def read() -> None:
+        while not writing.done():
+            seen.add(tuple(sorted(await texts(engine, "c", "fruit"))))
+
+    async def write() -> None:
+        for version in range(20):
+            await put(engine, "c", "d", *[f"fruit v{version} p{i}" for i in range(1 + version % 3)])
+
+    writing = asyncio.create_task(write())
+    await asyncio.gather(writing, read(), read())
+    for found in seen:
+        versions = {t.split()[1] for t in found}
+        assert len(versions) == 1, found
+        version = versions.pop()
+        assert len(found) == (2 if version == "old" else 1 + int(version[1:]) % 3)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("word", ["Velnora", "4711", "x_12", "naïve", "O'Neil", "日本語", "w" * 120, "of", "running"])
+async def test_words_are_found_as_they_are(engine: Retrieval, word: str) -> None:
+    for i in range(30):
+        await put(engine, "c", f"d{i}", f"page {i} runs the same filler", f"here is text{i}")
+    await put(engine, "c", "needle", f"there {word} stands")
+    assert await texts(engine, "c", f"{word}?", count=1) == [f"there {word} stands"]
+
+
+@pytest.mark.parametrize("question", ["?!...", "''\";--", "a AND (b OR", "+x -y ~z^2 *", "\u200b"])
+async def test_no_question_is_a_syntax_error(engine: Retrieval, question: str) -> None:
+    await put(engine, "c", "d", "some text")
+    assert len(await engine.candidates("c", question, vector("q"), 10, MODEL)) == 1
+
+
+async def test_dense_search_finds_what_shares_no_word(engine: Retrieval) -> None:
+    for i in range(50):
+        await put(engine, "c", f"d{i:02}", f"text number {i}")
+    found = await engine.candidates("c", "zzz", vector("text number 7"), 3, MODEL)
+    best = max(found, key=lambda c: c.cosine)
+    assert best.chunk.document == "d07"
+    assert best.cosine == pytest.approx(1, abs=1e-5)
+    assert [c.document for c in await engine.nearest("c", vector("text number 9"), 1, MODEL)] == ["d09"]
+
+
+async def test_equal_scores_are_ordered_by_document_and_position(engine: Retrieval) -> None:
+    for name in ("b", "c", "a"):
+        await put(engine, "c", name, "same text", "same text")
+    found = await engine.candidates("c", "same", vector("q"), 50, MODEL)
+    assert [c.key for c, _ in hybrid.rank(found, 0.3, 6)] == [(d, p) for d in "abc" for p in (0, 1)]
+    near = await engine.nearest("c", vector("same text"), 3, MODEL)
+    assert [c.key for c in near] == [("a", 0), ("a", 1), ("b", 0)]
+
+
+async def test_another_model_is_refused(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "text")
+    other = ModelIdentity(b"g" * 32, b"t" * 32)
+    with pytest.raises(FailedPrecondition, match="another model.*ingest it again"):
+        await put(engine, "c", "e", "text", model=other)
+    with pytest.raises(FailedPrecondition, match="another prompt template"):
+        await engine.candidates("c", "q", vector("q"), 5, ModelIdentity(MODEL.fingerprint, b"u" * 32))
+    await engine.delete("c")
+    await put(engine, "c", "d", "text", model=other)
+
+
+async def test_what_is_not_there_is_not_found(engine: Retrieval) -> None:
+    with pytest.raises(NotFound, match="no corpus 'c'"):
+        await engine.documents("c")
+    await put(engine, "c", "d", "text")
+    with pytest.raises(NotFound, match="no document 'x'"):
+        await engine.delete("c", "x")
+    assert await engine.delete("c", "d") == (1, 1)
+    assert await engine.delete("c") == (0, 0)
+    with pytest.raises(NotFound):
+        await engine.candidates("c", "q", vector("q"), 5, MODEL)
+
+
+async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
+    names = ["a", "b'c", 'b"d', "z", "ä"]
+    await asyncio.gather(*[put(engine, "c", n, "t") for n in reversed(names)])
+    await put(engine, "..", "d", "t")
+    first = await engine.documents("c", limit=2)
+    rest = await engine.documents("c", after=first[-1].name)
+    assert [i.name for i in first + rest] == sorted(names)
+    assert [(i.name, i.documents) for i in await engine.corpora()] == [("..", 1), ("c", 5)]
+    await engine.delete("c", "b'c")
+    assert len(await engine.documents("c")) == 4
+
+
+async def test_variants_are_kept_only_for_the_chunk_they_were_made_from(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "one", "two")
+    old = [c for c, _ in await engine.chunks("c", "d", MODEL)]
+    done = [Chunk(c.document, c.position, c.text, c.ids, b"v" * 32, b"n" * 32) for c in old]
+    await put(engine, "c", "d", "one", "changed")
+    await engine.set_variants("c", [*done, Chunk("gone", 0, "x", (1,), b"v", b"n")])
+    now = [c for c, _ in await engine.chunks("c", "d", MODEL)]
+    assert [(c.text, c.variant, c.neighbours) for c in now] == [("one", b"v" * 32, b"n" * 32), ("changed", b"", b"")]
+    assert await texts(engine, "c", "one changed") == ["one", "changed"]
+
+
+async def test_many_writers_of_one_name_leave_one_document(engine: Retrieval) -> None:
+    await asyncio.gather(*[put(engine, "c", "d", *[f"v{v} p{p}" for p in range(v + 1)]) for v in range(8)])
+    left = [c.text for c, _ in await engine.chunks("c", "d", MODEL)]
+    assert len({t.split()[0] for t in left}) == 1
+    assert (await engine.documents("c"))[0].chunks == len(left) == 1 + int(left[0].split()[0][1:])
+
+
+async def test_a_caller_that_gives_up_tears_nothing(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "a first")
+    waiting = [asyncio.create_task(put(engine, "c", f"d{i}", f"text {i}")) for i in range(20)]
+    await asyncio.sleep(0)
+    for task in waiting[::2]:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await put(engine, "c", "e", "the last")
+    counted = await engine.documents("c")
+    for item in counted:
+        assert len(await engine.chunks("c", item.name, MODEL)) == item.chunks
+    assert {"d", "e", *[f"d{i}" for i in range(1, 20, 2)]} <= {i.name for i in counted}
+
+
+async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "text")
+    await asyncio.gather(*[put(engine, "c", f"d{i}", "text") for i in range(10)], engine.delete("c"))
+    names = {i.name for corpus in await engine.corpora() for i in await engine.documents(corpus.name)}
+    assert names <= {f"d{i}" for i in range(10)}
+    await put(engine, "c", "last", "text")
+    assert "last" in {i.name for i in await engine.documents("c")}
+
+
+async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "d", "one apple", "two pears")
+    await put(engine, "e", "f", "three plums")
+    with pytest.raises(OSError, match="open in another gateway"):
+        await EmbeddedRetrieval.open(folder)
+    await engine.close()
+    again = await EmbeddedRetrieval.open(folder)
+    assert [(i.name, i.chunks) for i in await again.corpora()] == [("c", 2), ("e", 1)]
+    assert await texts(again, "c", "pears") == ["two pears"]
+    with pytest.raises(FailedPrecondition):
+        await put(again, "c", "x", "t", model=ModelIdentity(b"g" * 32, b""))
+    await again.close()
