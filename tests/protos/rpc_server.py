@@ -17,13 +17,13 @@ class Servicer:
 
     async def Fetch(self, request: pb.FetchRequest, context: Any) -> AsyncIterator[pb.FetchResponse]:
         """One frame, then an error or no end."""
-        yield pb.FetchResponse(data=b"first")
-        if request.key == b"fail":
-            raise errors.DataLoss("bad checksum")
         try:
+            yield pb.FetchResponse(data=b"first")
+            if request.key == b"fail":
+                raise errors.DataLoss("bad checksum")
             await asyncio.Event().wait()
         finally:
-            print("cancelled", flush=True)
+            print("ended", flush=True)
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
         """Answers with the number of bytes received."""

@@ -1,0 +1,86 @@
+# syntax=docker/dockerfile:1
+# One file, four images: docker build --target kvcache|worker|worker-gpu|gateway .
+# The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
+# builds, with --build-arg PIP_EXTRA_INDEX_URL=...
+ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
+ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
+
+# --- the wheel, the same in all images
+FROM ${PYTHON_IMAGE} AS wheel
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+WORKDIR /src
+COPY constraints.txt ./
+RUN pip install --no-cache-dir -c constraints.txt setuptools wheel grpcio-tools
+COPY pyproject.toml setup.py README.md LICENSE ./
+COPY protos protos
+COPY kvcache_service kvcache_service
+COPY fusion_worker fusion_worker
+COPY kernels kernels
+COPY gateway gateway
+COPY models/*.py models/
+RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \
+    && python -m venv /opt/fusionkv
+
+# --- packages: each image holds only what its service imports
+FROM wheel AS kvcache-packages
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache]"
+
+FROM wheel AS gateway-packages
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway]"
+
+FROM wheel AS worker-packages
+ARG PIP_EXTRA_INDEX_URL=
+RUN /opt/fusionkv/bin/pip install --no-cache-dir "$(grep '^torch==' constraints.txt)" \
+    && /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[worker]"
+
+# --- what runs: no compiler, no pip cache, a user without rights, only /data and /tmp written
+FROM ${PYTHON_IMAGE} AS runtime
+LABEL org.opencontainers.image.title="FusionKV" \
+      org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
+      org.opencontainers.image.licenses="Apache-2.0"
+ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+RUN mkdir /data && chown 10001:10001 /data
+WORKDIR /data
+STOPSIGNAL SIGTERM
+USER 10001:10001
+
+FROM runtime AS kvcache
+COPY --from=kvcache-packages /opt/fusionkv /opt/fusionkv
+ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
+EXPOSE 7070
+ENTRYPOINT ["python", "-P", "-m", "fusionkv.kvcache_service"]
+
+FROM runtime AS gateway
+COPY --from=gateway-packages /opt/fusionkv /opt/fusionkv
+ENV FUSIONKV_GATEWAY_LISTEN=[::]:7072 FUSIONKV_GATEWAY_DATA_DIR=/data
+EXPOSE 7072
+ENTRYPOINT ["python", "-P", "-m", "fusionkv.gateway"]
+
+FROM runtime AS worker
+COPY --from=worker-packages /opt/fusionkv /opt/fusionkv
+ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models HF_HUB_OFFLINE=1
+EXPOSE 7071
+ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
+
+# The CUDA image brings a Python of its own (3.12 on Ubuntu 24.04), so the packages are installed anew.
+FROM ${CUDA_IMAGE} AS worker-gpu
+LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && python3 -m venv /opt/fusionkv
+ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 \
+    TRITON_CACHE_DIR=/tmp/triton
+COPY --from=wheel /wheels /wheels
+COPY constraints.txt /wheels/
+RUN pip install --no-cache-dir "$(grep '^torch==' /wheels/constraints.txt)" \
+    && pip install --no-cache-dir -c /wheels/constraints.txt "$(echo /wheels/*.whl)[worker,gpu]" \
+    && mkdir /data && chown 10001:10001 /data
+WORKDIR /data
+ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models
+EXPOSE 7071
+STOPSIGNAL SIGTERM
+USER 10001:10001
+ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
