@@ -1,0 +1,140 @@
+{{/* Names and labels. Each takes a dict of `root` (the chart's context) and `name` (kvcache, worker, gateway). */}}
+{{- define "fusionkv.fullname" -}}
+{{- printf "%s-%s" (.root.Release.Name | trunc 40 | trimSuffix "-") .name -}}
+{{- end }}
+
+{{- define "fusionkv.selector" -}}
+app.kubernetes.io/name: fusionkv
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .name }}
+{{- end }}
+
+{{- define "fusionkv.labels" -}}
+{{ include "fusionkv.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end }}
+
+{{- define "fusionkv.metadata" -}}
+name: {{ include "fusionkv.fullname" . }}
+namespace: {{ .root.Release.Namespace }}
+labels: {{- include "fusionkv.labels" . | nindent 2 }}
+{{- end }}
+
+{{- define "fusionkv.image" -}}
+{{- $registry := .root.Values.image.registry | trimSuffix "/" -}}
+{{- if $registry }}{{ $registry }}/{{ end }}{{ .image }}:{{ .root.Values.image.tag | default .root.Chart.AppVersion }}
+{{- end }}
+
+{{/* One for all pods, as the Pod Security Standard "restricted" wants it. */}}
+{{- define "fusionkv.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "fusionkv.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`. */}}
+{{- define "fusionkv.pod" -}}
+{{- $values := index .root.Values .name -}}
+{{- $section := upper .name -}}
+metadata:
+  labels: {{- include "fusionkv.labels" . | nindent 4 }}
+spec:
+  serviceAccountName: {{ include "fusionkv.fullname" . }}
+  automountServiceAccountToken: false
+  # Kubernetes would add FUSIONKV_WORKER_PORT and the like for its Services, which the services refuse as unknown settings.
+  enableServiceLinks: false
+  # Longer than the service's own drain, so that it is never killed while it finishes calls.
+  terminationGracePeriodSeconds: {{ add 15 (ceil $values.config.drain_seconds) }}
+  securityContext: {{- include "fusionkv.podSecurity" . | nindent 4 }}
+  {{- with .root.Values.image.pullSecrets }}
+  imagePullSecrets: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  {{- with $values.tolerations }}
+  tolerations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  containers:
+    - name: {{ .name }}
+      image: {{ include "fusionkv.image" . }}
+      imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+      securityContext: {{- include "fusionkv.containerSecurity" . | nindent 8 }}
+      ports:
+        - {name: grpc, containerPort: {{ .port }}, protocol: TCP}
+      env:
+        - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
+        {{- range $key, $value := .env }}
+        - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ $value | quote }}}
+        {{- end }}
+        {{- range $key, $value := $values.config }}
+        {{- /* Numbers as JSON writes them: Helm's toString turns 1073741824 into 1.073741824e+09. */}}
+        - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
+        {{- end }}
+        {{- with .root.Values.otlp.endpoint }}
+        - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+        - name: K8S_POD_NAME
+          valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
+        {{- end }}
+      startupProbe:
+        grpc: {port: {{ .port }}}
+        periodSeconds: 2
+        failureThreshold: {{ div .startup 2 }}
+      readinessProbe:
+        grpc: {port: {{ .port }}}
+        periodSeconds: 5
+        timeoutSeconds: 3
+      livenessProbe:
+        grpc: {port: {{ .port }}}
+        periodSeconds: 10
+        timeoutSeconds: 5
+        failureThreshold: 6
+      resources:
+        requests: {{- toYaml $values.resources.requests | nindent 10 }}
+        limits: {{- merge (dict) $values.resources.limits (.limits | default dict) | toYaml | nindent 10 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- with .mounts }}{{ toYaml . | nindent 8 }}{{ end }}
+  volumes:
+    - name: tmp
+      emptyDir: {}
+    {{- with .volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+{{- end }}
+
+{{/* The service account of one component: no rights, no token. */}}
+{{- define "fusionkv.account" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata: {{- include "fusionkv.metadata" . | nindent 2 }}
+automountServiceAccountToken: false
+{{- end }}
+
+{{/* A claim's spec from `storage` values. */}}
+{{- define "fusionkv.claim" -}}
+accessModes: [ReadWriteOnce]
+{{- with .className }}
+storageClassName: {{ . }}
+{{- end }}
+resources:
+  requests: {storage: {{ .size }}}
+{{- end }}
+
+{{/* Egress that every component needs: names, and the collector where there is one. */}}
+{{- define "fusionkv.egress" -}}
+- ports: [{port: 53, protocol: UDP}, {port: 53, protocol: TCP}]
+{{- with .root.Values.otlp.endpoint }}
+- ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
+{{- end }}
+{{- end }}

@@ -1,0 +1,225 @@
+"""The Helm chart: valid for several Kubernetes versions, strict about its values, and true to the services' settings."""
+
+import itertools
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.kvcache_service.config import Config as CacheConfig
+from fusionkv.protos import settings
+
+VERSIONS = ("1.29", "1.33", "1.37")
+CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
+# Values that change what is rendered, in all combinations.
+VARIANTS: list[dict[str, Any]] = [
+    {"gpu": gpu, "replicas": replicas, "otlp": otlp, "policy": policy}
+    for gpu, replicas, otlp, policy in itertools.product((0, 1), (1, 3), (False, True), (False, True))
+]
+Render = Callable[..., list[Any]]
+
+
+@pytest.fixture(scope="session")
+def chart(root: Path) -> Path:
+    return root / "k8s/fusionkv"
+
+
+@pytest.fixture
+def render(helm: str, chart: Path, tmp_path: Path) -> Render:
+    def run(values: dict[str, Any] | None = None, version: str = VERSIONS[-1]) -> list[Any]:
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values or {}))
+        command = [helm, "template", "rel", str(chart), "-n", "ns", "--kube-version", version]
+        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ValueError(done.stderr)
+        return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+    return run
+
+
+def values_of(variant: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "worker": {"gpu": {"count": variant["gpu"]}, "replicas": variant["replicas"]},
+        "otlp": {"endpoint": "http://collector.observability:4317" if variant["otlp"] else ""},
+        "networkPolicy": {"enabled": variant["policy"]},
+    }
+
+
+def workloads(documents: list[Any]) -> dict[str, Any]:
+    found = [d for d in documents if d["kind"] in ("StatefulSet", "Deployment")]
+    return {d["metadata"]["labels"]["app.kubernetes.io/component"]: d for d in found}
+
+
+def environment(workload: Any) -> dict[str, str]:
+    env = workload["spec"]["template"]["spec"]["containers"][0]["env"]
+    return {e["name"]: e["value"] for e in env if "value" in e}
+
+
+def test_helm_lint(helm: str, chart: Path) -> None:
+    done = subprocess.run([helm, "lint", "--strict", str(chart)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_for_kubernetes(render: Render, version: str) -> None:
+    for variant in VARIANTS:
+        for document in render(values_of(variant), version):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_workloads(render: Render, variant: dict[str, Any]) -> None:
+    documents = render(values_of(variant))
+    found = workloads(documents)
+    assert set(found) == set(PORTS)
+    accounts = {d["metadata"]["name"] for d in documents if d["kind"] == "ServiceAccount"}
+    for name, workload in found.items():
+        pod = workload["spec"]["template"]["spec"]
+        container = pod["containers"][0]
+        labels = workload["spec"]["template"]["metadata"]["labels"]
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert pod["serviceAccountName"] in accounts
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 10001
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container[probe]["grpc"]["port"] == PORTS[name]
+        assert container["ports"] == [{"name": "grpc", "containerPort": PORTS[name], "protocol": "TCP"}]
+        assert "memory" in container["resources"]["limits"]
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        mounted = {m["name"] for m in container["volumeMounts"]}
+        claimed = {t["metadata"]["name"] for t in workload["spec"].get("volumeClaimTemplates", [])}
+        assert mounted == {v["name"] for v in pod["volumes"]} | claimed
+        # A Service called <release>-worker would otherwise become FUSIONKV_WORKER_PORT, an unknown setting.
+        assert pod["enableServiceLinks"] is False
+
+
+def test_the_gpu_comes_with_its_image(render: Render) -> None:
+    for count, image in ((0, "fusionkv-worker:0.1.0"), (1, "fusionkv-worker-gpu:0.1.0")):
+        container = workloads(render(values_of({"gpu": count, "replicas": 1, "otlp": False, "policy": False})))[
+            "worker"
+        ]
+        container = container["spec"]["template"]["spec"]["containers"][0]
+        assert container["image"] == image
+        assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == count
+
+
+@pytest.mark.parametrize("drain", [0, 10, 37.5, 600])
+def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
+    for name, workload in workloads(render({name: {"config": {"drain_seconds": drain}} for name in PORTS})).items():
+        config = settings.load(CONFIGS[name], name, environ=environment(workload))
+        assert config.drain_seconds == drain
+        assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain + 10
+
+
+def test_the_environment_is_what_the_services_accept(render: Render) -> None:
+    values = {
+        "kvcache": {"config": {"memory_bytes": 3 << 30, "sync": True}},
+        "worker": {"replicas": 2, "config": {"pool_bytes": "2GiB", "dtype": "float32"}},
+        "gateway": {"config": {"dense_weight": 0.25, "tenant": "a tenant: 'x'"}},
+    }
+    loaded = {}
+    for name, workload in workloads(render(values)).items():
+        env = environment(workload)
+        assert all(key.startswith(f"FUSIONKV_{name.upper()}_") for key in env)
+        loaded[name] = settings.load(CONFIGS[name], name, environ=env)
+        assert loaded[name].listen == (f"[::]:{PORTS[name]}",)
+    assert (loaded["kvcache"].memory_bytes, loaded["kvcache"].sync) == (3 << 30, True)
+    assert (loaded["worker"].pool_bytes, loaded["worker"].dtype) == (2 << 30, "float32")
+    assert (loaded["gateway"].dense_weight, loaded["gateway"].tenant) == (0.25, "a tenant: 'x'")
+    assert loaded["worker"].cache == "rel-kvcache:7070"
+    assert loaded["gateway"].workers == ("rel-worker-0.rel-worker:7071", "rel-worker-1.rel-worker:7071")
+
+
+def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
+    schema = json.loads((chart / "values.schema.json").read_text())
+    own = {"listen", "data_dir", "model", "cache", "workers"}
+    for name, config in CONFIGS.items():
+        parts = schema["properties"][name]["properties"]["config"]["allOf"]
+        allowed = next(p["propertyNames"]["enum"] for p in parts if "propertyNames" in p)
+        assert set(allowed) == set(config.__dataclass_fields__) - own, f"update the keys of {name}.config"
+
+
+def test_names_resolve_to_services_and_services_to_pods(render: Render) -> None:
+    documents = render()
+    found = workloads(documents)
+    for service in (d for d in documents if d["kind"] == "Service"):
+        name = service["metadata"]["labels"]["app.kubernetes.io/component"]
+        labels = found[name]["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert service["spec"]["ports"][0]["port"] == PORTS[name]
+    for name in ("kvcache", "worker"):
+        assert found[name]["spec"]["serviceName"] == f"rel-{name}"
+    for budget in (d for d in documents if d["kind"] == "PodDisruptionBudget"):
+        name = budget["metadata"]["labels"]["app.kubernetes.io/component"]
+        labels = found[name]["spec"]["template"]["metadata"]["labels"]
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+@pytest.mark.parametrize("clients", [[], [{"podSelector": {"matchLabels": {"app": "shop"}}}]], ids=["open", "named"])
+def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any]) -> None:
+    values = {"networkPolicy": {"clients": clients}, "otlp": {"endpoint": "http://collector:4317"}}
+    documents = render(values)
+    policies = {
+        d["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]: d["spec"]
+        for d in documents
+        if d["kind"] == "NetworkPolicy"
+    }
+    assert set(policies) == set(PORTS)
+
+    def peers(rule: dict[str, Any], key: str) -> list[str]:
+        labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
+        return [each.get("app.kubernetes.io/component", each.get("app")) for each in labels]
+
+    callers = {"kvcache": ["worker"], "worker": ["gateway"], "gateway": ["shop", "test"] if clients else []}
+    callees = {"kvcache": [], "worker": ["kvcache"], "gateway": ["worker"]}
+    for name, spec in policies.items():
+        assert spec["policyTypes"] == ["Ingress", "Egress"]
+        assert [peers(rule, "from") for rule in spec["ingress"]] == [callers[name]]
+        assert [rule["ports"][0]["port"] for rule in spec["ingress"]] == [PORTS[name]]
+        reached = {rule["ports"][0]["port"]: peers(rule, "to") for rule in spec["egress"]}
+        assert reached == {53: [], 4317: [], **{PORTS[c]: [c] for c in callees[name]}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"kvcahe": {}}, "kvcahe"),
+        ({"kvcache": {"config": {"memroy_bytes": "1GiB"}}}, "propertyNames|memroy_bytes"),
+        ({"kvcache": {"config": {"data_dir": "/tmp"}}}, "propertyNames|data_dir"),
+        ({"kvcache": {"config": {"drain_seconds": "10s"}}}, "drain_seconds"),
+        ({"kvcache": {"config": {"drain_seconds": -1}}}, "drain_seconds"),
+        ({"kvcache": {"config": {"memory_bytes": ["1GiB"]}}}, "memory_bytes"),
+        ({"kvcache": {"resources": {"limits": {"memory": "1GB"}}}}, "memory"),
+        ({"kvcache": {"storage": {"size": "big"}}}, "size"),
+        ({"worker": {"replicas": 0}}, "replicas"),
+        ({"worker": {"replicas": "two"}}, "replicas"),
+        ({"worker": {"gpu": {"count": 2}}}, "count"),
+        ({"worker": {"model": {"claim": ""}}}, "claim"),
+        ({"worker": {"model": {"path": "../etc"}}}, "path"),
+        ({"gateway": {"replicas": 2}}, "replicas"),
+        ({"gateway": {"service": {"type": "ExternalName"}}}, "type"),
+        ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
+        ({"otlp": {"endpoint": "collector"}}, "endpoint"),
+        ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
+)
+def test_bad_values_are_refused(render: Render, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(f"schema.*({message})", re.DOTALL)):
+        render(values)

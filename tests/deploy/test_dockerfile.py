@@ -1,0 +1,63 @@
+"""The Dockerfile holds to hadolint's rules, and every image ends as it should."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TARGETS = ("kvcache", "worker", "worker-gpu", "gateway")
+
+
+@pytest.fixture(scope="module")
+def text(root: Path) -> str:
+    return (root / "Dockerfile").read_text()
+
+
+def stage(text: str, name: str) -> tuple[str, str]:
+    """What a stage is built on, and its lines."""
+    match = re.search(rf"^FROM (\S+) AS {name}\n(.*?)(?=^FROM |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert match, f"no stage {name}"
+    return match[1], match[2]
+
+
+def test_hadolint(root: Path) -> None:
+    tool = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([tool, "Dockerfile"], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_runs_as_nobody_and_hears_sigterm(text: str, target: str) -> None:
+    base, lines = stage(text, target)
+    while not base.startswith("${"):
+        base, earlier = stage(text, base)
+        lines = earlier + lines
+    assert lines.count("USER 10001:10001") == 1
+    assert "STOPSIGNAL SIGTERM" in lines
+    assert "org.opencontainers.image.licenses" in lines
+    assert re.search(r'^ENTRYPOINT \["python", "-P", "-m", "fusionkv\.\w+"\]$', lines, re.MULTILINE)
+    assert f"ARG {base[2:-1]}=" in text
+    assert re.search(rf"^ARG {base[2:-1]}=\S+:\d\S+$", text, re.MULTILINE), "the base image is not pinned"
+
+
+def test_every_file_that_is_copied_is_let_in_and_exists(root: Path, text: str) -> None:
+    let_in = {line[1:] for line in (root / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for line in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.MULTILINE):
+        for source in line.split():
+            assert source in let_in
+            assert list(root.glob(source)), f"{source} does not exist"
+
+
+def test_what_a_service_is_told_in_its_image_it_knows(text: str) -> None:
+    from fusionkv.fusion_worker.config import WorkerConfig
+    from fusionkv.gateway.config import GatewayConfig
+    from fusionkv.kvcache_service.config import Config
+    from fusionkv.protos import settings
+
+    configs = {"KVCACHE": Config, "WORKER": WorkerConfig, "GATEWAY": GatewayConfig}
+    told = dict(re.findall(r"(FUSIONKV_\w+)=(\S+)", text))
+    for section, config in configs.items():
+        loaded = settings.load(config, section.lower(), environ=told)
+        assert loaded.listen[0].startswith("[::]:70")
