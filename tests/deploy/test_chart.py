@@ -1,4 +1,4 @@
-"""The Helm chart: valid for several Kubernetes versions, strict about its values, and true to the services' settings."""
+"""The Helm chart: valid for several Kubernetes versions, strict about values, true to the services' settings."""
 
 import itertools
 import json
