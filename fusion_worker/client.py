@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -39,7 +39,7 @@ class WorkerClient:
 
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None = None
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse]:
         """Tokens, then one summary. Closing the iterator, or cancelling its reader, cancels the call."""
         call = self._stub.Generate(request, timeout=timeout)
         try:

@@ -30,8 +30,10 @@ class Vocabulary:
         self._tokenizer.no_padding()
         # In what users write, "<eos>" is five characters; only the template may say it as a control token.
         self._tokenizer.encode_special_tokens = True
-        special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
-        self._control = re.compile("(" + "|".join(map(re.escape, special)) + ")") if special else None
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: id for id, token in added.items() if token.special}
+        names = "|".join(map(re.escape, self._special))
+        self._control = re.compile(f"({names})") if names else None
 
     @cached_property
     def system(self) -> list[int]:
@@ -69,7 +71,7 @@ class Vocabulary:
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number % 2:
-                ids.append(self._tokenizer.token_to_id(part))
+                ids.append(self._special[part])
             elif part:
                 ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
         return ids

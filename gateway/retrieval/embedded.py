@@ -6,6 +6,7 @@ import fcntl
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +25,7 @@ _PREFIX = "corpus-"
 class EmbeddedRetrieval(Retrieval):
     """Owns a folder; a second process that opens it is refused."""
 
-    def __init__(self, connection: AsyncConnection, lock: contextlib.ExitStack) -> None:
+    def __init__(self, connection: AsyncConnection, lock: TextIO) -> None:
         self._connection = connection
         self._lock = lock
         self._tables: dict[str, CorpusTable] = {}
@@ -37,18 +38,8 @@ class EmbeddedRetrieval(Retrieval):
         Raises:
             OSError: the folder can't be written, or another gateway has it open.
         """
-        lock = contextlib.ExitStack()
-        folder = folder.absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        file = lock.enter_context((folder / "lock").open("w"))
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise OSError(
-                f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
-            ) from error
-        made = cls(await connect_async(str(folder / "corpora")), lock)
+        lock = _lock(folder)
+        made = cls(await connect_async((folder / "corpora").as_uri()), lock)
         for name in await made._table_names():
             made._tables[name.removeprefix(_PREFIX)] = await CorpusTable.open(await made._connection.open_table(name))
         return made
@@ -138,10 +129,24 @@ class EmbeddedRetrieval(Retrieval):
                 return names
 
 
+def _lock(folder: Path) -> TextIO:
+    """A lock on the folder, held until it is closed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise OSError(
+            f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
+        ) from error
+    return file
+
+
 def _check(corpus: str, table: CorpusTable, model: ModelIdentity) -> None:
     if table.model == model:
         return
     what = "model" if table.model.fingerprint != model.fingerprint else "prompt template"
     raise FailedPrecondition(
-        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete the corpus and ingest it again"
+        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete it and ingest it again"
     )

@@ -1,0 +1,273 @@
+"""The Python clients: `Client` blocks, `AsyncClient` awaits; both raise the errors of fusionkv.protos.errors."""
+
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+
+from fusionkv.gateway import results
+from fusionkv.gateway.results import (
+    Answer,
+    Deleted,
+    Event,
+    Ingested,
+    Item,
+    Passage,
+    Progress,
+    Sources,
+    Stats,
+    Summary,
+    Token,
+)
+from fusionkv.protos import errors, rpc
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+
+DEFAULT_ADDRESS = "127.0.0.1:7072"
+ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
+_PAGE = 1000
+T = TypeVar("T")
+
+
+class AsyncClient:
+    """Calls a gateway at `host:port` or `unix:/path`. Make it inside a running event loop; `async with` closes it.
+
+    Every call takes `timeout` in seconds, the client's default when it is None, and raises a subclass of
+    `errors.ServiceError` that carries the gRPC status.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._channel = rpc.dial(address)
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def ingest(
+        self,
+        corpus: str,
+        name: str,
+        content: bytes | str,
+        *,
+        media_type: str = "",
+        timeout: float | None = None,
+    ) -> Ingested:
+        """Stores one document in place of what it had. An empty media type is guessed from the name's ending."""
+        request = _ingest_request(corpus, name, content, media_type)
+        with _errors(self.address):
+            r = await self._stub.Ingest(request, timeout=timeout or self._timeout)
+        return Ingested(name, r.chunks, r.tokens, r.replaced)
+
+    async def stream(
+        self, corpus: str, question: str, *, timeout: float | None = None, **options: Any
+    ) -> AsyncGenerator[Event]:
+        """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
+        call = self._stub.Generate(request(corpus, question, **options), timeout=timeout or self._timeout)
+        try:
+            with _errors(self.address):
+                async for response in call:
+                    yield results.event(response)
+        finally:
+            call.cancel()
+
+    async def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
+        """A whole answer. Options: see `request`."""
+        async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
+            return _answer([event async for event in events])
+
+    async def retrieve(
+        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+    ) -> tuple[Passage, ...]:
+        """The passages for a question, without answering it."""
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
+        with _errors(self.address):
+            return results.passages(await self._stub.Retrieve(wanted, timeout=timeout or self._timeout))
+
+    async def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> AsyncGenerator[Progress]:
+        """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
+        call = self._stub.Precompute(pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours))
+        try:
+            with _errors(self.address):
+                async for p in call:
+                    yield Progress(p.done, p.total, p.skipped)
+        finally:
+            call.cancel()
+
+    async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
+        """Deletes one document, or without a name the whole corpus."""
+        with _errors(self.address):
+            r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), timeout=timeout or self._timeout)
+        return Deleted(r.documents, r.chunks)
+
+    async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
+        """All corpora, or all documents of one corpus, by name."""
+        items: list[Item] = []
+        token = ""
+        while True:
+            page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
+            with _errors(self.address):
+                r = await self._stub.List(page, timeout=timeout or self._timeout)
+            items.extend(Item(i.name, i.documents, i.chunks, i.tokens) for i in r.items)
+            token = r.next_page_token
+            if not token:
+                return items
+
+    async def stats(self, *, timeout: float | None = None) -> Stats:
+        """What the gateway reports of itself."""
+        with _errors(self.address):
+            return results.stats(await self._stub.Stats(pb.StatsRequest(), timeout=timeout or self._timeout))
+
+
+class Client:
+    """As AsyncClient, but blocking. Safe for use from several threads; `with` closes it."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0) -> None:
+        self.address = address
+        self._timeout = timeout
+        self._channel = rpc.dial_sync(address)
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def ingest(
+        self,
+        corpus: str,
+        name: str,
+        content: bytes | str | os.PathLike[str] | None = None,
+        *,
+        media_type: str = "",
+        timeout: float | None = None,
+    ) -> Ingested:
+        """Stores one document. `content` is its bytes, its text or the path of a file; None: `name` is the path."""
+        if content is None or isinstance(content, os.PathLike):
+            content = Path(name if content is None else content).read_bytes()
+        with _errors(self.address):
+            r = self._stub.Ingest(
+                _ingest_request(corpus, name, content, media_type), timeout=timeout or self._timeout
+            )
+        return Ingested(name, r.chunks, r.tokens, r.replaced)
+
+    def stream(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Iterator[Event]:
+        """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
+        call = self._stub.Generate(request(corpus, question, **options), timeout=timeout or self._timeout)
+        try:
+            with _errors(self.address):
+                for response in call:
+                    yield results.event(response)
+        finally:
+            call.cancel()
+
+    def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
+        """A whole answer. Options: see `request`."""
+        return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
+
+    def retrieve(
+        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+    ) -> tuple[Passage, ...]:
+        """The passages for a question, without answering it."""
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
+        with _errors(self.address):
+            return results.passages(self._stub.Retrieve(wanted, timeout=timeout or self._timeout))
+
+    def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
+        """Deletes one document, or without a name the whole corpus."""
+        with _errors(self.address):
+            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), timeout=timeout or self._timeout)
+        return Deleted(r.documents, r.chunks)
+
+    def stats(self, *, timeout: float | None = None) -> Stats:
+        """What the gateway reports of itself."""
+        with _errors(self.address):
+            return results.stats(self._stub.Stats(pb.StatsRequest(), timeout=timeout or self._timeout))
+
+
+def request(
+    corpus: str,
+    question: str,
+    *,
+    recipe: str = "",
+    ratio: float | None = None,
+    top_k: int = 0,
+    order: str = "document",
+    max_tokens: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 0.0,
+    sample_top_k: int = 0,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+) -> pb.GenerateRequest:
+    """A question with its options; each left out takes the default of the gateway or the worker.
+
+    `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
+    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`.
+
+    Raises:
+        InvalidArgument: a value that can't be sent.
+    """
+    try:
+        sampling = pb.Sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=sample_top_k,
+            seed=seed,
+            stop=stop,
+        )
+        return pb.GenerateRequest(
+            corpus=corpus,
+            question=question,
+            recipe=recipe,
+            ratio=ratio,
+            top_k=top_k,
+            order=_order(order),
+            sampling=sampling,
+        )
+    except (TypeError, ValueError) as error:
+        raise errors.InvalidArgument(f"bad option: {error}") from error
+
+
+def _order(name: str) -> pb.Order:
+    if name not in ORDERS:
+        raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
+    return ORDERS[name]
+
+
+def _ingest_request(corpus: str, name: str, content: bytes | str, media_type: str) -> pb.IngestRequest:
+    raw = content.encode() if isinstance(content, str) else content
+    return pb.IngestRequest(corpus=corpus, name=name, media_type=media_type, content=raw)
+
+
+def _answer(events: Sequence[Event]) -> Answer:
+    sources = next((e.passages for e in events if isinstance(e, Sources)), ())
+    summary = next((e for e in events if isinstance(e, Summary)), None)
+    if summary is None:
+        raise errors.ServiceError("the answer ended without its summary")
+    return Answer("".join(e.text for e in events if isinstance(e, Token)), sources, summary)
+
+
+@contextlib.contextmanager
+def _errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        # What the gateway says of itself is whole; only a gateway that does not answer must be named.
+        lost = error.code() is grpc.StatusCode.UNAVAILABLE
+        raise errors.from_rpc(error, f"gateway {address}" if lost else "gateway") from error

@@ -1,0 +1,138 @@
+"""A question's way through the gateway: retrieve, plan, generate."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+
+from opentelemetry import metrics, trace
+
+from fusionkv.gateway import plan
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.ingest import check_corpus
+from fusionkv.gateway.plan import Passage
+from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval.base import Retrieval
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.workers import WorkerPool
+from fusionkv.protos import telemetry
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+tracer = trace.get_tracer(__name__)
+_ttft = metrics.get_meter(__name__).create_histogram(
+    "fusionkv.gateway.ttft", unit="s", description="arrival of a question to its first token"
+)
+_FINISH = {
+    fusion_pb2.FINISH_REASON_END: "end",
+    fusion_pb2.FINISH_REASON_STOP_STRING: "stop_string",
+    fusion_pb2.FINISH_REASON_MAX_TOKENS: "max_tokens",
+}
+# Both lists go this deep, so that a chunk which one of them ranks low still gets both its scores.
+_DEPTH = 4
+_LEAST_DEPTH = 100
+
+
+class Pipeline:
+    """Answers questions over what the retrieval engine holds, on the workers."""
+
+    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+        self._config = config
+        self._retrieval = retrieval
+        self._workers = workers
+
+    async def retrieve(
+        self, corpus: str, question: str, top_k: int, timeout: float, vocabulary: Vocabulary | None = None
+    ) -> list[Passage]:
+        """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number."""
+        plan.check_question(question)
+        check_corpus(corpus)
+        count = top_k or self._config.top_k
+        if count > self._config.max_top_k:
+            raise InvalidArgument(f"top_k is {count}: at most {self._config.max_top_k} chunks are retrieved")
+        with tracer.start_as_current_span("gateway.retrieve") as span:
+            # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
+            await self._retrieval.documents(corpus, limit=1)
+            model = (vocabulary or await self._workers.model(timeout)).identity
+            with tracer.start_as_current_span("gateway.embed"):
+                vector = (await self._workers.embed([question], timeout))[0]
+            depth = max(_DEPTH * count, _LEAST_DEPTH)
+            found = await self._retrieval.candidates(corpus, question, vector, depth, model)
+            span.set_attributes(
+                {"fusionkv.corpus": corpus, "fusionkv.top_k": count, "fusionkv.candidates": len(found)}
+            )
+            return hybrid.rank(found, self._config.dense_weight, count)
+
+    async def answer(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
+        """One Sources, then tokens, then one Summary. `timeout` is what is left of the caller's deadline."""
+        began = time.perf_counter()
+        plan.check(request)
+        vocabulary = await self._workers.model(timeout)
+        recipe = plan.recipe(request.recipe or self._config.recipe, vocabulary)
+        passages = await self.retrieve(request.corpus, request.question, request.top_k, timeout, vocabulary)
+        retrieved = time.perf_counter()
+        with tracer.start_as_current_span("gateway.plan") as span:
+            passages = plan.order(passages, request.order)
+            order = plan.build(request, recipe, passages, vocabulary, self._config)
+            span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
+        planned = time.perf_counter()
+        # Planned first, so that a prompt over the model's length is an error and not half an answer.
+        yield pb.GenerateResponse(sources=pb.Sources(passages=[passage(p) for p in passages]))
+        ttft = 0.0
+        span = tracer.start_span("gateway.generate")
+        try:
+            left = max(0.001, timeout - (planned - began))
+            async with contextlib.aclosing(self._workers.generate(order, left)) as responses:
+                async for response in _within(span, responses):
+                    if response.HasField("token"):
+                        if not ttft:
+                            ttft = time.perf_counter() - began
+                            _ttft.record(ttft, {"fusionkv.recipe": recipe.name})
+                        yield pb.GenerateResponse(token=pb.Token(id=response.token.id, text=response.token.text))
+                    else:
+                        seconds = {
+                            "retrieve": retrieved - began,
+                            "plan": planned - retrieved,
+                            "ttft": ttft,
+                            "total": time.perf_counter() - began,
+                        }
+                        yield pb.GenerateResponse(summary=_summary(response.summary, seconds, len(passages)))
+        finally:
+            span.end()
+
+
+async def _within(
+    span: trace.Span, responses: AsyncIterator[fusion_pb2.GenerateResponse]
+) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
+    """Makes `span` current while the next response is awaited, and not while the reader handles it."""
+    while True:
+        with trace.use_span(span):
+            response = await anext(responses, None)
+        if response is None:
+            return
+        yield response
+
+
+def passage(found: Passage) -> pb.Passage:
+    """A passage as the caller sees it."""
+    chunk, score = found
+    return pb.Passage(
+        document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
+    )
+
+
+def _summary(summary: fusion_pb2.Summary, seconds: dict[str, float], retrieved: int) -> pb.Summary:
+    s = summary.seconds
+    stages = {name: getattr(s, name) for name in ("queue", "lookup", "load", "encode", "select", "prefill", "decode")}
+    same = (
+        "chunks_missed prompt_tokens context_tokens tokens_lossless tokens_reused tokens_recomputed tokens_encoded "
+        "tokens_generated bytes_fetched degraded degraded_reason recipe ratio"
+    )
+    return pb.Summary(
+        finish_reason=_FINISH.get(summary.finish_reason, "unspecified"),
+        seconds=pb.StageSeconds(**stages, **seconds),
+        hits=[pb.TierHits(kind=h.kind, tier=h.tier, chunks=h.chunks, tokens=h.tokens) for h in summary.hits],
+        chunks_retrieved=retrieved,
+        trace_id=telemetry.trace_id() if trace.get_current_span().is_recording() else "",
+        **{name: getattr(summary, name) for name in same.split()},
+    )

@@ -1,0 +1,108 @@
+"""A question and its passages to one request for a worker."""
+
+import math
+from collections.abc import Sequence
+
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+Passage = tuple[Chunk, float]
+
+
+def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
+    """The worker's recipe of that name.
+
+    Raises:
+        InvalidArgument: the worker has none of that name.
+    """
+    known = vocabulary.model.recipes
+    for found in known:
+        if found.name == name:
+            return found
+    raise InvalidArgument(f"unknown recipe {name!r}; known: {', '.join(r.name for r in known)}")
+
+
+def check(request: pb.GenerateRequest) -> None:
+    """Raises InvalidArgument for whatever is wrong with a request by itself."""
+    check_question(request.question)
+    if request.HasField("ratio") and not 0 <= request.ratio <= 1:
+        raise InvalidArgument(f"ratio is {request.ratio:g}: it must be in 0..1")
+    sampling = request.sampling
+    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise InvalidArgument(f"temperature is {sampling.temperature:g}: it must be 0 (greedy) or more")
+    if not 0 <= sampling.top_p <= 1:
+        raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be in 0..1")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidArgument("a stop string is empty")
+
+
+def check_question(question: str) -> None:
+    """Raises InvalidArgument for a question without text."""
+    if not question.strip():
+        raise InvalidArgument("the question is empty")
+
+
+def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
+    """Passages, best first, in the order of the prompt.
+
+    The default is by document and position: one set of chunks then always makes one path, which the cache service
+    knows by its exact prefix.
+    """
+    if order == pb.ORDER_RANK:
+        return list(passages)
+    if order == pb.ORDER_RANK_REVERSED:
+        return list(reversed(passages))
+    return sorted(passages, key=lambda passage: passage[0].key)
+
+
+def build(
+    request: pb.GenerateRequest,
+    recipe: fusion_pb2.Recipe,
+    passages: Sequence[Passage],
+    vocabulary: Vocabulary,
+    config: GatewayConfig,
+) -> fusion_pb2.GenerateRequest:
+    """The worker's request for these passages, in this order.
+
+    Raises:
+        InvalidArgument: the prompt and its answer are longer than the model takes.
+    """
+    question = vocabulary.question(request.question)
+    context = sum(len(chunk.ids) for chunk, _ in passages)
+    prompt = len(vocabulary.system) + context + len(question)
+    # An answer has one token at least.
+    answer, most = max(1, request.sampling.max_tokens), vocabulary.model.max_tokens
+    if prompt + answer > most:
+        raise InvalidArgument(
+            f"the prompt has {prompt} tokens ({len(vocabulary.system)} system, {context} in {len(passages)} chunks, "
+            f"{len(question)} question) and asks for {answer} more; the model takes {most} together: "
+            "ask for fewer chunks (top_k) or fewer max_tokens"
+        )
+    sampling = request.sampling
+    made = fusion_pb2.GenerateRequest(
+        recipe=recipe.name,
+        system=fusion_pb2.Tokens(ids=vocabulary.system),
+        chunks=[
+            # What was encoded with neighbours is for recipes that want it so; others would reuse worse KV.
+            fusion_pb2.Chunk(ids=chunk.ids, variants=[chunk.variant] if chunk.variant and recipe.neighbours else [])
+            for chunk, _ in passages
+        ],
+        question=fusion_pb2.Tokens(ids=question),
+        sampling=fusion_pb2.Sampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed if sampling.HasField("seed") else None,
+            stop=sampling.stop,
+        ),
+        model_fingerprint=vocabulary.model.fingerprint,
+        tenant=config.tenant,
+    )
+    if request.HasField("ratio"):
+        made.ratio = request.ratio
+    return made

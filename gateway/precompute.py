@@ -1,0 +1,119 @@
+"""Encodes a corpus ahead of time: every chunk behind its most similar neighbours (FusionRAG 3.1)."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import numpy as np
+
+from fusionkv.gateway import plan
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.ingest import check_corpus
+from fusionkv.gateway.retrieval.base import Chunk, Retrieval
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.workers import WorkerPool
+from fusionkv.kvcache_service import keys
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+# Variants stored in one commit; an interruption repeats at most this many lookups of what is encoded already.
+_TOGETHER = 32
+
+
+class Precompute:
+    """Works through a corpus, document by document; what is stored already is skipped."""
+
+    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+        self._config = config
+        self._retrieval = retrieval
+        self._workers = workers
+
+    async def run(self, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
+        """Streams progress after each batch, first with nothing done.
+
+        Raises:
+            NotFound: no such corpus.
+            InvalidArgument: the recipe needs no neighbours.
+            Unavailable: no worker, or its cache service can't be reached.
+        """
+        check_corpus(request.corpus)
+        documents = await self._retrieval.documents(request.corpus)
+        vocabulary = await self._workers.model()
+        default = _count(request.recipe, self._config.recipe, vocabulary)
+        count = request.neighbours or default
+        progress = pb.PrecomputeResponse(total=sum(d.chunks for d in documents))
+        yield _copy(progress)
+        for document in documents:
+            stored = await self._retrieval.chunks(request.corpus, document.name, vocabulary.identity)
+            for start in range(0, len(stored), _TOGETHER):
+                batch = stored[start : start + _TOGETHER]
+                skipped = await self._encode(request.corpus, batch, count, vocabulary)
+                progress.done += len(batch)
+                progress.skipped += skipped
+                yield _copy(progress)
+            # The document may have been replaced since it was counted.
+            progress.total += len(stored) - document.chunks
+        yield _copy(progress)
+
+    async def _encode(
+        self, corpus: str, batch: list[tuple[Chunk, np.ndarray]], count: int, vocabulary: Vocabulary
+    ) -> int:
+        """Encodes and stores a batch; returns how many were there already."""
+        slots = asyncio.Semaphore(self._config.precompute_concurrency)
+
+        async def one(chunk: Chunk, vector: np.ndarray) -> Chunk | None:
+            async with slots:
+                near = await self._neighbours(corpus, chunk, vector, count, vocabulary)
+                neighbours = keys.neighbours_variant(n.digest for n in near)
+                if chunk.neighbours == neighbours and chunk.variant:
+                    return None
+                request = fusion_pb2.EncodeRequest(
+                    system=fusion_pb2.Tokens(ids=vocabulary.system),
+                    before=[fusion_pb2.Tokens(ids=n.ids) for n in near],
+                    chunk=fusion_pb2.Tokens(ids=chunk.ids),
+                    mode=fusion_pb2.EncodeRequest.MODE_NEIGHBOURS,
+                    model_fingerprint=vocabulary.model.fingerprint,
+                    tenant=self._config.tenant,
+                )
+                encoded = await self._workers.encode(request)
+                return Chunk(chunk.document, chunk.position, chunk.text, chunk.ids, encoded.variant, neighbours)
+
+        tasks = [asyncio.create_task(one(*pair)) for pair in batch]
+        try:
+            done = [chunk for chunk in await asyncio.gather(*tasks) if chunk is not None]
+        finally:
+            for task in tasks:
+                task.cancel()
+        if done:
+            await self._retrieval.set_variants(corpus, done)
+        return len(batch) - len(done)
+
+    async def _neighbours(
+        self, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
+    ) -> list[Chunk]:
+        """The most similar other chunks, best first, as many as the model's length takes."""
+        found = await self._retrieval.nearest(corpus, vector, count + 1, vocabulary.identity)
+        room = vocabulary.model.max_tokens - len(vocabulary.system) - len(chunk.ids)
+        near = []
+        for other in [c for c in found if c.key != chunk.key][:count]:
+            room -= len(other.ids)
+            if room < 0:
+                break
+            near.append(other)
+        return near
+
+
+def _count(name: str, default: str, vocabulary: Vocabulary) -> int:
+    """How many neighbours a recipe wants; an empty name takes the default, or the first recipe that wants any."""
+    fitting = {r.name: r.neighbours for r in vocabulary.model.recipes if r.neighbours}
+    if not name and default not in fitting and fitting:
+        return next(iter(fitting.values()))
+    found = plan.recipe(name or default, vocabulary)
+    if not found.neighbours:
+        known = ", ".join(fitting) or "none"
+        raise InvalidArgument(f"recipe {found.name!r} needs no neighbours; those that do: {known}")
+    return found.neighbours
+
+
+def _copy(progress: pb.PrecomputeResponse) -> pb.PrecomputeResponse:
+    return pb.PrecomputeResponse(done=progress.done, total=progress.total, skipped=progress.skipped)

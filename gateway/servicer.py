@@ -1,0 +1,164 @@
+"""The gateway's RPCs: admission, deadlines and counters around ingest, pipeline and precompute."""
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Iterator
+from importlib.metadata import version
+
+import grpc
+from opentelemetry import metrics
+
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.ingest import Ingest, check_corpus
+from fusionkv.gateway.pipeline import Pipeline, passage
+from fusionkv.gateway.plan import order
+from fusionkv.gateway.precompute import Precompute
+from fusionkv.gateway.retrieval.base import Item, Retrieval
+from fusionkv.gateway.workers import WorkerPool
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
+_meter = metrics.get_meter(__name__)
+_requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
+_failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
+_degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
+_PAGE = 100
+_MOST_PAGE = 1000
+# Longer than any question, so a forgotten deadline on a large document still ends.
+_NO_DEADLINE = 1e6
+
+
+class GatewayServicer:
+    """One method an RPC, named as in gateway.proto."""
+
+    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+        self._config = config
+        self._retrieval = retrieval
+        self._workers = workers
+        self._ingest = Ingest(config, retrieval, workers)
+        self._pipeline = Pipeline(config, retrieval, workers)
+        self._precompute = Precompute(config, retrieval, workers)
+        self._started = time.monotonic()
+        self._active = 0
+        self._served = self._failed = self._marked_degraded = 0
+
+    async def Ingest(self, request: pb.IngestRequest, context: grpc.aio.ServicerContext) -> pb.IngestResponse:
+        with self._admitted("Ingest"):
+            done = await self._ingest.document(
+                request.corpus, request.name, request.media_type, request.content, self._time_left(context)
+            )
+            return pb.IngestResponse(chunks=done.chunks, tokens=done.tokens, replaced=done.replaced)
+
+    async def Precompute(
+        self, request: pb.PrecomputeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.PrecomputeResponse]:
+        with self._admitted("Precompute"):
+            async with contextlib.aclosing(self._precompute.run(request)) as progress:
+                async for response in progress:
+                    yield response
+
+    async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
+        with self._admitted("Delete"):
+            check_corpus(request.corpus)
+            documents, chunks = await self._retrieval.delete(request.corpus, request.name)
+            return pb.DeleteResponse(documents=documents, chunks=chunks)
+
+    async def List(self, request: pb.ListRequest, context: grpc.aio.ServicerContext) -> pb.ListResponse:
+        with self._admitted("List"):
+            size = min(request.page_size or _PAGE, _MOST_PAGE)
+            after = _read_token(request.page_token)
+            if request.corpus:
+                check_corpus(request.corpus)
+                items = await self._retrieval.documents(request.corpus, after, size + 1)
+            else:
+                items = [i for i in await self._retrieval.corpora() if i.name > after][: size + 1]
+            more = len(items) > size
+            return pb.ListResponse(
+                items=[_item(i) for i in items[:size]],
+                next_page_token=items[size - 1].name.encode().hex() if more else "",
+            )
+
+    async def Retrieve(self, request: pb.RetrieveRequest, context: grpc.aio.ServicerContext) -> pb.RetrieveResponse:
+        with self._admitted("Retrieve"):
+            found = await self._pipeline.retrieve(
+                request.corpus, request.question, request.top_k, self._time_left(context)
+            )
+            # Best first unless an order is asked for: this call is for looking at what was found.
+            wanted = request.order or pb.ORDER_RANK
+            return pb.RetrieveResponse(passages=[passage(p) for p in order(found, wanted)])
+
+    async def Generate(
+        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        with self._admitted("Generate"):
+            async with contextlib.aclosing(self._pipeline.answer(request, self._time_left(context))) as responses:
+                async for response in responses:
+                    if response.HasField("summary") and response.summary.degraded:
+                        self._marked_degraded += 1
+                        _degraded.add(1, {"fusionkv.recipe": response.summary.recipe})
+                    yield response
+
+    async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
+        corpora = await self._retrieval.corpora()
+        response = pb.StatsResponse(
+            version=version("fusionkv"),
+            requests=self._served,
+            requests_failed=self._failed,
+            requests_degraded=self._marked_degraded,
+            documents=sum(c.documents for c in corpora),
+            chunks=sum(c.chunks for c in corpora),
+            uptime_seconds=time.monotonic() - self._started,
+        )
+        # A gateway without its worker still reports of itself.
+        with contextlib.suppress(ServiceError):
+            model = (await self._workers.model(2.0)).model
+            response.model, response.model_fingerprint = model.name, model.fingerprint
+            response.worker = await self._workers.address()
+        return response
+
+    async def close(self) -> None:
+        """After the last call."""
+        self._ingest.close()
+        await self._workers.close()
+        await self._retrieval.close()
+
+    def _time_left(self, context: grpc.aio.ServicerContext) -> float:
+        left = context.time_remaining()
+        return self._config.request_seconds if left is None or left > _NO_DEADLINE else left
+
+    @contextlib.contextmanager
+    def _admitted(self, method: str) -> Iterator[None]:
+        """Counts a call, and refuses it when too many are in flight."""
+        self._served += 1
+        _requests.add(1, {"rpc.method": method})
+        if self._active >= self._config.max_requests:
+            self._fail(method, "RESOURCE_EXHAUSTED")
+            raise ResourceExhausted(f"{self._active} requests are in flight already; try again later")
+        self._active += 1
+        try:
+            yield
+        except ServiceError as error:
+            self._fail(method, error.status.name)
+            raise
+        except Exception:
+            self._fail(method, "INTERNAL")
+            raise
+        finally:
+            self._active -= 1
+
+    def _fail(self, method: str, status: str) -> None:
+        self._failed += 1
+        _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
+
+
+def _item(item: Item) -> pb.Item:
+    return pb.Item(name=item.name, documents=item.documents, chunks=item.chunks, tokens=item.tokens)
+
+
+def _read_token(token: str) -> str:
+    """The name that a page token stands for: the last one of the page before."""
+    try:
+        return bytes.fromhex(token).decode()
+    except ValueError as error:
+        raise InvalidArgument(f"bad page token {token!r}: send the one of the reply before, unchanged") from error
