@@ -1,0 +1,145 @@
+"""`fusionkv`: runs the services, and talks to a gateway."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDERS
+from fusionkv.gateway.files import UsageError
+from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
+from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.settings import SettingsError
+
+MODULES = {
+    "kvcache": "fusionkv.kvcache_service",
+    "worker": "fusionkv.fusion_worker",
+    "gateway": "fusionkv.gateway",
+}
+_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 after an error, 2 for wrong usage."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
+        # The service reads its own flags, and is this process from here on.
+        # -P: a folder `kernels` in the working directory would be taken for another package of that name.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
+    args = _parser().parse_args(given)
+    from fusionkv.gateway import commands, supervisor
+
+    run = supervisor.serve if args.command == "serve" else commands.COMMANDS[args.command]
+    try:
+        return asyncio.run(run(args))
+    except UsageError as error:
+        print(f"fusionkv: {error}", file=sys.stderr)
+        return _USAGE
+    except (ServiceError, SettingsError, OSError) as error:
+        print(f"fusionkv: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fusionkv", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run one service, or all of them on this machine")
+    serve.add_argument(
+        "service",
+        nargs="?",
+        default="all",
+        choices=["all", *MODULES],
+        help="all (default), or one: `fusionkv serve worker --help` shows its own flags",
+    )
+    serve.add_argument("--model", type=Path, help="directory of a Hugging Face causal language model")
+    serve.add_argument(
+        "--data-dir", type=Path, default=Path(".fusionkv"), help="where everything is kept (default: %(default)s)"
+    )
+    serve.add_argument("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
+    serve.add_argument("--json", action="store_true", help="one JSON object a line on standard output")
+
+    client = argparse.ArgumentParser(add_help=False)
+    client.add_argument(
+        "--gateway", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="host:port or unix:/path (default: %(default)s)"
+    )
+    client.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="for one call (default: %(default)g)"
+    )
+    client.add_argument("--json", action="store_true", help="print JSON: one document, or one object a line")
+
+    ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")
+    ingest.add_argument("corpus", metavar="CORPUS")
+    ingest.add_argument(
+        "paths", nargs="+", metavar="PATH", help=f"file, glob, or directory (searched for {' '.join(ENDINGS)})"
+    )
+    ingest.add_argument(
+        "--media-type",
+        default="",
+        choices=MEDIA_TYPES,
+        metavar="TYPE",
+        help=f"of all files, instead of by ending: {', '.join(MEDIA_TYPES)}",
+    )
+    ingest.add_argument(
+        "--concurrency", type=_positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
+    )
+    ingest.add_argument(
+        "--precompute",
+        nargs="?",
+        const="",
+        metavar="RECIPE",
+        help="then encode the corpus ahead of time; without RECIPE, for the first that wants it",
+    )
+
+    ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
+    ask.add_argument("corpus", metavar="CORPUS")
+    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument("--recipe", default="", help="how cached chunks are fused (default: the gateway's)")
+    ask.add_argument(
+        "--ratio", type=float, metavar="R", help="share of context tokens to recompute, 0..1 (default: the recipe's)"
+    )
+    ask.add_argument("--top-k", type=int, default=0, metavar="N", help="chunks to retrieve (default: the gateway's)")
+    ask.add_argument(
+        "--order", choices=[*ORDERS], default="document", help="of the chunks in the prompt (default: %(default)s)"
+    )
+    ask.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of the answer (default: the worker's)")
+    ask.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    ask.add_argument(
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="likeliest tokens of this total probability (default: all)",
+    )
+    ask.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    ask.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")
+
+    delete = commands.add_parser("delete", parents=[client], help="delete a document, or a whole corpus")
+    delete.add_argument("corpus", metavar="CORPUS")
+    delete.add_argument("document", nargs="?", default="", metavar="DOCUMENT", help="without it the corpus goes")
+
+    listing = commands.add_parser("list", parents=[client], help="list the corpora, or the documents of one")
+    listing.add_argument("corpus", nargs="?", default="", metavar="CORPUS")
+
+    stats = commands.add_parser("stats", parents=[client], help="what gateway, worker and cache report of themselves")
+    stats.add_argument("--worker", default="", metavar="ADDRESS", help="(default: the one the gateway names)")
+    stats.add_argument(
+        "--cache", default="", metavar="ADDRESS", help="(default: that of `fusionkv serve`, else 127.0.0.1:7070)"
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""The commands of `fusionkv` that talk to a gateway; each takes its parsed flags and returns the exit code."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fusionkv.gateway.client import AsyncClient
+from fusionkv.gateway.files import find
+from fusionkv.gateway.results import Item, Passage, Sources, Summary, Token
+from fusionkv.protos.errors import InvalidArgument, ServiceError
+
+_FALLBACK_CACHE = "127.0.0.1:7070"
+_STATS_SECONDS = 5.0
+
+
+async def ingest(args: argparse.Namespace) -> int:
+    """Stores files, several at once; one that fails is named and does not stop the others."""
+    files = await asyncio.to_thread(find, args.paths, args.media_type)
+    total = _Total()
+    began = time.perf_counter()
+    slots = asyncio.Semaphore(args.concurrency)
+    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+        with _progress(args.json) as progress:
+            bar = progress.add_task("ingest", total=len(files))
+
+            async def one(name: str, path: Path) -> None:
+                async with slots:
+                    try:
+                        content = await asyncio.to_thread(path.read_bytes)
+                        done = await client.ingest(args.corpus, name, content, media_type=args.media_type)
+                    except (InvalidArgument, OSError) as error:
+                        # It is this file's own fault; whatever else goes wrong would hit the next one as well.
+                        total.failed += 1
+                        print(f"fusionkv: {path}: {error}", file=sys.stderr)
+                    else:
+                        total.documents += 1
+                        total.replaced += done.replaced
+                        total.chunks += done.chunks
+                        total.tokens += done.tokens
+                        if args.json:
+                            _print_json({"event": "document", **asdict(done)})
+                    progress.advance(bar)
+
+            await _all(one(name, path) for name, path in files.items())
+        total.seconds = round(time.perf_counter() - began, 3)
+        if args.precompute is not None and total.documents:
+            await _precompute(client, args, total)
+    if args.json:
+        _print_json({"event": "summary", **asdict(total)})
+    else:
+        print(total.line(args.corpus))
+    return 1 if total.failed else 0
+
+
+@dataclass
+class _Total:
+    documents: int = 0
+    replaced: int = 0
+    failed: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    encoded: int = 0
+    encoded_before: int = 0
+
+    def line(self, corpus: str) -> str:
+        rate = self.documents / self.seconds if self.seconds else 0.0
+        line = (
+            f"{corpus}: {self.documents} documents ({self.replaced} replaced, {self.failed} failed), "
+            f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f} documents/s)"
+        )
+        encoded = self.encoded + self.encoded_before
+        return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} were already" if encoded else line
+
+
+async def _precompute(client: AsyncClient, args: argparse.Namespace, total: _Total) -> None:
+    with _progress(args.json) as progress:
+        bar = progress.add_task("precompute", total=None)
+        async for p in client.precompute(args.corpus, args.precompute):
+            progress.update(bar, completed=p.done, total=p.total)
+            total.encoded, total.encoded_before = p.done - p.skipped, p.skipped
+            if args.json:
+                _print_json({"event": "precompute", **asdict(p)})
+
+
+async def ask(args: argparse.Namespace) -> int:
+    """Streams the answer to standard output and its figures to standard error."""
+    names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
+    options = {name: getattr(args, name) for name in names.split()}
+    text = ""
+    sources: tuple[Passage, ...] = ()
+    summary: Summary | None = None
+    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+        events = client.stream(args.corpus, args.question, **options)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, Sources):
+                    sources = event.passages
+                elif isinstance(event, Summary):
+                    summary = event
+                elif isinstance(event, Token):
+                    text += event.text
+                    if not args.json:
+                        print(event.text, end="", flush=True)
+    if summary is None:
+        raise ServiceError("the answer ended without its summary")
+    if args.json:
+        _print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": asdict(summary)})
+        return 0
+    print(flush=True)
+    console = Console(stderr=True, highlight=False)
+    for source in sources:
+        console.print(f"  {source.document}#{source.position}  {source.score:.3f}", style="dim", markup=False)
+    console.print(_figures(summary))
+    if summary.degraded:
+        console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
+    return 0
+
+
+def _figures(summary: Summary) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    stages = asdict(summary.seconds)
+    first, total = stages.pop("ttft"), stages.pop("total")
+    named = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
+    table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {named}")
+    hits = [f"{h.chunks} {h.kind} from {h.tier}" for h in summary.hits]
+    if summary.chunks_missed:
+        hits.append(f"{summary.chunks_missed} missed")
+    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {', '.join(hits) or 'cache not asked'}")
+    table.add_row(
+        "tokens",
+        f"{summary.context_tokens} context: {summary.tokens_lossless} lossless, {summary.tokens_reused} reused, "
+        f"{summary.tokens_recomputed} recomputed, {summary.tokens_encoded} encoded; "
+        f"{summary.tokens_generated} generated",
+    )
+    table.add_row("recipe", f"{summary.recipe}, ratio {summary.ratio:g}; ended by {summary.finish_reason}")
+    return table
+
+
+async def delete(args: argparse.Namespace) -> int:
+    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+        gone = await client.delete(args.corpus, args.document)
+    if args.json:
+        _print_json(asdict(gone))
+    else:
+        print(f"{args.corpus}: {gone.documents} documents, {gone.chunks} chunks deleted")
+    return 0
+
+
+async def show(args: argparse.Namespace) -> int:
+    """Lists corpora or documents."""
+    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+        items: list[Item] = await client.list(args.corpus)
+    if args.json:
+        for item in items:
+            _print_json(asdict(item))
+        return 0
+    columns = ["document", "chunks", "tokens"] if args.corpus else ["corpus", "documents", "chunks", "tokens"]
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
+    for item in items:
+        table.add_row(item.name, *[str(getattr(item, c)) for c in columns[1:]])
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+async def stats(args: argparse.Namespace) -> int:
+    """Asks gateway, worker and cache; only the gateway must answer."""
+    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+        found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
+    worker = args.worker or found["gateway"]["worker"]
+    found["worker"] = await _reported(worker, _worker_stats) if worker else {"error": "the gateway reaches none"}
+    found["cache"] = await _reported(args.cache or _cache_address(), _cache_stats)
+    if args.json:
+        _print_json(found)
+        return 0
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for service, values in found.items():
+        table.add_row(f"[bold]{service}[/bold]", "")
+        for name, value in values.items():
+            table.add_row(f"  {name}", _shown(value))
+    Console(highlight=False).print(table)
+    return 0
+
+
+async def _reported(address: str, ask: Callable[[str], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+    try:
+        return {"address": address, **await asyncio.wait_for(ask(address), _STATS_SECONDS)}
+    except (ServiceError, TimeoutError) as error:
+        return {"address": address, "error": str(error) or "no answer"}
+
+
+async def _worker_stats(address: str) -> dict[str, Any]:
+    from fusionkv.fusion_worker.client import WorkerClient
+
+    client = WorkerClient(address)
+    try:
+        model = await client.model()
+    finally:
+        await client.close()
+    plain = "name family device dtype max_tokens embedding_dim kv_bytes_per_token"
+    recipes = [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in model.recipes]
+    return {
+        **{name: getattr(model, name) for name in plain.split()},
+        "fingerprint": model.fingerprint.hex(),
+        "recipes": recipes,
+    }
+
+
+async def _cache_stats(address: str) -> dict[str, Any]:
+    from fusionkv.kvcache_service.client import CacheClient
+
+    client = CacheClient(address)
+    try:
+        return MessageToDict(
+            await client.stats(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    finally:
+        await client.close()
+
+
+def _cache_address() -> str:
+    """Where `fusionkv serve` with its default folder has the cache service, if it runs."""
+    socket = Path(".fusionkv/run/kvcache.sock").absolute()
+    return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return "\n".join(", ".join(f"{k} {v}" for k, v in item.items()) for item in value)
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+def _progress(quiet: bool) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+
+
+async def _all(work: Any) -> None:
+    """Runs all coroutines; the first error cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _print_json(value: object) -> None:
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+COMMANDS = {"ingest": ingest, "ask": ask, "delete": delete, "list": show, "stats": stats}
