@@ -1,0 +1,88 @@
+"""Every family against plain transformers: all recomputed, nothing recomputed, and a choice in between."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+CLOSE = 1e-4
+# bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
+# is that ours lies no further from the same weights in float32 than plain transformers in bfloat16 does, give or take.
+AS_GOOD = 1.5
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the spread of the expected logits."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    """A system prompt, chunks of several lengths (one token, less and more than a page, a window), a question."""
+    lengths = (13, 1, 30, 4, 7)
+    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in lengths], tools.random_ids(6, 99)
+
+
+async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    rig = await start(family)
+    expected = oracle(family).logits([*system, *sum(chunks, []), *question])
+    for recipe, ratio in (("prophetkv", 1.0), ("epic", 1.0), ("full_attention", 1.0)):
+        answer = await rig.ask(*parts, recipe=recipe, ratio=ratio)
+        assert error(answer.logits[0], expected) < CLOSE, recipe
+        context = sum(map(len, chunks))
+        # The first chunk stands where it would be encoded alone: computed once, and lossless.
+        lossless = 0 if recipe == "full_attention" else len(chunks[0])
+        assert answer.summary.tokens_lossless == lossless
+        assert answer.summary.tokens_recomputed == context - lossless
+
+
+async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start(family), oracle(family)
+    expected = plain.after(plain.reused(system, chunks), question)
+    answer = await rig.ask(*parts, recipe="full_reuse")
+    assert error(answer.logits[0], expected) < CLOSE
+    assert answer.summary.tokens_recomputed == 0
+    full = plain.logits([*system, *sum(chunks, []), *question])
+    assert error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
+
+
+@pytest.mark.parametrize("recipe", ["epic", "prophetkv", "fusionrag"])
+async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start(family), oracle(family)
+    context = plain.reused(system, chunks)
+    first = len(system) + len(chunks[0])
+    last = len(system) + sum(map(len, chunks))
+    if recipe == "epic":
+        scores = -torch.cat([torch.zeros(first), *[torch.arange(len(c)).float() for c in chunks[1:]]])
+    else:
+        layers = plain.network.config.num_hidden_layers
+        scores = plain.attention(context, question, range(layers) if recipe == "prophetkv" else [layers - 1]).clone()
+    scores[:first] = float("-inf")
+    fresh = torch.zeros(last, dtype=torch.bool)
+    count = round(0.3 * (last - len(system)))
+    fresh[sorted(range(last), key=lambda p: (-float(scores[p]), p))[:count]] = True
+    expected = plain.overlaid([*system, *sum(chunks, []), *question], context, fresh)
+    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3)
+    assert answer.summary.tokens_recomputed == count
+    assert error(answer.logits[0], expected) < CLOSE
+    assert error(plain.after(context, question), expected) > 100 * CLOSE, "recomputing changed nothing"
+
+
+async def test_bfloat16(family: str, start: Any, oracle: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start(family, torch.bfloat16), oracle(family, torch.bfloat16)
+    exact = type(plain)(copy.deepcopy(plain.network).float())
+    prompt = [*system, *sum(chunks, []), *question]
+
+    def away(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((found - expected).norm() / expected.norm())
+
+    whole, true = (await rig.ask(*parts, ratio=1.0)).logits[0], exact.logits(prompt)
+    assert away(whole, true) < AS_GOOD * away(plain.logits(prompt), true)
+    none = (await rig.ask(*parts, recipe="full_reuse")).logits[0]
+    true = exact.after(exact.reused(system, chunks), question)
+    assert away(none, true) < AS_GOOD * away(plain.after(plain.reused(system, chunks), question), true)
