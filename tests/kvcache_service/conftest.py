@@ -36,7 +36,7 @@ def payload(seed: object, size: int) -> bytes:
 async def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
     """Waits until `condition()`; the event loop runs meanwhile."""
     async with asyncio.timeout(timeout):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - any condition, not one that somebody announces
             await asyncio.sleep(0.002)
 
 
@@ -88,7 +88,9 @@ def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
 
 
 @asynccontextmanager
-async def serving(directory: Path, memory: int = 4 * MIB, disk: int = 16 * MIB, **more: Any) -> AsyncIterator[Service]:
+async def serving(
+    directory: Path, memory: int = 4 * MIB, disk: int = 16 * MIB, **more: Any
+) -> AsyncIterator[Service]:
     clock = Clock()
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **more)
     store = Store(config, make_tiers(directory, memory, disk), clock=clock, wall=clock)
@@ -131,7 +133,12 @@ def tools() -> Any:
         @staticmethod
         def record(path: list[bytes], data: bytes, variant: bytes = b"", **more: Any) -> record.Record:
             return record.make(
-                more.get("namespace", digest("namespace")), path, variant, len(data), 7, 3,
+                more.get("namespace", digest("namespace")),
+                path,
+                variant,
+                len(data),
+                7,
+                3,
                 xxhash.xxh3_128_digest(data),
             )
 

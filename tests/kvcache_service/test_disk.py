@@ -27,7 +27,9 @@ class Filled:
         assert tier.recover() == []
         for i in range(count):
             data = tools.payload(i, 3 * BLOCK - 100 * i)
-            record = tools.record([tools.digest("S"), tools.digest(str(i))], data, variant=tools.digest("v") * (i % 2))
+            record = tools.record(
+                [tools.digest("S"), tools.digest(str(i))], data, variant=tools.digest("v") * (i % 2)
+            )
             place, _ = tier.reserve(len(data))
             tier.write(place, 0, [memoryview(data)])
             tier.commit(record, place, float(i))
@@ -161,7 +163,9 @@ def crashed_machine(filled: Filled, monkeypatch: pytest.MonkeyPatch, *, sync: bo
     monkeypatch.setattr(disk, "_boot_id", lambda: "another boot")
 
 
-def test_without_sync_a_crash_of_the_machine_empties_the_tier(filled: Filled, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sync_a_crash_of_the_machine_empties_the_tier(
+    filled: Filled, monkeypatch: pytest.MonkeyPatch
+) -> None:
     crashed_machine(filled, monkeypatch, sync=False)
     filled.reopened([]).close()
 

@@ -40,7 +40,7 @@ class Member:
     heat: float
 
 
-@given(st.lists(st.tuples(st.sampled_from("add remove warm pass".split()), st.integers(0, 9), st.floats(0, 9))))
+@given(st.lists(st.tuples(st.sampled_from(["add", "remove", "warm", "pass"]), st.integers(0, 9), st.floats(0, 9))))
 def test_queue_gives_the_coldest_first(steps: list[tuple[str, int, float]]) -> None:
     queue: ColdQueue[Member] = ColdQueue()
     members: list[Member] = []

@@ -63,9 +63,7 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
             data = tools.payload(self.count, size)
             variant = variant if len(text) > 1 else ""
             checksum = xxhash.xxh3_128_digest(data)
-            return record.make(
-                namespace, path(text), d(variant) if variant else b"", size, 1, 0, checksum
-            ), data
+            return record.make(namespace, path(text), d(variant) if variant else b"", size, 1, 0, checksum), data
 
         @rule(text=names, variant=variants, size=sizes, namespace=namespaces, finish=st.booleans())
         def put(self, text: str, variant: str, size: int, namespace: bytes, finish: bool) -> None:
