@@ -1,15 +1,15 @@
 # The commands of this project. `make` alone lists them; each sets up what it needs, once.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-PY := .venv/bin/python
+# -P: the folder `kernels` would otherwise be taken for the package of that name.
+PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
 CODE := protos kvcache_service fusion_worker kernels gateway models examples scripts tests setup.py
-MODEL ?=
 ARGS ?=
 
 .PHONY: help
 help: ## Lists these commands
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-12s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  \033[1mmake %-15s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: setup
 setup: .venv/.packages .venv/.stubs build/tools/.done ## Virtual environment, packages, stubs, tools
@@ -33,7 +33,7 @@ demo: setup ## Starts the three services and asks the reference model questions,
 
 .PHONY: test
 test: setup ## All tests; ARGS="-k frames" picks some
-	@$(PY) -m pytest $(ARGS)
+	@.venv/bin/pytest $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff, mypy, buf, hadolint

@@ -50,6 +50,14 @@ def parse_bytes(text: str) -> int:
     return int(Fraction(match[1]) * _UNITS[match[2].lower()])
 
 
+def format_bytes(size: int) -> str:
+    """A size that parse_bytes reads back: "512MiB", or a number where no unit divides it."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if size and size % _UNITS[unit.lower()] == 0:
+            return f"{size // _UNITS[unit.lower()]}{unit}"
+    return str(size)
+
+
 def load(
     cls: type[T],
     section: str,
@@ -94,7 +102,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
         kind = _plain(hints[f.name])
-        help = f"{f.metadata['help']} (default: {_shown(f)})".replace("%", "%%")
+        help = f"{f.metadata['help']} (default: {shown(f)})".replace("%", "%%")
         flag = "--" + f.name.replace("_", "-")
         if kind is bool:
             parser.add_argument(flag, dest=f.name, default=None, action=argparse.BooleanOptionalAction, help=help)
@@ -163,12 +171,11 @@ def _bool(text: str) -> bool:
     raise ValueError(f"not a truth value: {text!r} (write true or false)")
 
 
-def _shown(field: dataclasses.Field[Any]) -> str:
+def shown(field: dataclasses.Field[Any]) -> str:
+    """The default of a field as a person would write it: "1GiB", "a,b", "none"."""
     value = field.default
     if field.metadata["bytes"] and isinstance(value, int):
-        for unit in ("TiB", "GiB", "MiB", "KiB"):
-            if value and value % _UNITS[unit.lower()] == 0:
-                return f"{value // _UNITS[unit.lower()]}{unit}"
+        return format_bytes(value)
     if isinstance(value, tuple):
         return ",".join(value) or "none"
     return "none" if value is None or value == "" else str(value)

@@ -51,11 +51,15 @@ install_python() {
         python=$(find_python) || die "Python 3.11 or later is needed; name it with PYTHON=/path/to/python3.11"
     fi
     make_venv "$python"
-    local pip=($venv/bin/python -m pip --disable-pip-version-check)
     say "installing packages (the first time takes some minutes)"
-    "${pip[@]}" install "$(grep '^torch==' constraints.txt)"
-    "${pip[@]}" install -c constraints.txt setuptools wheel grpcio-tools
-    "${pip[@]}" install -c constraints.txt --no-build-isolation -e '.[test]'
+    pip_install "$(grep '^torch==' constraints.txt)"
+    pip_install -c constraints.txt setuptools wheel grpcio-tools
+    pip_install -c constraints.txt --no-build-isolation -e '.[test]'
+}
+
+pip_install() {
+    $venv/bin/python -m pip install --disable-pip-version-check "$@" |
+        { grep --line-buffered -v -E 'already satisfied|^ |Looking in' || true; }
 }
 
 # Generated apart from the package's build, so that an edited .proto needs no reinstallation.

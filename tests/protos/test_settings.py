@@ -113,6 +113,11 @@ def test_a_whole_size_is_exact(number: int, unit: str, space: str) -> None:
     assert settings.parse_bytes(f"{space}{number}{space}{unit}") == number * UNITS[unit]
 
 
+@given(st.integers(0, 1 << 50) | st.integers(0, 1 << 12).map(lambda n: n << 30))
+def test_a_size_reads_back(size: int) -> None:
+    assert settings.parse_bytes(settings.format_bytes(size)) == size
+
+
 @given(st.text(alphabet="0123456789.eE-+ KMGTiBb\n", max_size=400) | st.text(max_size=20))
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
