@@ -10,7 +10,7 @@ import xxhash
 
 from fusionkv.kvcache_service.index import HitKind
 from fusionkv.protos import frames, rpc
-from fusionkv.protos.errors import DataLoss, InvalidArgument, ServiceError, Unavailable, from_rpc
+from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
@@ -97,7 +97,7 @@ class CacheClient:
         if len(into) != entry.size:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
         hasher, at = xxhash.xxh3_128(), 0
-        call = self._stub("Fetch")(pb.FetchRequest(key=entry.key), timeout=timeout)
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
         try:
             async for message in call:
                 data = frames.decode_frame(message)
@@ -178,16 +178,19 @@ class CacheClient:
 
     async def _call(self, method: str, request: Any, timeout: float) -> Any:
         try:
-            return await self._stub(method)(request, timeout=timeout)
+            return await self._begin(method, request, timeout)
         except grpc.RpcError as error:
             raise self._error(error, f"{method.lower()} at") from error
 
-    def _stub(self, method: str) -> Callable[..., Any]:
-        """The callable of one RPC. The channel binds to the event loop that runs now, hence not in __init__."""
+    def _begin(self, method: str, request: Any, timeout: float) -> Any:
+        """Starts a call. The channel binds to the event loop that runs now, hence it is not made in __init__."""
+        if timeout <= 0:
+            # gRPC takes 0 for "no deadline".
+            raise DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._channel is None:
             self._channel = rpc.dial(self.address)
             self._stubs = _bind(self._channel)
-        return self._stubs[method]
+        return self._stubs[method](request, timeout=timeout)
 
     def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
         doing = f"{doing} the cache service at {self.address}"

@@ -354,7 +354,7 @@ async def test_client_errors_are_ours(start: Any, tools: Any, names: dict[str, b
     with pytest.raises(errors.Unavailable, match=r"stats at the cache service at 127\.0\.0\.1:1"):
         await nobody.stats(timeout=5)
     await nobody.close()
-    for timeout in (0.0, -1.0, 1e-6):
+    for timeout in (0.0, -1.0):
         with pytest.raises(errors.DeadlineExceeded):
             await service.client.stats(timeout=timeout)
         with pytest.raises(errors.DeadlineExceeded):
