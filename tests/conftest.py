@@ -151,6 +151,12 @@ def helm() -> str:
 
 
 @pytest.fixture(scope="session")
+def reference_model() -> Path:
+    """The directory of the first of the models that come with the project."""
+    return min(file.parent for file in (ROOT / "models").glob("*/config.json"))
+
+
+@pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
     return ROOT
