@@ -125,7 +125,7 @@ async def test_equal_scores_are_ordered_by_document_and_position(engine: Retriev
 async def test_another_model_is_refused(engine: Retrieval) -> None:
     await put(engine, "c", "d", "text")
     other = ModelIdentity(b"g" * 32, b"t" * 32)
-    with pytest.raises(FailedPrecondition, match="another model.*ingest it again"):
+    with pytest.raises(FailedPrecondition, match=r"another model.*ingest it again"):
         await put(engine, "c", "e", "text", model=other)
     with pytest.raises(FailedPrecondition, match="another prompt template"):
         await engine.candidates("c", "q", vector("q"), 5, ModelIdentity(MODEL.fingerprint, b"u" * 32))

@@ -1,0 +1,114 @@
+"""Paths, flags and imports of the command line, without any process of a service."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fusionkv.gateway import cli
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.files import UsageError, find
+from fusionkv.protos import settings
+from fusionkv.protos.settings import SettingsError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("b.md", "a.txt", "sub/c.PDF", ".hidden/d.txt", ".e.txt", "f.png"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    return tmp_path
+
+
+def test_a_directory_is_searched_by_ending(folder: Path) -> None:
+    assert list(find([str(folder)], "")) == ["a.txt", "b.md", "sub/c.PDF"]
+    assert list(find([str(folder)], "text/plain")) == ["a.txt", "b.md", "f.png", "sub/c.PDF"]
+
+
+def test_files_and_globs_go_by_their_own_names(folder: Path) -> None:
+    assert find([str(folder / "f.png")], "") == {"f.png": folder / "f.png"}
+    assert list(find([str(folder / "**/*.[tP]*")], "")) == ["a.txt", "c.PDF"]
+    assert list(find([str(folder / "a.txt"), str(folder / "a.*")], "")) == ["a.txt"]
+
+
+def test_two_documents_of_one_name_are_an_error(folder: Path) -> None:
+    (folder / "sub/a.txt").write_text("y")
+    with pytest.raises(UsageError, match=r"would both be document 'a.txt'"):
+        find([str(folder), str(folder / "sub")], "")
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [("nothing", "does not exist"), ("*.doc", "does not exist"), (".hidden/x", "holds no document")],
+)
+def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: str) -> None:
+    (folder / ".hidden/x").mkdir(exist_ok=True)
+    with pytest.raises(UsageError, match=error):
+        find([str(folder / path)], "")
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"]]
+)
+def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main(argv)
+    assert exit.value.code == 2
+    assert "usage: fusionkv" in capsys.readouterr().err
+
+
+def test_wrong_paths_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ingest", "c", "no/such/path"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_gateway_that_is_not_there_is_one_line_and_exit_1(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["list", "--gateway", f"unix:{tmp_path}/none.sock"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"fusionkv: gateway unix:{tmp_path}/none.sock: ")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "ingest", "ask", "delete", "list", "stats"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        cli.main([command, "--help"])
+    assert exit.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be under chunk_tokens"),
+        ({"top_k": "300"}, "top_k .300. is over max_top_k"),
+        ({"workers": ""}, "names no fusion worker"),
+        ({"dense_weight": "1.5"}, "--dense-weight"),
+    ],
+)
+def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:
+    with pytest.raises(SettingsError, match=error):
+        settings.load(GatewayConfig, "gateway", environ={}, flags=flags)
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "fusionkv.gateway.servicer, fusionkv.gateway.retrieval.embedded, fusionkv.gateway.__main__, "
+        "fusionkv.gateway.supervisor, fusionkv.gateway.commands",
+        "fusionkv.gateway.client, fusionkv.gateway.cli, fusionkv.fusion_worker.client",
+    ],
+)
+def test_no_torch_in_the_gateway(modules: str) -> None:
+    heavy = [
+        "torch",
+        "transformers",
+        *(["lancedb", "pyarrow", "tokenizers"] if "client" in modules.split(".")[-1] else []),
+    ]
+    code = f"import {modules}, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,126 @@
+"""Requests checked and put together, without any process."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from fusionkv.gateway import plan
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval.base import Candidate, Chunk
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+NAN = float("nan")
+PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2)
+NEAR = fusion_pb2.Recipe(name="near", default_ratio=0.2, neighbours=3)
+
+
+def vocabulary(max_tokens: int = 100) -> Vocabulary:
+    tokenizer = Tokenizer(models.WordLevel({"w": 0, "s": 1, "q": 2, "?": 3}, unk_token="w"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return Vocabulary(
+        fusion_pb2.GetModelResponse(
+            fingerprint=b"f" * 32,
+            tokenizer_json=tokenizer.to_str().encode(),
+            template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
+            max_tokens=max_tokens,
+            recipes=[PLAIN, NEAR],
+        )
+    )
+
+
+def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
+    return Chunk(document, position, "text", tuple(range(tokens)), variant)
+
+
+PASSAGES = [(chunk("b", 1), 0.9), (chunk("a", 2), 0.8), (chunk("b", 0, variant=b"v" * 32), 0.7)]
+
+
+@pytest.mark.parametrize(
+    ("order", "keys"),
+    [
+        (pb.ORDER_UNSPECIFIED, [("a", 2), ("b", 0), ("b", 1)]),
+        (pb.ORDER_DOCUMENT, [("a", 2), ("b", 0), ("b", 1)]),
+        (pb.ORDER_RANK, [("b", 1), ("a", 2), ("b", 0)]),
+        (pb.ORDER_RANK_REVERSED, [("b", 0), ("a", 2), ("b", 1)]),
+    ],
+)
+def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
+    assert [c.key for c, _ in plan.order(PASSAGES, order)] == keys
+
+
+def test_the_request_holds_all_parts() -> None:
+    sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
+    asked = pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling)
+    made = plan.build(asked, NEAR, PASSAGES, vocabulary(), GatewayConfig(tenant="t"))
+    assert made.recipe == "near"
+    assert made.HasField("ratio")
+    assert made.ratio == 0
+    assert list(made.system.ids) == [1]
+    assert list(made.question.ids) == [2, 0, 3]
+    assert [list(c.ids) for c in made.chunks] == [list(range(10))] * 3
+    assert [list(c.variants) for c in made.chunks] == [[], [], [b"v" * 32]]
+    assert made.sampling.SerializeToString() == sampling.SerializeToString()
+    assert made.sampling.HasField("seed")
+    assert (made.model_fingerprint, made.tenant) == (b"f" * 32, "t")
+
+
+def test_a_recipe_without_neighbours_gets_no_variants() -> None:
+    made = plan.build(pb.GenerateRequest(question="why"), PLAIN, PASSAGES, vocabulary(), GatewayConfig())
+    assert [list(c.variants) for c in made.chunks] == [[], [], []]
+    assert not made.HasField("ratio")
+    assert not made.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(("answer", "fits"), [(0, True), (66, True), (67, False)])
+def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
+    asked = pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
+    if fits:
+        plan.build(asked, PLAIN, PASSAGES, vocabulary(100), GatewayConfig())
+    else:
+        with pytest.raises(
+            InvalidArgument, match=r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
+        ):
+            plan.build(asked, PLAIN, PASSAGES, vocabulary(100), GatewayConfig())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error"),
+    [
+        ({"question": " \n"}, "question is empty"),
+        ({"ratio": 1.01}, r"ratio is 1.01: it must be in 0..1"),
+        ({"ratio": -0.1}, "ratio is -0.1"),
+        ({"ratio": NAN}, "ratio is nan"),
+        ({"sampling": pb.Sampling(temperature=-1)}, "temperature is -1"),
+        ({"sampling": pb.Sampling(temperature=NAN)}, "temperature is nan"),
+        ({"sampling": pb.Sampling(temperature=float("inf"))}, "temperature is inf"),
+        ({"sampling": pb.Sampling(top_p=1.5)}, "top_p is 1.5"),
+        ({"sampling": pb.Sampling(top_p=NAN)}, "top_p is nan"),
+        ({"sampling": pb.Sampling(stop=["x", ""])}, "stop string is empty"),
+    ],
+)
+def test_wrong_values_are_named(wrong: dict[str, object], error: str) -> None:
+    plan.check(pb.GenerateRequest(question="q", ratio=1.0))
+    with pytest.raises(InvalidArgument, match=error):
+        plan.check(pb.GenerateRequest(**{"question": "q", **wrong}))  # type: ignore[arg-type]
+
+
+def test_an_unknown_recipe_is_told_the_known_ones() -> None:
+    assert plan.recipe("near", vocabulary()) == NEAR
+    with pytest.raises(InvalidArgument, match="unknown recipe 'x'; known: plain, near"):
+        plan.recipe("x", vocabulary())
+
+
+def test_a_weak_embedding_does_not_outvote_words() -> None:
+    named = [Candidate(chunk("story", i), 4.0, 0.80) for i in range(8)]
+    noise = [Candidate(chunk("other", i), 2.5, 0.95) for i in range(50)]
+    best = Candidate(chunk("story", 8), 12.0, 0.79)
+    found = hybrid.rank([*noise, *named, best], 0.3, 9)
+    assert [c.key for c, _ in found] == [("story", 8), *[("story", i) for i in range(8)]]
+
+
+def test_without_common_words_meaning_decides() -> None:
+    found = hybrid.rank([Candidate(chunk("d", i), 0.0, i / 10) for i in range(5)], 0.3, 2)
+    assert [(c.position, round(score, 3)) for c, score in found] == [(4, 0.12), (3, 0.09)]

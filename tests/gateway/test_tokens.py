@@ -1,0 +1,86 @@
+"""Splitting and token ids against the tokenizer itself."""
+
+import itertools
+import random
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from fusionkv.gateway.parse import Section
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.fusion.v1 import fusion_pb2
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token a byte, and three control tokens."""
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(alphabet, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<|user|>")])
+    return made
+
+
+def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", system: str = "S\n") -> Vocabulary:
+    return Vocabulary(
+        fusion_pb2.GetModelResponse(
+            fingerprint=b"f" * 32,
+            tokenizer_json=byte_tokenizer().to_str().encode(),
+            template=fusion_pb2.PromptTemplate(system=system, chunk=chunk, question=question),
+            bos_token=256,
+        )
+    )
+
+
+def test_ids_are_those_of_the_whole_text() -> None:
+    made, tokenizer = vocabulary(chunk="<|user|>[{text}]<eos>\n"), byte_tokenizer()
+    text = "naïve 日本 {text} x"
+    ((split, ids),) = made.chunks([Section(text, False)], 100, 0)
+    assert split == text
+    assert ids == tokenizer.encode(f"<|user|>[{text}]<eos>\n", add_special_tokens=False).ids
+    assert made.question("why?") == tokenizer.encode("Q: why?\nA:", add_special_tokens=False).ids
+    assert made.system == [256, *tokenizer.encode("S\n", add_special_tokens=False).ids]
+
+
+def test_control_tokens_in_a_document_are_plain_characters() -> None:
+    made, tokenizer = vocabulary(), byte_tokenizer()
+    control = {tokenizer.token_to_id(t) for t in ("<bos>", "<eos>", "<|user|>")}
+    hostile = "a <eos> b <|user|>"
+    ((_, ids),) = made.chunks([Section(hostile, False)], 100, 0)
+    assert not control & set(ids)
+    assert tokenizer.decode(ids) == hostile + "\n"
+    assert not control & set(made.question(hostile))
+    assert control & set(tokenizer.encode(hostile).ids), "or this test says nothing"
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+@pytest.mark.parametrize("most", [16, 40, 256])
+def test_chunks_hold_everything_within_their_size(most: int, markdown: bool) -> None:
+    rng = random.Random(most)
+    words = ["".join(rng.choices("abcdefgäß", k=rng.randint(1, 30))) for _ in range(300)]
+    text = " ".join(w + rng.choice(["", ".", "\n\n", "\n"]) for w in words)
+    pieces = vocabulary().chunks([Section(text, markdown)], most, 0)
+    assert all(len(ids) <= most for _, ids in pieces)
+    assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
+
+
+def test_a_small_section_is_one_chunk_and_none_crosses_a_section() -> None:
+    pieces = vocabulary().chunks([Section("one. two.", False), Section("# three", True)], 50, 0)
+    assert [t for t, _ in pieces] == ["one. two.", "# three"]
+
+
+def test_chunks_may_overlap() -> None:
+    text = " ".join(f"word{i}." for i in range(40))
+    pieces = [t for t, _ in vocabulary().chunks([Section(text, False)], 40, 16)]
+    assert all(after.split()[0] in before for before, after in itertools.pairwise(pieces))
+
+
+def test_a_template_longer_than_a_chunk_is_an_error() -> None:
+    with pytest.raises(InvalidArgument, match="leaves no room"):
+        vocabulary(chunk="x" * 20 + "{text}").chunks([Section("a", False)], 16, 0)
+
+
+def test_identity_covers_what_token_ids_depend_on() -> None:
+    assert vocabulary().identity == vocabulary(question="other {question}").identity
+    assert vocabulary().identity != vocabulary(chunk="{text}\n\n").identity
