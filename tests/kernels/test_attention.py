@@ -1,0 +1,251 @@
+"""Sparse attention and attention scores against matrices built token by token from the definition."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fusionkv.kernels import attention_scores, reference, sparse_attention
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.sparse_attention import FEW_ROWS
+
+# Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
+TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
+DIMS = [32, 64, 80, 96, 128, 256]
+OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
+SCORES = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores}
+
+
+@dataclass
+class Case:
+    """A ragged batch with what the definition says of it."""
+
+    heads: tuple[int, int]
+    dim: int
+    rotation: Rotation
+    window: int | None
+    seed: int
+    rows: list["Request"] = field(default_factory=list)
+
+    def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Span]]:
+        """Queries, pools, spans. Slots that no segment names hold NaN; stale slots that are hidden hold 100s."""
+        random = torch.Generator().manual_seed(self.seed)
+        slots = sum(r.slots for r in self.rows) + 3
+        k, v = (torch.randn(slots, self.heads[1], self.dim, generator=random) for _ in range(2))
+        used = torch.zeros(slots, dtype=torch.bool)
+        spans, at, slot = [], 0, 1
+        for request in self.rows:
+            segments = request.segments(slot)
+            for s in segments:
+                used[s.start : s.stop] = True
+                if s.hidden is not None and not request.shared:
+                    k[s.start : s.stop][s.hidden] = 100.0
+                    v[s.start : s.stop][s.hidden] = 100.0
+            positions = torch.tensor(request.positions)
+            spans.append(Span(at, at + len(positions), positions, segments))
+            at, slot = at + len(positions), slot + request.slots
+        k[~used] = v[~used] = float("nan")
+        q = torch.randn(at, self.heads[0], self.dim, generator=random) * 2
+        return q.to(dtype), k.to(dtype), v.to(dtype), spans
+
+    def expected(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Output float64 [rows, heads, dim] and each span's scores float64 [last position + 1], token by token."""
+        out = torch.zeros(q.shape, dtype=torch.float64)
+        totals = []
+        groups = self.heads[0] // self.heads[1]
+        for span in spans:
+            keys: dict[int, torch.Tensor] = {}
+            values: dict[int, torch.Tensor] = {}
+            for s in span.segments:
+                matrix = rotation_matrix(self.rotation, s.shift, self.dim)
+                for i in range(s.length):
+                    if s.hidden is not None and s.hidden[i]:
+                        continue
+                    position = s.first + i if s.positions is None else int(s.positions[i])
+                    assert position not in keys, "two visible tokens at one position"
+                    keys[position] = k[s.start + i].double() @ matrix.T
+                    values[position] = v[s.start + i].double()
+            total = torch.zeros(int(span.positions[-1]) + 1, dtype=torch.float64)
+            ks = torch.stack([keys[p] for p in range(len(total))]).repeat_interleave(groups, 1)
+            vs = torch.stack([values[p] for p in range(len(total))]).repeat_interleave(groups, 1)
+            for row, p in zip(range(span.start, span.stop), span.positions.tolist(), strict=True):
+                low = 0 if self.window is None else max(0, p - self.window + 1)
+                logits = torch.einsum("hd,nhd->hn", q[row].double(), ks[low : p + 1]) * self.dim**-0.5
+                weights = logits.softmax(-1)
+                out[row] = torch.einsum("hn,nhd->hd", weights, vs[low : p + 1])
+                total[low : p + 1] += weights.sum(0)
+            totals.append(total)
+        return out, totals
+
+
+@dataclass
+class Request:
+    """A prompt: parts (length, shift), which tokens are computed now, and how fresh slots are laid out."""
+
+    parts: list[tuple[int, int]]
+    positions: list[int]
+    cuts: list[int]
+    shared: bool = False
+
+    @property
+    def context(self) -> int:
+        return sum(length for length, _ in self.parts)
+
+    @property
+    def slots(self) -> int:
+        return self.context + len(self.positions) + len(self.cuts) + 2
+
+    def segments(self, slot: int) -> tuple[Segment, ...]:
+        fresh = set(self.positions)
+        found, at, first_slot = [], 0, slot
+        for i, (length, shift) in enumerate(self.parts):
+            hidden = torch.tensor([p in fresh for p in range(at, at + length)])
+            start = first_slot if self.shared and i else slot
+            found.append(Segment(start, length, at, shift, hidden=hidden if hidden.any() else None))
+            first_slot = start if i == 0 else first_slot
+            at, slot = at + length, slot + length
+        edges = [0, *sorted(c for c in self.cuts if c < len(self.positions)), len(self.positions)]
+        for low, high in itertools.pairwise(edges):
+            run = self.positions[low:high]
+            if not run:
+                continue
+            slot += 1  # a gap: runs of the pool don't touch
+            gapless = run[-1] - run[0] + 1 == len(run)
+            found.append(Segment(slot, len(run), run[0], positions=None if gapless else torch.tensor(run)))
+            slot += len(run)
+        return tuple(found)
+
+
+def rotation_matrix(rotation: Rotation, shift: int, dim: int) -> torch.Tensor:
+    """float64 [dim, dim]: one 2x2 rotation for each pair of channels, the rest unchanged."""
+    matrix, half = torch.eye(dim, dtype=torch.float64), len(rotation.inv_freq)
+    for i, frequency in enumerate(rotation.inv_freq.tolist()):
+        a, b = (2 * i, 2 * i + 1) if rotation.interleaved else (i, i + half)
+        angle = torch.tensor(frequency * shift, dtype=torch.float64)
+        matrix[a, a] = matrix[b, b] = angle.cos()
+        matrix[a, b], matrix[b, a] = -angle.sin(), angle.sin()
+    return matrix
+
+
+def rotary(dim: int, partial: bool, interleaved: bool) -> Rotation:
+    half = dim // (4 if partial else 2)
+    return Rotation(10000.0 ** (-torch.arange(half) / half), interleaved)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Request:
+    parts = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(-300, 5000)), max_size=5))
+    parts = [(length, 0 if i == 0 else shift) for i, (length, shift) in enumerate(parts)]
+    context = sum(length for length, _ in parts)
+    choice = draw(st.sampled_from(["none", "all", "some", "one"]))
+    share = {"none": 0.0, "all": 1.0, "one": 0.0, "some": draw(st.floats(0.05, 0.95))}[choice]
+    dice = draw(st.randoms(use_true_random=False))
+    fresh = [p for p in range(context) if dice.random() < share]
+    if choice == "one" and context:
+        fresh = [dice.randrange(context)]
+    question = draw(st.sampled_from([1, 1, 3, 17, FEW_ROWS, FEW_ROWS + 1, 150]))
+    positions = [*fresh, *range(context, context + question)]
+    cuts = draw(st.lists(st.integers(1, max(1, len(positions) - 1)), max_size=3, unique=True))
+    return Request(parts, positions, cuts)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads, groups, dim = draw(st.sampled_from([1, 2])), draw(st.integers(1, 7)), draw(st.sampled_from(DIMS))
+    rotation = rotary(dim, draw(st.booleans()), draw(st.booleans()))
+    window = draw(st.sampled_from([None, None, 1, 8, 50, 10_000]))
+    found = Case((kv_heads * groups, kv_heads), dim, rotation, window, draw(st.integers(0, 2**31)))
+    found.rows = draw(st.lists(requests(), min_size=1, max_size=3))
+    return found
+
+
+def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
+    q, k, v, spans = case.tensors(dtype)
+    expected, totals = case.expected(q, k, v, spans)
+    for name, operation in OPERATIONS.items():
+        found = operation(q, k, v, spans, case.rotation, case.dim**-0.5, case.window)
+        assert found.dtype == dtype, name
+        torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+    for name, scores in SCORES.items():
+        for span, total in zip(spans, totals, strict=True):
+            found = scores(q, k, span, case.rotation, case.dim**-0.5, case.window)
+            assert found.dtype == torch.float32
+            # Sums over rows x heads, so the error grows with both.
+            scale = span.rows * q.shape[1]
+            torch.testing.assert_close(
+                found.double() / scale, total / scale, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert float(found.sum()) == pytest.approx(scale, rel=1e-3)
+
+
+@given(case=cases(), row=st.sampled_from(TOLERANCES))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> None:
+    check(case, *row)
+
+
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES, ids=str)
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 3 * FEW_ROWS + 5])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("kind", ["only itself", "gapless", "nothing selected", "everything selected", "scattered"])
+def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype, atol: float, rtol: float) -> None:
+    parts = {"only itself": [], "gapless": [(50, 0)]}.get(kind, [(20, 0), (1, 7), (61, -13), (30, 900)])
+    context = sum(length for length, _ in parts)
+    fresh = {"everything selected": list(range(context)), "scattered": list(range(3, context, 5))}.get(kind, [])
+    request = Request(parts, [*fresh, *range(context, context + rows)], [])
+    case = Case((4, 2), 64, rotary(64, False, False), window, rows, [request, Request([], [0], [])])
+    check(case, dtype, atol, rtol)
+
+
+@pytest.mark.parametrize("rows", [2, FEW_ROWS + 10])
+def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
+    """The same slots at two places: two shifts, each with its own hidden tokens."""
+    parts = [(10, 0), (12, 0), (12, 12), (12, 24)]
+    fresh = [11, 25, 26, 40]
+    request = Request(parts, [*fresh, *range(46, 46 + rows)], [2], shared=True)
+    segments = request.segments(1)
+    assert segments[1].start == segments[2].start == segments[3].start
+    assert len({s.shift for s in segments[1:4]}) == 3
+    check(Case((6, 2), 32, rotary(32, False, False), None, 0, [request]), *TOLERANCES[0])
+
+
+def test_the_reference_in_double_precision() -> None:
+    """The reference is the definition itself, but for the float32 in which angles and products of RoPE are kept."""
+    request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
+    case = Case((4, 2), 64, rotary(64, False, False), None, 3, [request])
+    q, k, v, spans = case.tensors(torch.float64)
+    expected, _ = case.expected(q, k, v, spans)
+    found = reference.sparse_attention(q, k, v, spans, case.rotation, 64**-0.5)
+    torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("rows", [3, FEW_ROWS + 3])
+def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
+    """Each request alone gives what it gives in a batch, bit for bit."""
+    requests = [
+        Request([(9, 0), (30, 55)], [12, *range(39, 39 + rows)], []),
+        Request([(4, 0)], list(range(4, 9)), []),
+    ]
+    case = Case((4, 1), 80, rotary(80, True, True), None, 5, requests)
+    q, k, v, spans = case.tensors(torch.float32)
+    both = sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
+    for span in spans:
+        alone = sparse_attention.sparse_attention(q, k, v, [span], case.rotation, 0.1)
+        assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
+
+
+def test_the_inputs_are_only_read() -> None:
+    request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
+    case = Case((4, 2), 64, rotary(64, False, False), None, 3, [request])
+    tensors = case.tensors(torch.float32)
+    before = [t.clone() for t in tensors[:3]]
+    sparse_attention.sparse_attention(*tensors[:3], tensors[3], case.rotation, 0.1)
+    attention_scores.attention_scores(tensors[0], tensors[1], tensors[3][0], case.rotation, 0.1)
+    for old, new in zip(before, tensors[:3], strict=True):
+        assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
