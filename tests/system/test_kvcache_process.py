@@ -1,0 +1,305 @@
+"""The cache service as a process: restarts, kill -9, SIGTERM, limits of the machine."""
+
+import asyncio
+import hashlib
+import os
+import random
+import resource
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fusionkv.kvcache_service.client import CacheClient, HitKind, Lookup
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos import errors
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+
+pytestmark = pytest.mark.system
+
+MODULE = "fusionkv.kvcache_service"
+MIB = 1 << 20
+NAMESPACE = hashlib.sha256(b"namespace").digest()
+SYSTEM = hashlib.sha256(b"S").digest()
+
+
+def chunk(name: object) -> bytes:
+    return hashlib.sha256(repr(name).encode()).digest()
+
+
+def payload(name: object, size: int) -> bytes:
+    return random.Random(repr(name)).randbytes(size)
+
+
+def flags(data: Path, *more: str, memory: str = "4MiB", disk: str = "256MiB") -> list[str]:
+    return [
+        MODULE, "--data-dir", str(data), "--listen", "127.0.0.1:0",
+        "--memory-bytes", memory, "--disk-bytes", disk, *more,
+    ]  # fmt: skip
+
+
+async def put(client: CacheClient, name: object, data: bytes, timeout: float = 30) -> bool:
+    path = [SYSTEM, chunk(name)]
+    put = client.put(namespace=NAMESPACE, path=path, tokens=1, base=0, data=memoryview(data), timeout=timeout)
+    return (await put)[1]
+
+
+async def find(client: CacheClient, name: object) -> Lookup:
+    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=10)
+
+
+async def get(client: CacheClient, name: object) -> bytes | None:
+    """The bytes of an entry, None where there is none."""
+    hit = (await find(client, name)).hits[1]
+    if hit.entry is None:
+        return None
+    buffer = bytearray(hit.entry.size)
+    await client.fetch(hit.entry, memoryview(buffer), timeout=30)
+    return bytes(buffer)
+
+
+async def check_stopped(data: Path, disk: int = 256 * MIB) -> int:
+    """Opens what a stopped process left, asserts that all of it agrees; gives the number of entries."""
+    store = Store(Config(data_dir=data), [MemoryTier(MIB), DiskTier(data, disk)])
+    await store.open()
+    store.check_integrity()
+    store.residents.check_idle()
+    count = len(store.residents)
+    await store.close()
+    return count
+
+
+async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any, tmp_path: Path) -> None:
+    contents = {i: payload(i, 50_000 + i) for i in range(40)}
+    service = launch(*flags(tmp_path / "data"))
+    client = CacheClient(service.address)
+    for name, data in contents.items():
+        assert await put(client, name, data)
+    await client.close()
+    assert service.stop() == 0
+    assert "stopped" in service.log
+    assert await check_stopped(tmp_path / "data") == 40
+    client = CacheClient(launch(*flags(tmp_path / "data")).address)
+    for name, data in contents.items():
+        assert await get(client, name) == data
+    await client.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
+    launch: Any, tmp_path: Path, seed: int
+) -> None:
+    """100 puts from 4 clients with deletes between; the process is killed with some in flight, three times."""
+    rng = random.Random(seed)
+    sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB]) + i for i in range(100)}
+    todo = list(sizes)
+    acknowledged: set[int] = set()
+    deleted: set[int] = set()
+    interrupted = 0
+    for _ in range(3):
+        service = launch(*flags(tmp_path / "data"))
+        due = asyncio.Event()
+        stop_at = len(todo) - rng.randint(5, 30)
+
+        async def work(address: str, due: asyncio.Event, stop_at: int) -> None:
+            nonlocal interrupted
+            client = CacheClient(address)
+            try:
+                while todo:
+                    name = todo.pop()
+                    if len(todo) <= stop_at:
+                        due.set()
+                    if await put(client, name, payload(name, sizes[name])):
+                        acknowledged.add(name)
+                    if acknowledged and rng.random() < 0.1:
+                        victim = rng.choice(sorted(acknowledged))
+                        acknowledged.remove(victim)
+                        entry = (await find(client, victim)).hits[1].entry
+                        assert entry is not None
+                        assert await client.delete([entry.key]) == 1
+                        deleted.add(victim)
+            except errors.Unavailable:
+                interrupted += 1
+            finally:
+                await client.close()
+
+        workers = asyncio.gather(*(work(service.address, due, stop_at) for _ in range(4)))
+        await due.wait()
+        await asyncio.sleep(rng.uniform(0, 0.03))
+        service.kill9()
+        await workers
+    assert interrupted >= 3
+    await check_stopped(tmp_path / "data")
+    service = launch(*flags(tmp_path / "data"))
+    client = CacheClient(service.address)
+    for name, size in sizes.items():
+        found = await get(client, name)
+        if name in acknowledged:
+            assert found == payload(name, size), f"entry {name} was acknowledged"
+        elif name in deleted:
+            assert found is None, f"the deletion of entry {name} was acknowledged"
+        else:
+            assert found in (None, payload(name, size)), f"entry {name} is torn"
+    assert (await client.stats()).checksum_failures == 0
+    await client.close()
+    assert service.stop() == 0
+
+
+async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data"))
+    data = payload("late", 2 * MIB)
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Put(timeout=30)
+        header = pb.PutHeader(
+            namespace=NAMESPACE, path=[SYSTEM, chunk("late")], size_bytes=len(data), tokens=1,
+            checksum=xxhash.xxh3_128_digest(data),
+        )  # fmt: skip
+        await call.write(pb.PutRequest(header=header))
+        await call.write(pb.PutRequest(data=data[:MIB]))
+        service.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(service.wait_for_line, "drains")
+        await call.write(pb.PutRequest(data=data[MIB:]))
+        await call.done_writing()
+        assert (await call).outcome == pb.PutResponse.OUTCOME_STORED
+    assert await asyncio.to_thread(service.stop) == 0
+    client = CacheClient(launch(*flags(tmp_path / "data")).address)
+    assert await get(client, "late") == data
+    await client.close()
+
+
+async def test_a_file_size_limit_refuses_and_the_service_goes_on(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data"))
+    resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (3 * MIB, 3 * MIB))
+    client = CacheClient(service.address)
+    assert await put(client, "fits", payload("fits", MIB))
+    for size in (4 * MIB, 20 * MIB):
+        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+            await put(client, size, payload(size, size))
+    assert await get(client, "fits") == payload("fits", MIB)
+    assert await put(client, "also fits", payload("also fits", MIB))
+    await client.close()
+    assert service.stop() == 0
+    assert await check_stopped(tmp_path / "data") == 2
+
+
+async def test_a_tiny_disk_keeps_taking_entries(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data", memory="1MiB", disk="1MiB"))
+    client = CacheClient(service.address)
+    for i in range(30):
+        assert await put(client, i, payload(i, 100_000))
+    with pytest.raises(errors.ResourceExhausted):
+        await put(client, "big", payload("big", MIB + 1))
+    assert await get(client, 29) == payload(29, 100_000)
+    tiers = {tier.tier: tier for tier in (await client.stats()).tiers}
+    assert tiers[pb.TIER_DISK].used_bytes <= tiers[pb.TIER_DISK].capacity_bytes == MIB
+    assert tiers[pb.TIER_DISK].evictions == 20
+    await client.close()
+    assert service.stop() == 0
+    assert sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir()) <= MIB
+    assert await check_stopped(tmp_path / "data", MIB) == 10
+
+
+async def test_health_reflection_and_a_unix_socket(launch: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    service = launch(*flags(tmp_path / "data"), "--listen", f"127.0.0.1:0,unix:{path}")
+    assert service.addresses["fusionkv-kvcache"][1] == f"unix:{path}"
+    client = CacheClient(f"unix:{path}")
+    assert await put(client, "x", b"abc")
+    assert await get(client, "x") == b"abc"
+    await client.close()
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "kvcache.v1.KVCacheService"):
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=10)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def run_once(*more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", *more], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(launch: Any, tmp_path: Path) -> None:
+    path = tmp_path / "cache.sock"
+    listen = ("--listen", f"unix:{path}")
+    launch(*flags(tmp_path / "data"), *listen).kill9()
+    assert stat.S_ISSOCK(os.stat(path).st_mode), "kill -9 leaves the socket file"
+    service = launch(*flags(tmp_path / "data"), *listen)
+    second = run_once(*flags(tmp_path / "other"), *listen)
+    assert second.returncode == 1
+    assert "another process serves there" in second.stderr
+    client = CacheClient(service.address)
+    assert await put(client, "x", b"abc")
+    await client.close()
+    service.stop()
+    path.write_text("a file")
+    third = run_once(*flags(tmp_path / "data"), *listen)
+    assert third.returncode == 1
+    assert "the file is no socket" in third.stderr
+
+
+def test_clear_errors_at_start(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data"))
+    cases = [
+        (flags(tmp_path / "data"), 1, f"in use by process {service.process.pid}: give each cache service a data_dir"),
+        ([*flags(tmp_path / "new"), "--listen", service.address], 1, f"can't listen on {service.address}"),
+        ([*flags(tmp_path / "new"), "--disk-bytes", "many"], 2, "not a size: 'many'"),
+        ([*flags(tmp_path / "new"), "--max-path", "0"], 2, "outside 1..65535"),
+        (flags(Path("/proc/nowhere")), 1, "/proc/nowhere"),
+    ]
+    for argv, status, text in cases:
+        done = run_once(*argv)
+        assert done.returncode == status, done.stderr
+        assert text in done.stderr
+        assert "Traceback" not in done.stderr
+    help = run_once(MODULE, "--help")
+    assert help.returncode == 0
+    assert "(default: 127.0.0.1:7070)" in " ".join(help.stdout.split())
+
+
+async def test_without_a_disk_tier_nothing_is_written(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data", disk="0"))
+    client = CacheClient(service.address)
+    assert await put(client, "x", b"abc")
+    assert await get(client, "x") == b"abc"
+    assert not (tmp_path / "data").exists()
+    service.kill9()
+    client2 = CacheClient(launch(*flags(tmp_path / "data", disk="0")).address)
+    assert (await find(client2, "x")).hits[1].kind is HitKind.MISS
+    await client.close()
+    await client2.close()
+
+
+async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fixed = ("--listen", f"127.0.0.1:{port}")
+    service = launch(*flags(tmp_path / "data"), *fixed)
+    client = CacheClient(f"127.0.0.1:{port}")
+    assert await put(client, "x", b"abc")
+    service.kill9()
+    with pytest.raises(errors.Unavailable):
+        await get(client, "x")
+    launch(*flags(tmp_path / "data"), *fixed)
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                assert await get(client, "x") == b"abc"
+                break
+            except errors.Unavailable:
+                await asyncio.sleep(0.05)
+    await client.close()
