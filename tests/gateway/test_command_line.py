@@ -100,6 +100,7 @@ def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: st
     [
         "fusionkv.gateway.servicer, fusionkv.gateway.retrieval.embedded, fusionkv.gateway.__main__, "
         "fusionkv.gateway.supervisor, fusionkv.gateway.commands",
+        "fusionkv.gateway.supervisor, fusionkv.gateway.commands",
         "fusionkv.gateway.client, fusionkv.gateway.cli, fusionkv.fusion_worker.client",
     ],
 )

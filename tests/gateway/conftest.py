@@ -1,0 +1,81 @@
+"""A tiny model with random weights, and the real services around it."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 model directory: two layers, random weights, one token for each byte."""
+    return write_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+    alphabet = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    raw = Tokenizer(models.BPE(alphabet, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>")
+    config = Qwen2Config(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=256,
+        # Never drawn, so that an answer has as many tokens as were asked for.
+        eos_token_id=259,
+    )
+    torch.manual_seed(seed)
+    network = Qwen2ForCausalLM(config)
+    with torch.no_grad():
+        network.lm_head.weight[256:] = -10 * network.lm_head.weight[:256].mean(0)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class Stack:
+    """The addresses of a cache service, a worker and a gateway, each a process, and a client of the gateway."""
+
+    def __init__(self, launch: Launch, folder: Path, model: Path, *flags: str, workers: int = 1) -> None:
+        self.folder = folder
+        self.cache = launch(
+            "fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "kvcache")
+        )
+        self._launch = launch
+        self.workers = [self.worker(model) for _ in range(workers)]
+        self._flags = flags
+        self.gateway = self.start_gateway()
+        self.client = Client(self.gateway.address, timeout=60)
+
+    def worker(self, model: Path, *flags: str) -> Any:
+        own = ("--model", str(model), "--cache", self.cache.address, "--threads", "1", "--pool-bytes", "64MiB")
+        return self._launch("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0", *flags)
+
+    def start_gateway(self, *flags: str) -> Any:
+        addresses = ",".join(w.address for w in self.workers)
+        own = ("--listen", "127.0.0.1:0", "--workers", addresses, "--data-dir", str(self.folder / "gateway"))
+        return self._launch("fusionkv.gateway", *own, *self._flags, *flags)
+
+
+@pytest.fixture(scope="module")
+def stack(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """One of each service for all tests of a module; small limits, so that they can be hit."""
+    flags = ("--max-document-bytes", "64KiB", "--max-document-chunks", "200", "--chunk-tokens", "64")
+    made = Stack(launch_module, tmp_path_factory.mktemp("stack"), tiny_model, *flags)
+    yield made
+    made.client.close()
