@@ -61,9 +61,9 @@ proto-breaking: setup ## Refuses changes that break clients of an earlier commit
 	.venv/bin/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'
 
 .PHONY: docs
-docs: setup ## Writes docs/configuration.md from the configuration dataclasses
-	@$(PY) scripts/configuration_docs.py > docs/configuration.md.new
-	@mv docs/configuration.md.new docs/configuration.md
+docs: setup ## Writes what of docs/ follows from the code: settings, and one line for each file
+	@for page in configuration structure; do \
+	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 
 .PHONY: bench
 bench: setup ## Speed of the worker and of the cache service on this machine
