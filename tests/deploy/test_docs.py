@@ -32,7 +32,7 @@ def test_files_named_in_the_life_of_a_request_exist(root: Path) -> None:
 
 def test_every_command_named_in_the_readme_exists(root: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (root / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"`make ([a-z-]+)", (root / "README.md").read_text()))
+    named = set(re.findall(r"(?:`|    )make ([a-z-]+)", (root / "README.md").read_text()))
     assert {"demo", "test"} <= named <= targets
 
 
