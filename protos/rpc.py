@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any
 
 import grpc
-from fusionkv.protos import telemetry
-from fusionkv.protos.errors import ServiceError
 from google.protobuf import descriptor, message_factory
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+
+from fusionkv.protos import telemetry
+from fusionkv.protos.errors import ServiceError
 
 log = logging.getLogger(__name__)
 
