@@ -1,0 +1,247 @@
+"""Speed of the cache service beside its limits: `python -m fusionkv.kvcache_service.bench`.
+
+Every row is measured next to a bare gRPC server in a process of its own, which streams the same frames from one
+buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical
+limit. The disk tier's files are in the page cache.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import xxhash
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos import frames, rpc
+
+KIB, MIB = 1 << 10, 1 << 20
+SYSTEM = hashlib.sha256(b"system prompt").digest()
+NAMESPACE = hashlib.sha256(b"bench").digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement; speeds are GB/s over the wall clock of all calls of a round, median of the rounds."""
+
+    operation: str
+    transport: str
+    entry_bytes: int
+    at_once: int
+    gb_per_s: float
+    grpc_gb_per_s: float
+    """The bare gRPC server, same transport, size and concurrency."""
+    memcpy_gb_per_s: float
+
+    @property
+    def of_grpc(self) -> float:
+        return self.gb_per_s / self.grpc_gb_per_s
+
+
+class Floor(grpc.GenericRpcHandler):
+    """The bare server: `/floor/get` streams as many bytes as it is asked for, `/floor/put` drops them."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(64 * MIB))
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method == "/floor/get":
+            return grpc.unary_stream_rpc_method_handler(self._get, response_serializer=frames.encode_frame)
+        return grpc.stream_unary_rpc_method_handler(self._put)
+
+    async def _get(self, request: bytes, _: object) -> AsyncIterator[memoryview]:
+        for frame in frames.split(self._buffer[: int(request)]):
+            yield frame
+
+    async def _put(self, requests: AsyncIterator[bytes], _: object) -> bytes:
+        async for _request in requests:
+            pass
+        return b""
+
+
+async def serve_floor(addresses: Sequence[str]) -> None:
+    await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
+
+
+class Bench:
+    """One transport: two services and the floor, and buffers that are used again.
+
+    The service for rows of the disk tier has 1 MiB of memory, and a hot entry that fills it.
+    """
+
+    def __init__(self, transport: str, service: str, disk_service: str, floor: str, rounds: int) -> None:
+        self.transport = transport
+        self.service = CacheClient(service)
+        self.disk_service = CacheClient(disk_service)
+        self.channel = grpc.aio.insecure_channel(floor, options=[("grpc.max_receive_message_length", 4 * MIB)])
+        self.rounds = rounds
+        self.source = memoryview(os.urandom(64 * MIB))
+        self.count = 0
+
+    async def close(self) -> None:
+        await self.service.close()
+        await self.disk_service.close()
+        await self.channel.close()
+
+    async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
+        """Measures one operation; service and floor take turns, so that both see the same machine."""
+        into = [memoryview(bytearray(size)) for _ in range(at_once)]
+        self.client = self.disk_service if tier == "disk" else self.service
+        await self.client.delete(namespace=NAMESPACE)
+        run, floor_run = (self._put, self._floor_put) if operation == "put" else (self._fetch, self._floor_get)
+        entries = [] if operation == "put" else await self._entries(size, at_once, tier)
+        speeds, floor_speeds, memcpy = [], [], []
+        for i in range(self.rounds + 1):
+            took = await self._timed(run(size, into[n], entries[n] if entries else None) for n in range(at_once))
+            floor_took = await self._timed(floor_run(size, into[n]) for n in range(at_once))
+            if i:  # the first round warms up
+                speeds.append(size * at_once / took / 1e9)
+                floor_speeds.append(size * at_once / floor_took / 1e9)
+                memcpy.append(_memcpy(into[0], self.source[:size]))
+        name = f"{operation} {tier}".strip()
+        return Row(name, self.transport, size, at_once, *map(statistics.median, (speeds, floor_speeds, memcpy)))
+
+    async def _timed(self, work: Any) -> float:
+        tasks = list(work)
+        start = time.perf_counter()
+        await asyncio.gather(*tasks)
+        return time.perf_counter() - start
+
+    async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
+        """As many entries that are in the given tier."""
+        if tier == "disk":
+            filler = await self._put(MIB)
+            for _ in range(100):
+                await self._find([filler])
+            await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
+        entries = await self._find([await self._put(size) for _ in range(count)])
+        wrong = [entry.tier for entry in entries if entry.tier != tier]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {tier}")
+        return entries
+
+    async def _find(self, names: Sequence[bytes]) -> list[Entry]:
+        path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), *((name, ()) for name in names)]
+        found = await self.client.lookup(NAMESPACE, path, lease_ms=1, timeout=30)
+        return [hit.entry for hit in found.hits[1:] if hit.entry is not None]
+
+    async def _put(self, size: int, _: object = None, __: object = None) -> bytes:
+        self.count += 1
+        name = hashlib.sha256(f"{self.transport} {self.count}".encode()).digest()
+        await self.client.put(
+            namespace=NAMESPACE, path=[SYSTEM, name], tokens=1, base=0, data=self.source[:size], timeout=60
+        )
+        return name
+
+    async def _fetch(self, size: int, into: memoryview, entry: Entry | None) -> None:
+        assert entry is not None
+        await self.client.fetch(entry, into, timeout=60)
+
+    async def _floor_get(self, size: int, into: memoryview) -> None:
+        at = 0
+        async for message in self.channel.unary_stream("/floor/get")(str(size).encode(), timeout=60):
+            data = frames.decode_frame(message)
+            into[at : at + len(data)] = data
+            at += len(data)
+
+    async def _floor_put(self, size: int, _: object = None) -> None:
+        call = self.channel.stream_unary("/floor/put", request_serializer=frames.encode_frame)
+        await call(frames.split(self.source[:size]), timeout=60)
+
+
+def _memcpy(into: memoryview, data: memoryview) -> float:
+    start = time.perf_counter()
+    into[:] = data
+    return len(data) / (time.perf_counter() - start) / 1e9
+
+
+def _hashing(data: memoryview) -> float:
+    start = time.perf_counter()
+    xxhash.xxh3_128_digest(data)
+    return len(data) / (time.perf_counter() - start) / 1e9
+
+
+async def measure(addresses: dict[str, tuple[str, ...]], rounds: int, done: Callable[[], None]) -> list[Row]:
+    """All rows: 64 MiB and 6 MiB alone, 6 MiB and 100 KiB sixteen at once."""
+    rows = []
+    for transport, at in addresses.items():
+        bench = Bench(transport, *at, rounds)
+        for size, at_once in [(64 * MIB, 1), (6 * MIB, 1), (6 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]:
+            for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk")]:
+                rows.append(await bench.row(operation, size, at_once, tier))
+                done()
+        await bench.close()
+    return rows
+
+
+def _start(*command: str) -> tuple[subprocess.Popen[str], list[str]]:
+    process = subprocess.Popen([sys.executable, "-P", "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split(" serving on ")[1].split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.kvcache_service.bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="measurements a row; the median counts (default: 7)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    parser.add_argument("--serve-floor", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.serve_floor:
+        asyncio.run(serve_floor(options.serve_floor))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
+        task = progress.add_task("rows", total=30)
+        processes, addresses = [], []
+        try:
+            for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
+                listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
+                command = ["fusionkv.kvcache_service.bench", "--serve-floor", *listen] if name == "floor" else [
+                    "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
+                    "--disk-bytes", "1GiB", "--listen", ",".join(listen),
+                ]  # fmt: skip
+                process, at = _start(*command)
+                processes.append(process)
+                addresses.append(at)
+            tcp, unix = zip(*addresses, strict=True)
+            rows = asyncio.run(measure({"tcp": tcp, "unix": unix}, options.rounds, lambda: progress.advance(task)))
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+    _show(rows)
+    if options.json:
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 0
+
+
+def _show(rows: Sequence[Row]) -> None:
+    hashing = statistics.median(_hashing(memoryview(bytearray(64 * MIB))) for _ in range(5))
+    table = Table(title=f"{os.cpu_count()} CPUs; XXH3-128 {hashing:.1f} GB/s")
+    for title in ("operation", "over", "entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy"):
+        table.add_column(title, justify="left" if title in ("operation", "over") else "right")
+    for row in rows:
+        size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
+        table.add_row(
+            row.operation, row.transport, size, str(row.at_once), f"{row.gb_per_s:.2f}",
+            f"{row.grpc_gb_per_s:.2f}", f"{row.of_grpc:.0%}", f"{row.memcpy_gb_per_s:.1f}",
+        )  # fmt: skip
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
