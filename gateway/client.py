@@ -193,6 +193,29 @@ class Client:
             r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), timeout=timeout or self._timeout)
         return Deleted(r.documents, r.chunks)
 
+    def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> Iterator[Progress]:
+        """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
+        call = self._stub.Precompute(pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours))
+        try:
+            with _errors(self.address):
+                for p in call:
+                    yield Progress(p.done, p.total, p.skipped)
+        finally:
+            call.cancel()
+
+    def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
+        """All corpora, or all documents of one corpus, by name."""
+        items: list[Item] = []
+        token = ""
+        while True:
+            page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
+            with _errors(self.address):
+                r = self._stub.List(page, timeout=timeout or self._timeout)
+            items.extend(Item(i.name, i.documents, i.chunks, i.tokens) for i in r.items)
+            token = r.next_page_token
+            if not token:
+                return items
+
     def stats(self, *, timeout: float | None = None) -> Stats:
         """What the gateway reports of itself."""
         with _errors(self.address):

@@ -1,0 +1,141 @@
+"""What breaks around a gateway: workers killed and busy, callers that leave, a cache that is gone, kill -9."""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.results import Token
+from fusionkv.protos.errors import ResourceExhausted, ServiceError, Unavailable
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+
+
+def retry(call: Callable[[], Any], *, seconds: float = 30) -> Any:
+    """The result of `call` once it stops failing with a status that says to try again."""
+    over = threading.Event()
+    timer = threading.Timer(seconds, over.set)
+    timer.start()
+    try:
+        while True:
+            try:
+                return call()
+            except (Unavailable, ResourceExhausted):
+                if over.wait(0.05):
+                    raise
+    finally:
+        timer.cancel()
+
+
+def gateway_of(launch: Launch, folder: Path, workers: list[str], *flags: str) -> Any:
+    data = ("--data-dir", str(folder / "gateway"), "--workers", ",".join(workers))
+    return launch("fusionkv.gateway", "--listen", "127.0.0.1:0", *data, *flags)
+
+
+def worker_of(launch: Launch, model: Path, listen: str = "127.0.0.1:0", *flags: str) -> Any:
+    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen, *flags)
+
+
+def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    first, second = worker_of(launch, tiny_model), worker_of(launch, tiny_model)
+    gateway = gateway_of(launch, tmp_path, [first.address, second.address])
+    with Client(gateway.address, timeout=60) as client:
+        client.ingest("c", "d.txt", "some text")
+        first.kill9()
+        # Every one of them is answered, whichever worker its turn was at.
+        for i in range(8):
+            assert client.ask("c", f"question {i}?", max_tokens=1).summary.tokens_generated == 1
+        events = client.stream("c", "a long one?", max_tokens=1500)
+        next(e for e in events if isinstance(e, Token))
+        second.kill9()
+        with pytest.raises(Unavailable):
+            list(events)
+        with pytest.raises(Unavailable, match="fusion worker"):
+            client.ask("c", "nobody there?")
+        assert [i.name for i in client.list()] == ["c"]
+        worker_of(launch, tiny_model, first.address)
+        assert retry(lambda: client.ask("c", "back again?", max_tokens=1)).summary.tokens_generated == 1
+
+
+def test_a_caller_that_leaves_frees_the_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    worker = worker_of(launch, tiny_model, "127.0.0.1:0", "--max-requests", "1", "--max-queue", "0")
+    gateway = gateway_of(launch, tmp_path, [worker.address])
+    with Client(gateway.address, timeout=60) as client:
+        client.ingest("c", "d.txt", "some text")
+        events = client.stream("c", "a long one?", max_tokens=1900)
+        next(e for e in events if isinstance(e, Token))
+        with pytest.raises(ResourceExhausted):
+            client.ask("c", "busy?", max_tokens=1)
+        events.close()  # type: ignore[attr-defined]
+        # Well before the 1900 tokens would have been made.
+        assert retry(lambda: client.ask("c", "free?", max_tokens=1)).summary.tokens_generated == 1
+
+
+def test_too_many_requests_are_refused(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    gateway = gateway_of(launch, tmp_path, [worker_of(launch, tiny_model).address], "--max-requests", "1")
+    with Client(gateway.address, timeout=60) as client:
+        client.ingest("c", "d.txt", "some text")
+        events = client.stream("c", "a long one?", max_tokens=1900)
+        next(e for e in events if isinstance(e, Token))
+        with pytest.raises(ResourceExhausted, match="1 requests are in flight already"):
+            client.ask("c", "one more?")
+        events.close()  # type: ignore[attr-defined]
+        assert retry(lambda: client.ask("c", "now?", max_tokens=1)).summary.tokens_generated == 1
+
+
+def test_without_the_cache_answers_are_the_same_and_marked(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kvcache"))
+    worker = worker_of(launch, tiny_model, "127.0.0.1:0", "--cache", cache.address)
+    gateway = gateway_of(launch, tmp_path, [worker.address])
+    with Client(gateway.address, timeout=60) as client:
+        for i in range(4):
+            client.ingest("c", f"{i}.txt", f"page {i} holds some text")
+        before = client.ask("c", "page?", recipe="full_attention", max_tokens=6)
+        cache.kill9()
+        after = client.ask("c", "page?", recipe="prophetkv", max_tokens=6)
+        assert after.summary.degraded
+        assert after.summary.degraded_reason
+        assert after.text == before.text
+        assert client.stats().requests_degraded == 1
+
+
+def test_a_gateway_killed_during_ingest_has_whole_documents_only(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(launch, tiny_model)
+    gateway = gateway_of(launch, tmp_path, [worker.address], "--chunk-tokens", "32")
+    acknowledged: list[str] = []
+    ten = threading.Event()
+
+    def ingest(part: int) -> None:
+        with Client(gateway.address, timeout=60) as client, contextlib.suppress(ServiceError):
+            for i in range(1000):
+                name = f"{part}-{i}.txt"
+                client.ingest("c", name, "\n\n".join(f"{name} part {p}" for p in range(3)))
+                acknowledged.append(name)
+                if len(acknowledged) >= 10:
+                    ten.set()
+
+    threads = [threading.Thread(target=ingest, args=(part,)) for part in range(4)]
+    for thread in threads:
+        thread.start()
+    assert ten.wait(60)
+    gateway.kill9()
+    for thread in threads:
+        thread.join(60)
+    again = gateway_of(launch, tmp_path, [worker.address])
+    with Client(again.address, timeout=60) as client:
+        items = {i.name: i.chunks for i in client.list("c")}
+        assert set(acknowledged) <= set(items)
+        chunks = items[acknowledged[0]]
+        assert set(items.values()) == {chunks}
+        for name in acknowledged[:5]:
+            found = [p for p in client.retrieve("c", f"{name} part", top_k=20) if p.document == name]
+            assert len(found) == chunks
