@@ -1,0 +1,77 @@
+"""The wheel holds everything and nothing else, and each service imports only what its extra installs."""
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXTRAS = {
+    "protos": set(),
+    "kernels": {"worker", "gpu"},
+    "kvcache_service": {"cache", "gds"},
+    "fusion_worker": {"worker", "gpu"},
+    "gateway": {"gateway"},
+    "models": {"worker"},
+}
+
+
+@pytest.fixture(scope="module")
+def project(root: Path) -> dict[str, Any]:
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[<>=!~\[; ]", r)[0].lower().replace("_", "-") for r in requirements}
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_a_package_imports_only_what_its_extra_installs(root: Path, project: dict[str, Any], package: str) -> None:
+    allowed = names(project["dependencies"])
+    for extra in EXTRAS[package]:
+        allowed |= names(project["optional-dependencies"][extra])
+    owners = importlib.metadata.packages_distributions()
+    wrong = set()
+    for file in (root / package).rglob("*.py"):
+        if "_pb2" in file.name:
+            continue
+        for module in re.findall(r"^\s*(?:from|import) ([\w.]+)", file.read_text(), re.MULTILINE):
+            top = module.partition(".")[0]
+            if top == "fusionkv" or top in sys.stdlib_module_names or top == "google":
+                continue
+            if not {owner.lower().replace("_", "-") for owner in owners.get(top, [top])} & allowed:
+                wrong.add(f"{file.name}: {module}")
+    assert wrong == set()
+
+
+@pytest.mark.timeout(120)
+def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in [*EXTRAS, "pyproject.toml", "setup.py", "README.md", "LICENSE"]:
+        if (root / name).is_dir():
+            ignore = shutil.ignore_patterns("__pycache__", "*_pb2*", "*.safetensors")
+            shutil.copytree(root / name, source / name, ignore=ignore)
+        else:
+            shutil.copy(root / name, source / name)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    done = subprocess.run([*command, str(source)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    wheel = zipfile.ZipFile(next(tmp_path.glob("*.whl")))
+    held = set(wheel.namelist())
+    for package in EXTRAS:
+        for file in (root / package).rglob("*.py"):
+            assert f"fusionkv/{file.relative_to(root)}" in held
+    for proto in (root / "protos").glob("*/v1/*.proto"):
+        stem = f"fusionkv/{proto.relative_to(root).with_suffix('')}"
+        assert {f"{stem}.proto", f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"{stem}_pb2_grpc.py"} <= held
+    assert "fusionkv/protos/py.typed" in held
+    assert not [name for name in held if name.startswith("fusionkv/tests") or name.endswith(".safetensors")]
+    scripts = next(name for name in held if name.endswith("entry_points.txt"))
+    assert "fusionkv = fusionkv.gateway.cli:main" in wheel.read(scripts).decode()
