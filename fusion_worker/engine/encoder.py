@@ -35,8 +35,8 @@ class Encoder:
         try:
             async with self._loader.locator.prompt(prompt, namespace) as found:
                 wanted = []
-                for w in found:
-                    count = 1 + prompt.starts.index(w.position)
+                # An empty system prompt is part of the path, but nothing to encode.
+                for count, w in enumerate(found, start=1 + len(path) - len(found)):
                     known = w.lossless and w.entry is not None
                     at, key = w.position, exact[count - 1]
                     new = Wanted(w.chunk, at, at, path[:count], key, alone=False, lossless=True)

@@ -42,8 +42,9 @@ class Locator:
             exact = keys.path_keys(namespace, path)
             wanted = []
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
-                found = self._from_hit(part, prompt.starts[i], path[: i + 1], hit, exact[i])
-                wanted.append(found or self.alone(prompt, i, prompt.starts[i], namespace))
+                start = prompt.starts[i]
+                found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
+                wanted.append(found or self.alone(prompt, i, start, namespace))
             yield [w for w in wanted if len(w.chunk)]
 
     @asynccontextmanager
@@ -62,7 +63,8 @@ class Locator:
                 hit = (found[0][0] if found else _MISS) if i == 0 else found[i - 1][1]
                 path = (system,) if i == 0 else (system, part.digest)
                 exact = hit if hit.kind is HitKind.EXACT else _MISS
-                known = self._from_hit(part, start, path, exact, keys.entry_key(namespace, path))
+                base = len(prompt.system) if i else 0
+                known = self._from_hit(part, start, path, exact, keys.entry_key(namespace, path), base)
                 wanted.append(known or self.alone(prompt, i, start, namespace))
             yield [w for w in wanted if len(w.chunk)]
 
@@ -84,15 +86,18 @@ class Locator:
         key = keys.entry_key(namespace, path)
         return Wanted(part, position, base, path, key, lossless=position == base)
 
-    def _from_hit(self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes) -> Wanted | None:
+    def _from_hit(
+        self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int
+    ) -> Wanted | None:
+        """The part as found. exact, base: the key of the entry at the end of `path`, and where that entry stands."""
         entry = hit.entry
         if entry is None:
             return None
         if entry.tokens != len(part) or entry.size != len(part) * self._model.kv.token_bytes:
             raise CacheFault(f"the cache service answered an entry of {entry.tokens} tokens, {entry.size} bytes")
-        lossless = hit.kind is HitKind.EXACT
-        if lossless and (entry.key != exact or entry.base != position):
+        if hit.kind is HitKind.EXACT and (entry.key != exact or entry.base != base):
             raise CacheFault("the cache service answered another entry as an exact hit")
+        lossless = hit.kind is HitKind.EXACT and base == position
         return Wanted(part, position, entry.base, path, entry.key, entry.variant, entry, lossless=lossless)
 
     @asynccontextmanager
