@@ -1,0 +1,217 @@
+"""`fusionkv serve` and the commands against it, each a process of its own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+
+
+def events(service: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
+
+
+def serve(launch: Launch, model: Path, folder: Path) -> tuple[Any, str]:
+    """All three services; returns the process and the address of the gateway."""
+    flags = ("serve", "--model", str(model), "--data-dir", str(folder), "--listen", "127.0.0.1:0", "--json")
+    service = launch("fusionkv.gateway.cli", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"})
+    service.wait_for_line('"event": "ready"', timeout=120)
+    up = {e["service"]: e["addresses"][0] for e in events(service) if e["event"] == "up"}
+    assert list(up) == ["kvcache", "worker", "gateway"]
+    return service, up["gateway"]
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pids: list[int], seconds: float = 30) -> bool:
+    """Whether all processes end within the time; a zombie has ended."""
+
+    def alive(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    over = threading.Event()
+    threading.Timer(seconds, over.set).start()
+    while any(map(alive, pids)):
+        if over.wait(0.05):
+            return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def all_services(
+    launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Any, str]]:
+    return serve(launch_module, tiny_model, tmp_path_factory.mktemp("all"))
+
+
+@pytest.fixture(scope="module")
+def run(all_services: tuple[Any, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def run(command: str, *args: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", command, *args, "--gateway", all_services[1]]
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120)
+
+    return run
+
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def pages(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of six documents, ingested as corpus "book"."""
+    folder = tmp_path_factory.mktemp("pages")
+    for i in range(6):
+        (folder / f"page-{i}.md").write_text(f"Report Velnora. The code of Name{i} is {100 + i}.\n")
+    done = run("ingest", "book", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("book: 6 documents (0 replaced, 0 failed), 6 chunks")
+    return folder
+
+
+def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -> None:
+    asked = run("ask", "book", "code of Name3?", "--max-tokens", "4", "--recipe", "prophetkv", "--ratio", "0.5")
+    assert asked.returncode == 0, asked.stderr
+    as_json = run(
+        "ask", "book", "code of Name3?", "--max-tokens", "4", "--recipe", "prophetkv", "--ratio", "0.5", "--json"
+    )
+    answer = json.loads(as_json.stdout)
+    assert asked.stdout == answer["text"] + "\n"
+    assert "first token" in asked.stderr
+    assert "page-3.md#0" in asked.stderr
+    assert answer["summary"]["ratio"] == 0.5
+    assert answer["summary"]["tokens_generated"] == 4
+    assert len(answer["sources"]) == 6
+
+
+def test_ingest_as_json_names_every_document(run: Run, pages: Path) -> None:
+    done = run("ingest", "book", str(pages / "page-0.md"), str(pages / "page-1.md"), "--json", "--concurrency", "1")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(e["event"], e.get("name")) for e in lines] == [
+        ("document", "page-0.md"),
+        ("document", "page-1.md"),
+        ("summary", None),
+    ]
+    assert (lines[-1]["documents"], lines[-1]["replaced"], lines[-1]["failed"]) == (2, 2, 0)
+
+
+def test_a_bad_file_is_named_and_the_others_are_stored(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "good.txt").write_text("good")
+    (tmp_path / "bad.pdf").write_text("bad")
+    done = run("ingest", "mixed", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "bad.pdf: gateway: the content is not a PDF" in done.stderr
+    assert "1 documents (0 replaced, 1 failed)" in done.stdout
+
+
+def test_precompute_encodes_once(run: Run, pages: Path) -> None:
+    def encode() -> list[dict[str, Any]]:
+        done = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "fusionrag", "--json")
+        assert done.returncode == 0, done.stderr
+        return [e for e in map(json.loads, done.stdout.splitlines()) if e["event"] == "precompute"]
+
+    first, again = encode(), encode()
+    assert first[0] == {"event": "precompute", "done": 0, "total": 6, "skipped": 0}
+    assert (first[-1]["done"], first[-1]["total"], first[-1]["skipped"]) == (6, 6, 0)
+    # Only the page that was ingested again lost what was stored with it.
+    assert (again[-1]["done"], again[-1]["skipped"]) == (6, 5)
+    wrong = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "prophetkv")
+    assert wrong.returncode == 1
+    assert "recipe 'prophetkv' needs no neighbours; those that do: fusionrag" in wrong.stderr
+
+
+def test_list_stats_and_delete(run: Run, pages: Path) -> None:
+    run("ingest", "short", str(pages / "page-0.md"))
+    assert json.loads(run("list", "short", "--json").stdout)["name"] == "page-0.md"
+    assert "short" in run("list").stdout
+    stats = json.loads(run("stats", "--json").stdout)
+    assert stats["gateway"]["documents"] >= 7
+    assert stats["worker"]["family"] == "qwen2"
+    assert run("stats").returncode == 0
+    assert json.loads(run("delete", "short", "page-0.md", "--json").stdout) == {"documents": 1, "chunks": 1}
+    assert run("delete", "short").stdout == "short: 0 documents, 0 chunks deleted\n"
+    missing = run("delete", "short")
+    assert missing.returncode == 1
+    assert missing.stderr == "fusionkv: gateway: no corpus 'short': ingest a document to make it\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (("ask", "nowhere", "q?"), "no corpus 'nowhere'"),
+        (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be in 0..1"),
+        (("ask", "book", "q?", "--recipe", "x"), "unknown recipe 'x'"),
+    ],
+)
+def test_errors_are_one_line_and_exit_1(run: Run, pages: Path, args: tuple[str, ...], error: str) -> None:
+    done = run(*args)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert error in done.stderr
+
+
+def test_serve_stops_all_in_reverse_order_on_sigterm(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    service, _ = serve(launch, tiny_model, tmp_path)
+    pids = children(service.process.pid)
+    assert len(pids) == 3
+    assert service.stop() == 0
+    assert gone(pids, 0.1)
+    stopped = [line.split("|")[0].strip() for line in service.log.splitlines() if line.endswith(" stopped")]
+    assert stopped == ["gateway", "worker", "kvcache"]
+
+
+def test_serve_ends_when_a_service_dies(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    service, _ = serve(launch, tiny_model, tmp_path)
+    pids = children(service.process.pid)
+    os.kill(pids[1], signal.SIGKILL)
+    assert service.process.wait(60) == 1
+    assert gone(pids, 0.1)
+    service.wait_for_line("fusionkv: worker was killed by SIGKILL")
+
+
+def test_killed_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    service, _ = serve(launch, tiny_model, tmp_path)
+    pids = children(service.process.pid)
+    service.kill9()
+    assert gone(pids)
+
+
+def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp_path: Path) -> None:
+    service = launch(
+        "fusionkv.gateway.cli", "serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "d"), services=0
+    )
+    assert service.process.wait(60) == 1
+    service.wait_for_line("fusionkv: worker ended with exit code 1")
+    assert "holds no config.json" in service.log
+
+
+@pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
+def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "serve", name, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    assert "--drain-seconds" in done.stdout
+    wrong = subprocess.run([*argv[:-1], "--config", "/none.toml"], capture_output=True, text=True, timeout=60)
+    assert wrong.returncode != 0
+    assert "can't read the configuration /none.toml" in wrong.stderr
+
+
+def test_a_wrong_key_in_the_configuration_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "f.toml"
+    file.write_text("[gateway]\nchunk_token = 5\n")
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway", "--config", str(file)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "unknown key 'chunk_token' in [gateway]; known: " in done.stderr
