@@ -75,8 +75,9 @@ class Locator:
         Raises:
             CacheFault: as for `prompt`.
         """
-        async with self._lookup(namespace, [(path[0], ()), (path[1], (variant,))]) as hits:
-            yield hits[1].entry is not None and hits[1].entry.variant == variant
+        # An exact hit would come before the variant; nothing is stored behind an element that is no chunk's digest.
+        async with self._lookup(namespace, [(path[0], ()), (variant, ()), (path[1], (variant,))]) as hits:
+            yield hits[2].entry is not None and hits[2].entry.variant == variant
 
     def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> Wanted:
         """A part to be encoded after the system prompt alone (index 0: the system prompt itself)."""

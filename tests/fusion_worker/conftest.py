@@ -5,7 +5,7 @@ import copy
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 VOCABULARY = 260
 Ids = Sequence[int]
+# Tiny shapes: a second thread costs more in waiting than it saves.
+torch.set_num_threads(1)
 
 
 def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
@@ -179,6 +181,11 @@ def join(parts: Sequence[KV]) -> KV:
     ]
 
 
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 def _cache_of(kv: KV | None) -> DynamicCache:
     found = DynamicCache()
     for i, (k, v) in enumerate(kv or []):
@@ -215,7 +222,7 @@ class Rig:
     servicer: FusionServicer
     model: worker_models.Model
     drawn: dict[int, list[torch.Tensor]]
-    numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
+    numbers: "itertools.count[int]"
 
     @property
     def pool(self) -> Any:
@@ -253,6 +260,24 @@ class Rig:
         assert s.tokens_generated == len(ids)
         return Answer(ids, text, summary, self.drawn[request.sampling.seed])
 
+    async def encode(
+        self, system: Ids, before: Sequence[Ids], chunk: Ids, mode: str, tenant: str
+    ) -> pb.EncodeResponse:
+        return await self.servicer.Encode(
+            pb.EncodeRequest(
+                system=pb.Tokens(ids=system),
+                before=[pb.Tokens(ids=b) for b in before],
+                chunk=pb.Tokens(ids=chunk),
+                mode=pb.EncodeRequest.Mode.Value(f"MODE_{mode}"),
+                tenant=tenant,
+            ),
+            None,
+        )
+
+    async def stored(self) -> None:
+        """Waits until everything encoded so far has reached the cache service."""
+        await self.servicer.settle()
+
     async def settled(self, idle: bool = True) -> None:
         """Waits until the pool has one owner for every slot and, with `idle`, nobody uses it."""
         async with asyncio.timeout(20):
@@ -284,6 +309,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
 
     monkeypatch.setattr(answer, "Sampler", Recorder)
     rigs: list[Rig] = []
+    numbers = itertools.count(1)
 
     async def make(
         family: str, dtype: torch.dtype = torch.float32, max_tokens: int = 2048, replace: Any = None, **config: Any
@@ -292,7 +318,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **config}
-        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made), made, drawn))
+        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made), made, drawn, numbers))
         return rigs[-1]
 
     yield make
@@ -328,6 +354,7 @@ def tools() -> Any:
 
     class Tools:
         random_ids = staticmethod(random_ids)
+        error = staticmethod(error)
         join = staticmethod(join)
         network = staticmethod(network)
         byte_tokenizer = staticmethod(byte_tokenizer)

@@ -13,11 +13,6 @@ CLOSE = 1e-4
 AS_GOOD = 1.5
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference, relative to the spread of the expected logits."""
-    return float((found - expected).abs().max() / expected.abs().max())
-
-
 def whole(parts: tuple[list[int], list[list[int]], list[int]]) -> list[int]:
     system, chunks, question = parts
     return [*system, *itertools.chain(*chunks), *question]
@@ -30,33 +25,33 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
     return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in lengths], tools.random_ids(6, 99)
 
 
-async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle: Any, parts: Any) -> None:
-    system, chunks, question = parts
+async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    context = sum(map(len, parts[1]))
+    # The first chunk stands where it would be encoded alone: computed once, and lossless.
+    first = len(parts[1][0])
     rig = await start(family)
     expected = oracle(family).logits(whole(parts))
     for recipe, ratio in (("prophetkv", 1.0), ("epic", 1.0), ("full_attention", 1.0)):
         answer = await rig.ask(*parts, recipe=recipe, ratio=ratio)
-        assert error(answer.logits[0], expected) < CLOSE, recipe
-        context = sum(map(len, chunks))
-        # The first chunk stands where it would be encoded alone: computed once, and lossless.
-        lossless = 0 if recipe == "full_attention" else len(chunks[0])
+        assert tools.error(answer.logits[0], expected) < CLOSE, recipe
+        lossless = 0 if recipe == "full_attention" else first
         assert answer.summary.tokens_lossless == lossless
         assert answer.summary.tokens_recomputed == context - lossless
 
 
-async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle: Any, parts: Any) -> None:
+async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     expected = plain.after(plain.reused(system, chunks), question)
     answer = await rig.ask(*parts, recipe="full_reuse")
-    assert error(answer.logits[0], expected) < CLOSE
+    assert tools.error(answer.logits[0], expected) < CLOSE
     assert answer.summary.tokens_recomputed == 0
     full = plain.logits(whole(parts))
-    assert error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
+    assert tools.error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
 
 
 @pytest.mark.parametrize("recipe", ["epic", "prophetkv", "fusionrag"])
-async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: Any, parts: Any) -> None:
+async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     context = plain.reused(system, chunks)
@@ -74,8 +69,8 @@ async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: 
     expected = plain.overlaid(whole(parts), context, fresh)
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3)
     assert answer.summary.tokens_recomputed == count
-    assert error(answer.logits[0], expected) < CLOSE
-    assert error(plain.after(context, question), expected) > 100 * CLOSE, "recomputing changed nothing"
+    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert tools.error(plain.after(context, question), expected) > 100 * CLOSE, "recomputing changed nothing"
 
 
 async def test_bfloat16(family: str, start: Any, oracle: Any, parts: Any) -> None:
