@@ -17,7 +17,7 @@ from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos import rpc, settings, telemetry
+from fusionkv.protos import frames, rpc, settings, telemetry
 
 NAME = "fusionkv-kvcache"
 
@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.SettingsError as error:
         parser.error(str(error))
     telemetry.attach(NAME)
+    frames.keep_freed_memory()
     try:
         asyncio.run(run(config))
     except OSError as error:

