@@ -39,9 +39,13 @@ class FusionServicer:
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)
-        self._answerer = Answerer(config, model, self._engine, self._loader)
+        self.answerer = Answerer(config, model, self._engine, self._loader)
         self._encoder = Encoder(self._loader)
         self._embedder = Embedder(model, self._engine, self._loader)
+
+    async def settle(self) -> None:
+        """Waits until every load has ended and every chunk encoded so far is stored or dropped."""
+        await self._loader.settle()
 
     async def close(self) -> None:
         """Puts back what waits, ends the engine, closes connections."""
@@ -87,7 +91,7 @@ class FusionServicer:
                 f"the prompt has {prompt.tokens} tokens and asks for {params.max_tokens} more; "
                 f"the model takes {self._model.max_tokens} together"
             )
-        async with aclosing(self._answerer.answer(prompt, recipe, ratio, params)) as events:
+        async with aclosing(self.answerer.answer(prompt, recipe, ratio, params)) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=pb.Token(id=event.token, text=event.text))

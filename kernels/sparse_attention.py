@@ -8,7 +8,6 @@ laid out once in prompt order (turned on the way) and the rows walk them in slic
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.rope import Rotation
@@ -17,8 +16,8 @@ from fusionkv.kernels.segments import Segment, Span
 # Turning the query costs rows x q_heads x segments; laying keys out costs keys x kv_heads. On 2 cores, 8k keys in 16
 # segments and 14/2 heads the two meet near 64 rows.
 FEW_ROWS = 64
-# Rows of one slice: a slice computes its diagonal block in full, so a wide slice wastes, a narrow one repeats.
-SLICE = 64
+# Rows of one slice: a wide one computes more of its diagonal for nothing, a narrow one has more overhead.
+SLICE = 128
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -68,20 +67,17 @@ def _by_segment(
             continue
         if segment.shift not in turned:
             turned[segment.shift] = _fold(rotation.turn(q, -segment.shift), kv_heads)
-        bias = _bias(segment, span.positions, q.shape[1] // kv_heads, q.dtype, window)
         k, v = _heads(k_pool[segment.start : segment.stop]), _heads(v_pool[segment.start : segment.stop])
-        out, lse = _flash(turned[segment.shift], k, v, 0.0, False, attn_mask=bias, scale=scale)
-        if bias is not None:
-            # For a row that sees nothing of a segment the operator answers lse 0 where it is -inf.
-            lse = lse.masked_fill(bias.isneginf().all(-1), float("-inf"))
-        partial.append((out, lse))
+        unseen = _unseen(segment, span.positions, window)
+        if unseen is None:
+            partial.append(_flash(turned[segment.shift], k, v, 0.0, False, scale=scale))
+        else:
+            partial.append(_masked(turned[segment.shift], k, v, unseen, scale))
     return _unfold(_merge(partial), q)
 
 
-def _bias(
-    segment: Segment, positions: torch.Tensor, groups: int, dtype: torch.dtype, window: int | None
-) -> torch.Tensor | None:
-    """0 or -inf [1, 1, groups * rows, length], or None where every row sees the whole segment."""
+def _unseen(segment: Segment, positions: torch.Tensor, window: int | None) -> torch.Tensor | None:
+    """bool [rows, length], or None where every row sees the whole segment."""
     future = segment.last > int(positions[0])
     past = window is not None and segment.first <= int(positions[-1]) - window
     if segment.hidden is None and not future and not past:
@@ -94,8 +90,7 @@ def _bias(
         unseen |= keys > positions[:, None]
         if window is not None:
             unseen |= keys <= positions[:, None] - window
-    bias = torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
-    return bias.repeat(groups, 1)[None, None]
+    return unseen
 
 
 def _merge(partial: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -127,20 +122,48 @@ def _by_prefix(
         before = [_flash(_heads(q), k[:, :, :first], v[:, :, :first], 0.0, False, scale=scale)] if first else []
         return _merge([own, *before])[0].transpose(0, 1)
     out = torch.empty_like(q)
-    at = positions.tolist()
     for start in range(0, span.rows, SLICE):
-        stop = min(start + SLICE, span.rows)
-        low = 0 if window is None else max(0, at[start] - window + 1)
-        high = at[stop - 1] + 1
-        keys = torch.arange(low, high)
-        mask = keys <= positions[start:stop, None]
-        if window is not None:
-            mask &= keys > positions[start:stop, None] - window
-        part = F.scaled_dot_product_attention(
-            _heads(q[start:stop]), k[:, :, low:high], v[:, :, low:high], attn_mask=mask, scale=scale, enable_gqa=True
-        )
-        out[start:stop] = part[0].transpose(0, 1)
+        rows = slice(start, start + SLICE)
+        out[rows] = _slice(q[rows], k, v, positions[rows], scale, window)
     return out
+
+
+def _slice(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """A few neighbouring rows over keys in prompt order: unmasked where all of them see, masked where they differ.
+
+    Splitting at the first row's position keeps the mask to the slice's own stretch of the prompt: 1.3 times faster
+    than one masked pass at 8k keys and 15% of the rows, and 1.2 times the rate of a dense causal pass.
+    """
+    low, middle, high = 0, int(positions[0]) + 1, int(positions[-1]) + 1
+    if window is not None:
+        low = max(0, middle - window)
+        middle = low
+    partial = []
+    if middle > low:
+        partial.append(_flash(_heads(q), k[:, :, low:middle], v[:, :, low:middle], 0.0, False, scale=scale))
+    if high > middle:
+        keys = torch.arange(middle, high)
+        unseen = keys > positions[:, None]
+        if window is not None:
+            unseen |= keys <= positions[:, None] - window
+        partial.append(_masked(_heads(q), k[:, :, middle:high], v[:, :, middle:high], unseen, scale))
+    return _merge(partial)[0].transpose(0, 1)
+
+
+def _masked(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, unseen: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and log-sum-exp where `unseen` [rows, keys] is not set; q's rows repeat it when they are folded."""
+    bias = torch.zeros(unseen.shape, dtype=q.dtype).masked_fill_(unseen, float("-inf"))
+    blind = unseen.all(-1)
+    if q.shape[2] != len(unseen):
+        groups = q.shape[2] // len(unseen)
+        bias, blind = bias.repeat(groups, 1), blind.repeat(groups)
+    out, lse = _flash(q, k, v, 0.0, False, attn_mask=bias[None, None], scale=scale)
+    # For a row that sees nothing of these keys the operator answers lse 0 where it is -inf.
+    return out, lse.masked_fill(blind, float("-inf"))
 
 
 def _in_order(

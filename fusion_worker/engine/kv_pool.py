@@ -143,6 +143,11 @@ class KVPool:
             self._drop(resident)
         self._changed.set()
 
+    def clear(self) -> None:
+        """Evicts every chunk that nobody pins."""
+        for resident in [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]:
+            self._drop(resident)
+
     def reserve(self, tokens: int) -> tuple[Run, ...]:
         """Fresh slots for a request, as few runs as the free list allows."""
         runs = self._take(tokens)

@@ -43,12 +43,18 @@ class Loader:
         self.putter = Putter(pool, cache, config.max_puts, config.fetch_timeout) if cache else None
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, model.settings))
 
-    async def close(self) -> None:
-        """Ends loads and puts; what waits to be put is put first."""
+    async def settle(self) -> None:
+        """Waits until nothing is being loaded or put."""
         if self._loads:
             await asyncio.wait(self._loads)
         if self.putter is not None:
-            await self.putter.drain()
+            await self.putter.settle()
+
+    async def close(self) -> None:
+        """Settles, then ends the writers."""
+        await self.settle()
+        if self.putter is not None:
+            self.putter.close()
 
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[Placement]:

@@ -55,15 +55,14 @@ class Putter:
             timeout=self._timeout,
         )
 
-    async def drain(self) -> None:
-        """Waits for what is queued, then ends."""
+    async def settle(self) -> None:
+        """Waits until nothing is queued or being written."""
         await self._waiting.join()
+
+    def close(self) -> None:
+        """Ends the writers."""
         for writer in self._writers:
             writer.cancel()
-
-    @property
-    def busy(self) -> bool:
-        return self._waiting._unfinished_tasks > 0  # type: ignore[attr-defined]
 
     async def _write(self) -> None:
         while True:
