@@ -59,7 +59,7 @@ install_python() {
 
 pip_install() {
     $venv/bin/python -m pip install --disable-pip-version-check "$@" |
-        { grep --line-buffered -v -E 'already satisfied|^ |Looking in' || true; }
+        { grep --line-buffered -v -E 'already satisfied|Looking in' || true; }
 }
 
 # Generated apart from the package's build, so that an edited .proto needs no reinstallation.
