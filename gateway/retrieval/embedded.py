@@ -38,8 +38,8 @@ class EmbeddedRetrieval(Retrieval):
         Raises:
             OSError: the folder can't be written, or another gateway has it open.
         """
-        lock = _lock(folder)
-        made = cls(await connect_async((folder / "corpora").as_uri()), lock)
+        lock, corpora = _lock(folder)
+        made = cls(await connect_async(corpora), lock)
         for name in await made._table_names():
             made._tables[name.removeprefix(_PREFIX)] = await CorpusTable.open(await made._connection.open_table(name))
         return made
@@ -129,8 +129,8 @@ class EmbeddedRetrieval(Retrieval):
                 return names
 
 
-def _lock(folder: Path) -> TextIO:
-    """A lock on the folder, held until it is closed."""
+def _lock(folder: Path) -> tuple[TextIO, str]:
+    """A lock on the folder, held until it is closed, and where the corpora are in it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "lock").open("w")
     try:
@@ -140,7 +140,8 @@ def _lock(folder: Path) -> TextIO:
         raise OSError(
             f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
         ) from error
-    return file
+    # Absolute: LanceDB takes some relative paths for names in its cloud.
+    return file, str(folder.absolute() / "corpora")
 
 
 def _check(corpus: str, table: CorpusTable, model: ModelIdentity) -> None:

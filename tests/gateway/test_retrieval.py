@@ -198,6 +198,18 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert "last" in {i.name for i in await engine.documents("c")}
 
 
+@pytest.mark.parametrize("name", ["db", "a b", "ä#%20", ".fusionkv/gateway"])
+async def test_any_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    engine = await EmbeddedRetrieval.open(Path(name))
+    await put(engine, "c", "d", "text")
+    await engine.close()
+    assert (tmp_path / name / "corpora").is_dir()
+    again = await EmbeddedRetrieval.open(tmp_path / name)
+    assert [i.name for i in await again.corpora()] == ["c"]
+    await again.close()
+
+
 async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folder: Path) -> None:
     engine = await EmbeddedRetrieval.open(folder)
     await put(engine, "c", "d", "one apple", "two pears")
