@@ -66,9 +66,9 @@ docs: setup ## Writes what of docs/ follows from the code: settings, and one lin
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 
 .PHONY: bench
-bench: setup ## Speed of the worker and of the cache service on this machine
-	@$(PY) -m fusionkv.kvcache_service.bench $(ARGS)
-	@$(PY) -m fusionkv.fusion_worker.bench $(ARGS)
+bench: setup ## Speed on this machine, about 5 minutes; rows go to build/bench/*.json
+	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
+	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse
