@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -29,6 +30,7 @@ STAGES = ("retrieve", "plan", "queue", "lookup", "load", "encode", "select", "pr
 PASSES = (1, 2)
 START_SECONDS = 120
 STOP_SECONDS = 60
+SHOWN = 28  # characters of an answer in the table; build/demo.json has all
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ def table_of(rows: list[Row]) -> Table:
     first = rows[0]
     title = f"[bold]{escape(first.question)}[/] {escape(first.expected)}  [dim]{first.task}, needs "
     title += f"{first.documents_needed} document(s), {first.documents_retrieved} retrieved[/]"
-    table = Table(title=title, title_justify="left", title_style="", expand=False)
+    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     for header in ("recipe", "pass", "answer", "", "TTFT ms", "of which, ms"):
         table.add_column(header, justify="right" if header in ("pass", "TTFT ms") else "left")
     table.add_column("chunks\nexact / alt. / missed", justify="right", no_wrap=True)
@@ -162,7 +164,8 @@ def table_of(rows: list[Row]) -> Table:
         stages = ", ".join(f"{name} {seconds[name] * 1e3:.1f}" for name in STAGES if seconds[name] >= 1e-4)
         chunks = f"{hits['exact']} / {hits['alternative']} / {row.summary['chunks_missed']}"
         tokens = " / ".join(str(row.summary[f"tokens_{kind}"]) for kind in ("lossless", "reused", "recomputed"))
-        cells = (row.recipe, str(row.asked), escape(row.answer), mark, f"{seconds['ttft'] * 1e3:.1f}")
+        shown = row.answer if len(row.answer) <= SHOWN else row.answer[: SHOWN - 1] + "…"
+        cells = (row.recipe, str(row.asked), escape(shown), mark, f"{seconds['ttft'] * 1e3:.1f}")
         table.add_row(*cells, stages, chunks, tokens)
     return table
 
@@ -181,7 +184,7 @@ def totals(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def table_of_totals(lines: list[dict[str, Any]]) -> Table:
-    table = Table(title="[bold]Totals[/]", title_justify="left", title_style="")
+    table = Table(title="[bold]Totals[/]", title_justify="left", title_style="", box=box.SIMPLE_HEAD)
     headers = ("recipe", "pass", "right", "TTFT ms, median", "context tokens", "lossless", "reused", "recomputed")
     for header in (*headers, "encoded first"):
         table.add_column(header, justify="left" if header == "recipe" else "right")
