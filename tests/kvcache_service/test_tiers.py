@@ -15,10 +15,14 @@ BLOCK = 4096
 CAPACITY = 16 * BLOCK
 
 
-@pytest.fixture(params=["memory", "disk"])
+@pytest.fixture(params=["memory", "disk", "disk with sync"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
-    made: Tier = MemoryTier(CAPACITY) if request.param == "memory" else DiskTier(tmp_path / "data", CAPACITY)
-    assert made.name == request.param
+    made: Tier
+    if request.param == "memory":
+        made = MemoryTier(CAPACITY)
+    else:
+        made = DiskTier(tmp_path / "data", CAPACITY, sync="sync" in request.param)
+    assert made.name == request.param.split()[0]
     assert made.recover() == []
     yield made
     made.close()

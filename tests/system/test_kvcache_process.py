@@ -98,16 +98,16 @@ async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any,
     await client.close()
 
 
-@pytest.mark.parametrize(("seed", "disk"), [(0, 256), (1, 256), (2, 256), (3, 20), (4, 20), (5, 20)])
+@pytest.mark.parametrize(("seed", "disk"), [(0, 512), (1, 512), (2, 512), (3, 40), (4, 40), (5, 40)])
 async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     launch: Any, tmp_path: Path, seed: int, disk: int
 ) -> None:
     """100 puts from 4 clients with deletes between; the process is killed with some in flight, three times.
 
-    20 MiB of disk are far too few, so that space is given from entry to entry all the time.
+    40 MiB of disk are far too few, so that space is given from entry to entry all the time.
     """
     rng = random.Random(seed)
-    sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB]) + i for i in range(100)}
+    sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB, 9 * MIB]) + i for i in range(100)}
     todo = list(sizes)
     acknowledged: set[int] = set()
     deleted: set[int] = set()
@@ -152,7 +152,7 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     present = 0
     for name, size in sizes.items():
         found = await get(client, name)
-        if name in acknowledged and disk == 256:
+        if name in acknowledged and disk == 512:
             assert found == payload(name, size), f"entry {name} was acknowledged"
         elif name in deleted:
             assert found is None, f"the deletion of entry {name} was acknowledged"
