@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
 from fusionkv.kernels.sparse_attention import sparse_attention
 
@@ -39,7 +40,7 @@ class Batch:
     ids: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
-    spans: Sequence[Span]
+    spans: Spans
     pool: torch.Tensor
     rotation: Rotation
     probes: Sequence[Probe] = field(default=())

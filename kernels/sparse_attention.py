@@ -5,13 +5,18 @@ by the chunk's shift instead, once a segment. When the rows outnumber what that 
 laid out once in prompt order (turned on the way) and the rows walk them in slices, each over its own prefix.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
+
+log = logging.getLogger(__name__)
 
 # Turning the query costs rows x q_heads x segments; laying keys out costs keys x kv_heads. On 2 cores, 8k keys in 16
 # segments and 14/2 heads the two meet near 64 rows.
@@ -26,7 +31,7 @@ def sparse_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Spans,
     rotation: Rotation,
     scale: float,
     window: int | None = None,
@@ -39,13 +44,24 @@ def sparse_attention(
     Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
     """
     if q.device.type != "cpu":
-        return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
+        return _gpu_kernel()(q, k_pool, v_pool, spans, rotation, scale, window)
     out = torch.empty_like(q)
     for span in spans:
         rows = q[span.start : span.stop]
         attend = _by_segment if span.rows <= FEW_ROWS else _by_prefix
         out[span.start : span.stop] = attend(rows, k_pool, v_pool, span, rotation, scale, window)
     return out
+
+
+@cache
+def _gpu_kernel() -> Callable[..., torch.Tensor]:
+    """The Triton kernel, or the dense reference where Triton can't be had; decided, and said, once."""
+    try:
+        from fusionkv.kernels import sparse_attention_triton
+    except (ImportError, AttributeError) as error:
+        log.warning("attention runs dense and slow: no Triton of version 3.6 or later (%s)", error)
+        return reference.sparse_attention
+    return sparse_attention_triton.sparse_attention
 
 
 def _by_segment(

@@ -10,6 +10,7 @@ from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, Work, settled
 from fusionkv.fusion_worker.models import Model
+from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ class Engine:
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
             positions=torch.cat([s.positions for s in spans]),
             slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
-            spans=spans,
+            spans=Spans(spans),
             pool=self._pool.kv,
             rotation=self._model.rotation,
             probes=tuple(probes.values()),
