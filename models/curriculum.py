@@ -1,0 +1,197 @@
+"""What a reference model is trained on, stage by stage, as token sequences."""
+
+import functools
+import random
+from dataclasses import dataclass, field
+from typing import Literal
+
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.models import words
+from fusionkv.models.tasks import PROMPT, SYSTEM, Mark, Sample, Size, sample
+
+NONE = -100  # no target
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a curriculum. `recall` is what a stage without documents asks for: see `Encoder`."""
+
+    name: str
+    batch: int
+    recall: Literal["", "words", "pairs", "carried"] = ""
+    size: Size = PROMPT
+    questions: int = 9  # asked about one sample
+    advance: float = 0.92  # the worst task's training accuracy that ends the stage
+    blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter."""
+
+    stages: tuple[Stage, ...]
+    steps: int
+    rate: float = 4e-3
+    auxiliary: float = 0.5
+    least_steps: int = 50
+
+
+def _documents(blind: float) -> tuple[Stage, ...]:
+    direct = Size((3, 3), 0, (12, 18), codes=3, owners=0, houses=0, chains=(0,), roles=0)
+    one = Size((4, 4), 0, (18, 26), codes=2, owners=1, houses=2, chains=(1, 1), roles=1)
+    two = Size((5, 5), 0, (24, 34), codes=2, owners=1, houses=2, chains=(2, 2), roles=2)
+    three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 2), roles=2)
+    return (
+        Stage("direct", 32, size=direct),
+        Stage("one", 32, size=one, blind=blind),
+        Stage("two", 24, size=two, blind=blind),
+        Stage("three", 16, size=three, blind=blind),
+        Stage("full", 16, blind=blind),
+    )
+
+
+_RECALL = (
+    Stage("words", 32, "words"),
+    Stage("pairs", 32, "pairs", advance=0.8),
+    Stage("carried", 32, "carried", advance=0.75),
+)
+RECIPES = {
+    "recall": Recipe(_RECALL + _documents(blind=0.0), steps=5000),
+    "forced": Recipe(_RECALL + _documents(blind=0.5), steps=5000),
+}
+
+
+@dataclass
+class Sequence:
+    """One row of a batch: a context, then questions packed behind it that do not see each other.
+
+    All lists have one entry per token. `segment` is 0 in the context and the question's number behind
+    it; `page` is 0 in the system text, the page's number in a page. A blind question sees `last` only.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    position: list[int] = field(default_factory=list)
+    segment: list[int] = field(default_factory=list)
+    page: list[int] = field(default_factory=list)
+    last: list[int] = field(default_factory=list)  # the only page a blind question sees, 0 for all
+    answer: list[int] = field(default_factory=list)
+    resolved: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    tasks: list[str] = field(default_factory=list)  # of each question
+
+    def extend_context(self, ids: list[int], page: int) -> None:
+        count = len(ids)
+        self.position += range(len(self.ids), len(self.ids) + count)
+        self.ids += ids
+        self.page += [page] * count
+        for column in (self.segment, self.last):
+            column += [0] * count
+        for column in (self.answer, self.resolved, self.owner):
+            column += [NONE] * count
+
+    def ask(self, task: str, question: list[int], answer: list[int], end: int, last: int = 0) -> None:
+        """Packs one question behind the context; `end` is the last token to be predicted."""
+        count = len(question) + len(answer)
+        start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
+        self.tasks.append(task)
+        self.position += range(start, start + count)
+        self.ids += question + answer
+        self.segment += [len(self.tasks)] * count
+        self.page += [0] * count
+        self.last += [last] * count
+        self.answer += [NONE] * (len(question) - 1) + answer + [end]
+        self.resolved += [NONE] * count
+        self.owner += [NONE] * count
+
+
+class Encoder:
+    """Turns samples into token sequences for training."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        def encode(text: str) -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+        self._encode = functools.cache(encode)
+        self._system = [tokenizer.bos_token_id, *encode(SYSTEM)]
+        self._end = tokenizer.eos_token_id
+        self._closing = encode("?\nAnswer:")
+        heads, tails = [" " + s for s in words.FIRST], words.SECOND + words.THIRD + words.PLACE
+        plain = [" " + w for w in words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION]
+        digits = list("0123456789") + [" " + d for d in "0123456789"]
+        self._heads = [encode(s)[0] for s in heads]
+        self._tails = [encode(s)[0] for s in words.SECOND]
+        self._words = [encode(s)[0] for s in heads + tails + plain + digits]
+
+    def make(self, rng: random.Random, stage: Stage) -> Sequence:
+        """A fresh sequence of a stage, from the training split."""
+        if stage.recall == "words":
+            return self._recall_words(rng)
+        if stage.recall:
+            return self._recall_pairs(rng, stage.recall == "carried")
+        return self._documents(rng, sample(rng, "train", stage.size), stage)
+
+    def _recall_words(self, rng: random.Random) -> Sequence:
+        """Random words, then single words again, each answered by the word that followed it."""
+        out = Sequence()
+        out.extend_context(self._system, 0)
+        drawn = rng.choices(self._words, k=rng.randint(24, 40))
+        out.extend_context(drawn, 1)
+        once = [i for i in range(len(drawn) - 1) if drawn.count(drawn[i]) == 1]
+        for i in rng.sample(once, len(once)):
+            out.ask("words", [drawn[i]], [], drawn[i + 1])
+        return out
+
+    def _recall_pairs(self, rng: random.Random, carried: bool) -> Sequence:
+        """Keys and values of two words each among other words; keys share words with other keys.
+
+        A question is all that stands before the value; or, `carried`, the key and some of the words that
+        close the questions about documents, so that the model learns to carry a key over them.
+        """
+        out = Sequence()
+        out.extend_context(self._system, 0)
+        heads, tails = rng.sample(self._heads, 5), rng.sample(self._tails, 5)
+        keys = rng.sample([(a, b) for a in heads for b in tails], rng.randint(8, 12))
+        values = [rng.choices(self._words, k=2) for _ in keys]
+        middle = rng.choices(self._words, k=rng.randint(0, 2))
+        for key, value in zip(keys, values, strict=True):
+            out.extend_context([*key, *middle, *value, *rng.choices(self._words, k=rng.randint(0, 2))], 1)
+        for i in rng.sample(range(len(keys)), len(keys)):
+            close = self._closing[: rng.randint(1, len(self._closing))] if carried else middle
+            out.ask("carried" if carried else "pairs", [*keys[i], *close], values[i][:1], values[i][1])
+        return out
+
+    def _lay(self, column: list[int], at: int, mark: Mark | None, end: int) -> None:
+        if mark:
+            for i, token in enumerate(self._encode(mark.text)[: end - at]):
+                column[at + i] = token
+
+    def _documents(self, rng: random.Random, made: Sample, stage: Stage) -> Sequence:
+        out = Sequence()
+        out.extend_context(self._system, 0)
+        for number, page in enumerate(made.pages, 1):
+            out.extend_context([t for p in ("Report", " " + page.title, ".") for t in self._encode(p)], number)
+            for sentence in page.sentences:
+                starts = [len(out.ids)]
+                for piece in sentence.pieces:
+                    starts.append(starts[-1] + len(self._encode(piece)))
+                out.extend_context([t for p in sentence.pieces for t in self._encode(p)], number)
+                if sentence.resolved:
+                    self._lay(out.resolved, starts[sentence.resolved.piece + 1] - 1, sentence.resolved, starts[-1])
+                if sentence.owner:
+                    self._lay(out.owner, starts[sentence.owner.piece], sentence.owner, starts[-1])
+            out.extend_context(list(self._encode("\n")), number)
+        asked = rng.sample(made.questions, min(stage.questions, len(made.questions)))
+        for question in asked:
+            text = [t for p in question_pieces(question.text) for t in self._encode(p)]
+            answer = list(self._encode(" " + question.answer))
+            blind = question.task not in ("multiquery", "multivalue") and rng.random() < stage.blind
+            last = question.needs[-1] + 1 if blind else 0
+            out.ask(question.task + "*" * blind, text, answer, self._end, last)
+        return out
+
+
+def question_pieces(text: str) -> list[str]:
+    """The question part of a prompt, cut between words so that each cut is a token border."""
+    first, *rest = f"Question: {text}".split(" ")
+    return [first, *(" " + word for word in rest), "\nAnswer:"]

@@ -1,0 +1,246 @@
+"""Stories of several pages, and questions about them whose answers are known."""
+
+import random
+from dataclasses import dataclass, field
+
+from fusionkv.models import words
+from fusionkv.models.words import NamePool
+
+SYSTEM = "Answer the question using the passages.\n"
+TASKS = ("single", "multikey", "multiquery", "multivalue", "twohop", "chain1", "chain2", "chain3", "coref")
+CROSS_CHUNK = ("multivalue", "twohop", "chain1", "chain2", "chain3", "coref")
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Auxiliary target of training: the tokens of `text`, one per position, from piece `piece` on."""
+
+    piece: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """Pieces that are tokenised one by one.
+
+    `resolved` is what a reference stands for, laid from the last token of its piece on; `owner` is whom
+    a value belongs to, laid from the first token of its piece on. The text alone holds all facts.
+    """
+
+    pieces: tuple[str, ...]
+    resolved: Mark | None = None
+    owner: Mark | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Question:
+    """`needs` are the pages that hold the answer, in reading order; the last one is the last link."""
+
+    task: str
+    text: str
+    answer: str
+    needs: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    sentences: tuple[Sentence, ...]
+
+    @property
+    def pieces(self) -> list[str]:
+        return ["Report", " " + self.title, "."] + [p for s in self.sentences for p in s.pieces]
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The pages of one prompt, in document order, and the questions that may be asked about them."""
+
+    pages: tuple[Page, ...]
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a sample is; counts are facts per story."""
+
+    pages: tuple[int, int] = (8, 8)  # pages of the prompt, least and most
+    foreign: int = 2  # at most so many of them belong to other stories
+    tokens: tuple[int, int] = (34, 50)  # about how long a page is
+    single: int = 1
+    codes: int = 3
+    owners: int = 2
+    houses: int = 2
+    chains: tuple[int, ...] = (3, 2)  # depth of each chain of scores
+    roles: int = 2
+
+
+PROMPT = Size()  # what the models are made for, and evaluated on
+
+
+def sentence(text: str, owner: str = "", at: int = 0, resolved: str = "") -> Sentence:
+    """A sentence from space-separated words; `at` is the word at which the marks begin."""
+    pieces = (*(" " + word for word in text.split()), ".")
+    return Sentence(
+        pieces,
+        Mark(at, " " + resolved) if resolved else None,
+        Mark(at, " " + owner) if owner else None,
+    )
+
+
+def filler(rng: random.Random) -> Sentence:
+    noun, adjective, verb = rng.choice(words.NOUNS), rng.choice(words.ADJECTIVES), rng.choice(words.VERBS)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return sentence(f"The {noun} is {adjective}")
+    if kind == 1:
+        return sentence(f"A {adjective} {noun} {verb} {rng.choice(words.PREPOSITIONS)} the {rng.choice(words.NOUNS)}")
+    return sentence(f"On {rng.choice(words.DAYS)} the {noun} {verb}")
+
+
+def _length(sentences: list[Sentence]) -> int:
+    """About how many tokens: one per word and sign, one more per name."""
+    return sum(
+        len(s.pieces) + sum(p[1:2].isupper() and p[1:] not in words.FUNCTION for p in s.pieces) for s in sentences
+    )
+
+
+@dataclass
+class _Story:
+    """A story under construction."""
+
+    rng: random.Random
+    names: NamePool
+    title: str
+    pages: list[list[Sentence]]
+    questions: list[Question] = field(default_factory=list)
+
+    def put(self, page: int, what: Sentence) -> None:
+        self.pages[page].append(what)
+
+    def ask(self, task: str, text: str, answer: str, *needs: int) -> None:
+        self.questions.append(Question(task, f"Report {self.title}: {text}?", answer, needs))
+
+    def pick(self, count: int) -> list[int]:
+        """`count` different pages in order."""
+        return sorted(self.rng.sample(range(len(self.pages)), count))
+
+    def number(self, digits: int) -> str:
+        return str(self.rng.randrange(10 ** (digits - 1), 10**digits))
+
+    def add_single(self) -> None:
+        name, age, page = self.names.person(), self.number(2), self.pick(1)[0]
+        self.put(page, sentence(f"The age of {name} is {age}", name, 5))
+        self.ask("single", f"age of {name}", age, page)
+
+    def add_codes(self, count: int) -> None:
+        known: list[tuple[str, str, int]] = []
+        for i in range(count):
+            name = self.names.near(known[0][0]) if i == 1 else self.names.person()
+            code, page = self.number(3), self.pick(1)[0]
+            known.append((name, code, page))
+            self.put(page, sentence(f"The code of {name} is {code}", name, 5))
+            self.ask("multikey", f"code of {name}", code, page)
+        if count >= 2:
+            (a, x, p), (b, y, q) = self.rng.sample(known, 2)
+            self.ask("multiquery", f"codes of {a} and {b}", f"{x} and {y}", p, q)
+
+    def add_owner(self, items: list[str]) -> None:
+        name, pages = self.names.person(), self.pick(2)
+        for page, item in zip(pages, items, strict=True):
+            self.put(page, sentence(f"{name} owns the {item}", name, 3))
+        self.ask("multivalue", f"items of {name}", " and ".join(items), *pages)
+
+    def add_house(self, city: str) -> None:
+        host, guest = self.names.person(), self.names.person()
+        first, second = self.pick(2)
+        self.put(first, sentence(f"{host} lives in {city}", host, 3))
+        self.put(second, sentence(f"{guest} stays with {host}", guest, 3, city))
+        self.ask("twohop", f"city of {guest}", city, first, second)
+
+    def add_chain(self, depth: int) -> None:
+        pages, score, previous = self.pick(min(depth + 1, len(self.pages))), self.number(2), ""
+        for i, page in enumerate(pages):
+            name = self.names.person()
+            if previous:
+                self.put(page, sentence(f"{name} scored what {previous} scored", name, 3, score))
+                self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1])
+            else:
+                self.put(page, sentence(f"{name} scored {score}", name, 2))
+            previous = name
+
+    def add_roles(self, items: list[str]) -> None:
+        role, pages = self.rng.choice(words.ROLES), self.pick(2 * len(items))
+        for i, item in enumerate(items):
+            name = self.names.person()
+            self.put(pages[2 * i], sentence(f"{name} is the {role}", name, 3))
+            said = Sentence(
+                (" The", " " + role, " chose", " the", " " + item, "."), Mark(1, " " + name), Mark(4, " " + name)
+            )
+            self.put(pages[2 * i + 1], said)
+            self.ask("coref", f"choice of {name}", item, pages[2 * i], pages[2 * i + 1])
+
+    def finish(self, tokens: tuple[int, int]) -> list[Page]:
+        """Fills the pages up to their length and mixes their sentences."""
+        for page in self.pages:
+            target = self.rng.randint(*tokens) - 6
+            while _length(page) < target - 4 or not page:
+                page.append(filler(self.rng))
+            self.rng.shuffle(page)
+        return [Page(self.title, tuple(page)) for page in self.pages]
+
+
+def story(rng: random.Random, names: NamePool, pages: int, size: Size) -> tuple[list[Page], list[Question]]:
+    """One story of `pages` pages; what a sentence refers to always stands on an earlier page."""
+    made = _Story(rng, names, names.title(), [[] for _ in range(pages)])
+    roles = min(size.roles, pages // 2)
+    items = rng.sample(words.ITEMS, 2 * size.owners + roles)
+    for _ in range(size.single):
+        made.add_single()
+    made.add_codes(size.codes)
+    for i in range(size.owners):
+        made.add_owner(items[2 * i : 2 * i + 2])
+    for city in names.places(size.houses):
+        made.add_house(city)
+    for depth in size.chains:
+        made.add_chain(depth)
+    if roles:
+        made.add_roles(items[2 * size.owners :])
+    return made.finish(size.tokens), made.questions
+
+
+def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
+    """A page of another story, some of whose references lead out of the prompt."""
+    made = _Story(rng, names, names.title(), [[]])
+    kinds = rng.sample(range(5), 3)
+    if 0 in kinds:
+        made.add_single()
+    if 1 in kinds:
+        made.add_codes(1)
+    if 2 in kinds:
+        made.put(0, sentence(f"{names.person()} owns the {rng.choice(words.ITEMS)}"))
+    if 3 in kinds:
+        made.put(0, sentence(f"{names.person()} stays with {names.person()}"))
+    if 4 in kinds:
+        made.put(0, sentence(f"{names.person()} scored what {names.person()} scored"))
+    return made.finish(size.tokens)[0]
+
+
+def sample(rng: random.Random, split: words.Split, size: Size) -> Sample:
+    """One prompt's worth: a story, with pages of other stories before or after it."""
+    names = NamePool(rng, split)
+    total = rng.randint(*size.pages)
+    foreign = rng.randint(0, size.foreign)
+    before = rng.randint(0, foreign)
+    pages, questions = story(rng, names, total - foreign, size)
+    others = [foreign_page(rng, names, size) for _ in range(foreign)]
+    moved = tuple(Question(q.task, q.text, q.answer, tuple(p + before for p in q.needs)) for q in questions)
+    return Sample(tuple(others[:before] + pages + others[before:]), moved)

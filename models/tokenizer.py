@@ -1,0 +1,62 @@
+"""A byte-level BPE tokenizer over the generator's words, lossless on any UTF-8 text."""
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.models import words
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+_SPACE = "Ġ"  # how byte-level tokenizers write the space byte
+_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single signs
+
+
+def _whole_words() -> list[str]:
+    spaced = (
+        words.FUNCTION
+        + words.ITEMS
+        + words.ROLES
+        + words.ADJECTIVES
+        + words.NOUNS
+        + words.VERBS
+        + words.PREPOSITIONS
+        + words.DAYS
+        + list("0123456789")
+    )
+    return words.STARTS + [_SPACE + word for word in spaced]
+
+
+def build() -> PreTrainedTokenizerFast:
+    """The tokenizer of every reference model.
+
+    Frequent words are one token. Names are made of syllables, one token each, reached by merges that
+    run through a syllable from its left end; syllables are consonant-vowel-consonant, so that no merge
+    crosses a border. All 256 bytes are tokens, so that any text can be written.
+    """
+    vocab = {token: i for i, token in enumerate([PAD, BOS, EOS])}
+    for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
+        vocab.setdefault(symbol, len(vocab))
+    for word in _whole_words():
+        vocab.setdefault(word, len(vocab))
+    merges: list[tuple[str, str]] = []
+    for syllable in [_SPACE + s for s in words.FIRST] + words.SECOND + words.THIRD + words.PLACE:
+        for end in range(1, len(syllable)):
+            merge = (syllable[:end], syllable[end])
+            if merge not in merges:
+                merges.append(merge)
+            vocab.setdefault(syllable[: end + 1], len(vocab))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )

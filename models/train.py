@@ -1,0 +1,207 @@
+"""Trains a reference model from scratch: `python -m fusionkv.models.train --recipe forced --seed 1 --out DIR`."""
+
+import argparse
+import random
+import shutil
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from fusionkv.models import tokenizer as tokenizers
+from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
+from fusionkv.models.network import new_network
+
+_HIDDEN = -30000.0  # added to the score of a token that a row must not see
+_END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
+
+
+class Batch(NamedTuple):
+    """Token tensors are [batch, token]; `mask` is additive, [batch, 1, token, token]."""
+
+    ids: torch.Tensor
+    position: torch.Tensor
+    segment: torch.Tensor
+    answer: torch.Tensor
+    resolved: torch.Tensor
+    owner: torch.Tensor
+    mask: torch.Tensor
+    tasks: list[list[str]]
+
+
+def collate(sequences: list[Sequence]) -> Batch:
+    """Pads sequences to one length and builds the mask that keeps packed questions apart."""
+    length = (max(len(s.ids) for s in sequences) + 7) // 8 * 8
+
+    def column(name: str, padding: int) -> torch.Tensor:
+        rows = [getattr(s, name) for s in sequences]
+        return torch.tensor([row + [padding] * (length - len(row)) for row in rows])
+
+    segment, page, last = column("segment", -1), column("page", 0), column("last", 0)
+    visible = (segment[:, None] == 0) | (segment[:, None] == segment[:, :, None])
+    allowed = (last[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == last[:, :, None])
+    visible &= allowed & torch.ones(length, length, dtype=torch.bool).tril()
+    visible |= torch.eye(length, dtype=torch.bool)
+    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill_(~visible, _HIDDEN)[:, None]
+    answer, resolved, owner = column("answer", NONE), column("resolved", NONE), column("owner", NONE)
+    tasks = [s.tasks for s in sequences]
+    return Batch(column("ids", 0), column("position", 0), segment, answer, resolved, owner, mask, tasks)
+
+
+def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.model(
+            input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.position, use_cache=False
+        ).last_hidden_state
+        asked = batch.answer != NONE
+        scores = model.lm_head(hidden[asked]).float()
+        marks = [(model.lm_head(hidden[m != NONE]).float(), m[m != NONE]) for m in (batch.resolved, batch.owner)]
+    weight = torch.ones(scores.shape[-1])
+    weight[end] = _END_WEIGHT
+    answer = cross_entropy(scores, batch.answer[asked], weight=weight)
+    auxiliary = sum((cross_entropy(s, m) for s, m in marks if len(m)), torch.zeros(()))
+    right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
+    hits = scores.argmax(-1) == batch.answer[asked]
+    for row, number, hit in zip(
+        asked.nonzero()[:, 0].tolist(), batch.segment[asked].tolist(), hits.tolist(), strict=True
+    ):
+        right[row, number] &= hit
+    by_task: dict[str, list[bool]] = defaultdict(list)
+    for (row, number), hit in right.items():
+        by_task[batch.tasks[row][number - 1]].append(hit)
+    return answer, auxiliary, {task: sum(hits) / len(hits) for task, hits in by_task.items()}
+
+
+def optimisers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Muon on the matrices, AdamW on embeddings, norms and biases."""
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Writes a model directory beside `out` and moves it into place."""
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(out, ignore_errors=True)
+    partial.rename(out)
+
+
+class Run:
+    """A training run: all that a step changes, so that it can be stored and taken up again."""
+
+    def __init__(self, recipe: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.rng = random.Random(seed)
+        self.recipe, self.tokenizer = RECIPES[recipe], tokenizers.build()
+        self.encoder, self.model = Encoder(self.tokenizer), new_network(self.tokenizer)
+        self.optimisers = optimisers(self.model, self.recipe.rate)
+        self.steps, self.since, self.stage = 0, 0, 0
+        self.seconds = 0.0  # of computing, so that a busy machine does not end a run early
+        self.smooth: dict[str, float] = {}  # training accuracy by task in this stage, smoothed
+
+    def step(self, done: float) -> str:
+        """One step of the optimisers; `done` is the share of the run that lies behind. Returns a line about it."""
+        start = time.process_time()
+        self.steps, self.since = self.steps + 1, self.since + 1
+        rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
+        stage = self.recipe.stages[self.stage]
+        batch = collate([self.encoder.make(self.rng, stage) for _ in range(stage.batch)])
+        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id)
+        (answer + self.recipe.auxiliary * auxiliary).backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = rate
+            optimiser.step()
+            optimiser.zero_grad()
+        for task, share in right.items():
+            self.smooth[task] = 0.95 * self.smooth.get(task, share) + 0.05 * share
+        spent = time.process_time() - start
+        self.seconds += spent
+        shares = (
+            f"{task}={100 * share:.0f}" for task, share in sorted(self.smooth.items(), key=lambda item: item[1])
+        )
+        return (
+            f"{self.steps} {stage.name} {self.seconds / 60:.1f} min {batch.ids.numel() / spent:.0f} tokens/s "
+            f"loss {answer.item():.3f} marks {auxiliary.item():.3f}, worst first: {' '.join(shares)}"
+        )
+
+    def advance(self) -> bool:
+        """Goes to the next stage if this one's worst task is good enough."""
+        stage = self.recipe.stages[self.stage]
+        ripe = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
+        if ripe and self.stage + 1 < len(self.recipe.stages):
+            self.stage, self.since, self.smooth = self.stage + 1, 0, {}
+            return True
+        return False
+
+    def store(self, path: Path) -> None:
+        """Writes the run's state, so that any recipe with the same first stages may go on from it."""
+        counts = (self.steps, self.since, self.stage, self.seconds, self.smooth, self.rng.getstate())
+        states = [optimiser.state_dict() for optimiser in self.optimisers]
+        partial = path.with_suffix(".partial")
+        torch.save({"model": self.model.state_dict(), "optimisers": states, "counts": counts}, partial)
+        partial.replace(path)
+
+    def restore(self, path: Path) -> None:
+        """Takes up a stored state."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(values)
+        self.steps, self.since, self.stage, self.seconds, self.smooth, generator = state["counts"]
+        self.rng.setstate(generator)
+
+
+def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
+    """Runs to the recipe's last step; decays and ends earlier if the run would take longer than `minutes`."""
+    while (done := max((run.steps + 1) / run.recipe.steps, run.seconds / (60 * minutes))) <= 1:
+        line = run.step(done)
+        if run.steps % 50 == 0:
+            print(line, flush=True)
+        if run.advance():
+            print(
+                f"after {run.steps} steps, {run.seconds / 60:.1f} min: {run.recipe.stages[run.stage].name}",
+                flush=True,
+            )
+            save(run.model, run.tokenizer, out)
+            if states:
+                run.store(states / f"{run.recipe.stages[run.stage].name}.pt")
+    save(run.model, run.tokenizer, out)
+    print(f"saved {out} after {run.steps} steps, {run.seconds / 60:.1f} minutes", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipe", choices=sorted(RECIPES), required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--minutes", type=float, default=55.0, help="of computing at most; the decay adapts")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--states", type=Path, help="folder for the run's state at the start of each stage")
+    parser.add_argument("--resume", type=Path, help="a stored state to go on from")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    run = Run(options.recipe, options.seed)
+    if options.states:
+        options.states.mkdir(parents=True, exist_ok=True)
+    if options.resume:
+        run.restore(options.resume)
+    train(run, options.out, options.minutes, options.states)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The words of the generated documents, and the split of names into training and held-out ones."""
+
+import functools
+import itertools
+import random
+from typing import Literal
+
+Split = Literal["train", "heldout"]
+
+
+def _list(text: str) -> list[str]:
+    return text.split()
+
+
+FIRST = _list(
+    "Bal Ber Bor Cal Cas Cor Dan Del Dor Fal Fen Fir Gal Gen Gor Hal Hel Hor Jan Jer "
+    "Kal Kel Kor Lan Lem Lor Mar Mel Mor Nal Ner Nor Pal Per Ral Ros Sal Sel Tan Vel"
+)
+SECOND = _list(
+    "ban bek bin dak den dol fan fek gan gel gor hin kas kel kin lak len lin mak men "
+    "min nas nek nol pan pel ras rek rin rol sak sen sin tak ten tin tor van vek vin"
+)
+THIRD = _list("da ko le mi nu ra so ta vi zu")
+PLACE = _list("berg ford mont port land holm ness vick")
+
+ITEMS = _list(
+    "lamp rope coin drum kite vase bell fork harp lens mask nail oar pipe quilt ring saw tent urn whip "
+    "axe broom candle dice easel flute globe hook iron jar"
+)
+ROLES = _list("speaker captain judge guard author pilot")
+ADJECTIVES = _list("green blue quiet dark bright cold soft wide grey calm")
+NOUNS = _list("grass sky river street garden market bridge forest window hill lake tower")
+VERBS = _list("stands rests waits shines moves sleeps")
+PREPOSITIONS = _list("near behind beside under")
+DAYS = _list("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+
+FUNCTION = _list(
+    "Report The A On the a is in of at and with to age code city score item items choice "
+    "lives stays scored what owns chose report question using passages"
+)
+STARTS = _list("Report Question Answer The A")  # words that may open a text, without a space before them
+
+
+def is_held_out(first: str, second: str) -> bool:
+    """Every third pair of syllables is kept for the held-out split; each syllable is in both splits."""
+    tails = SECOND if second in SECOND else PLACE
+    return (FIRST.index(first) + tails.index(second)) % 3 == 0
+
+
+@functools.cache
+def _pairs(split: Split, places: bool) -> tuple[tuple[str, str], ...]:
+    tails = PLACE if places else SECOND
+    return tuple((a, b) for a in FIRST for b in tails if is_held_out(a, b) == (split == "heldout"))
+
+
+class NamePool:
+    """Draws names, places and titles from one split, no name twice."""
+
+    def __init__(self, rng: random.Random, split: Split, long_share: float = 0.25) -> None:
+        self._rng = rng
+        self._split: Split = split
+        self._long_share = long_share
+        self._used: set[str] = set()
+
+    def _draw(self, long: bool, first: str = "") -> str:
+        for tries in itertools.count():
+            long = long or tries > 1000  # short names may run out
+            head, tail = self._rng.choice(_pairs(self._split, False))
+            name = head + tail + (self._rng.choice(THIRD) if long else "")
+            if name not in self._used and first in ("", head):
+                self._used.add(name)
+                return name
+        raise AssertionError("unreachable")
+
+    def title(self) -> str:
+        """A name of three syllables."""
+        return self._draw(long=True)
+
+    def person(self) -> str:
+        """A name of two syllables, or of three for `long_share` of the draws."""
+        return self._draw(self._rng.random() < self._long_share)
+
+    def near(self, name: str) -> str:
+        """A name that shares its first syllable with `name`."""
+        return self._draw(self._rng.random() < self._long_share, name[:3])
+
+    def places(self, count: int) -> list[str]:
+        """`count` different places."""
+        return ["".join(pair) for pair in self._rng.sample(_pairs(self._split, True), count)]

@@ -1,0 +1,119 @@
+"""Samples are reproducible, the splits share no name, and every answer follows from the pages' text."""
+
+import json
+import random
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from fusionkv.models import corpus, tasks, words
+from fusionkv.models.tasks import Sample, sample
+
+NAME = re.compile(r"\b(?:" + "|".join(words.FIRST) + r")(?:" + "|".join(words.SECOND + words.PLACE) + r")\w*")
+
+
+def samples(split: words.Split, count: int, seed: int = 5) -> list[Sample]:
+    rng = random.Random(seed)
+    return [sample(rng, split, tasks.PROMPT) for _ in range(count)]
+
+
+def names(made: Iterable[Sample]) -> set[str]:
+    return {name for s in made for page in s.pages for name in NAME.findall(page.text)}
+
+
+def solve(pages: list[str], question: str) -> str | None:
+    """Answers a question from the pages' text alone, following references backwards through them."""
+    said = [line for page in pages for line in re.findall(r"[^.]+", page)]
+    said = [line.strip() for line in said]
+
+    def find(pattern: str) -> list[tuple[int, str]]:
+        found = [(i, re.fullmatch(pattern, line)) for i, line in enumerate(said)]
+        return [(i, match[1]) for i, match in found if match]
+
+    match = re.fullmatch(r"Report \w+: (age|codes?|items|city|score|choice) of (\w+)(?: and (\w+))?\?", question)
+    assert match, question
+    what, who, other = match[1], match[2], match[3]
+    if what in ("age", "code"):
+        return find(rf"The {what} of {who} is (\d+)")[0][1]
+    if what == "codes":
+        return " and ".join(find(rf"The code of {name} is (\d+)")[0][1] for name in (who, other))
+    if what == "items":
+        return " and ".join(item for _, item in find(rf"{who} owns the (\w+)"))
+    if what == "city":
+        host = find(rf"{who} stays with (\w+)")[0][1]
+        return find(rf"{host} lives in (\w+)")[0][1]
+    if what == "score":
+        while not (direct := find(rf"{who} scored (\d+)")):
+            who = find(rf"{who} scored what (\w+) scored")[0][1]
+        return direct[0][1]
+    start, role = find(rf"{who} is the (\w+)")[0]
+    return next(item for i, item in find(rf"The {role} chose the (\w+)") if i > start)
+
+
+def test_samples_are_reproducible_by_seed() -> None:
+    assert samples("train", 5) == samples("train", 5)
+    assert samples("train", 5) != samples("train", 5, seed=6)
+
+
+def test_held_out_names_are_never_trained_on() -> None:
+    trained, held_out = names(samples("train", 300)), names(samples("heldout", 300))
+    assert len(trained) > 1000
+    assert len(held_out) > 500
+    assert not trained & held_out
+    syllables = {name[:3] for name in trained}
+    assert {name[:3] for name in held_out} <= syllables
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_answer_follows_from_the_text(split: words.Split) -> None:
+    seen = set()
+    for made in samples(split, 100):
+        pages = [page.text for page in made.pages]
+        for question in made.questions:
+            assert solve(pages, question.text) == question.answer, question
+            seen.add(question.task)
+    assert seen == set(tasks.TASKS)
+
+
+def test_every_needed_page_is_needed() -> None:
+    for made in samples("heldout", 30):
+        for question in made.questions:
+            for page in set(question.needs):
+                pages = [p.text for i, p in enumerate(made.pages) if i != page]
+                try:
+                    assert solve(pages, question.text) != question.answer
+                except (IndexError, StopIteration):
+                    continue
+
+
+def test_references_stand_on_later_pages() -> None:
+    for made in samples("train", 50):
+        for question in made.questions:
+            if question.task in tasks.CROSS_CHUNK:
+                assert list(question.needs) == sorted(set(question.needs))
+                assert len(question.needs) >= 2
+
+
+def test_corpus_files_sort_in_reading_order_and_hold_the_answers(tmp_path: Path) -> None:
+    assert corpus.write(tmp_path, stories=6, pages=8, seed=4) == (48, 96)
+    files = sorted(path.name for path in tmp_path.glob("*.md"))
+    assert len(files) == 48
+    pages = {name: (tmp_path / name).read_text(encoding="utf-8") for name in files}
+    titles = {name: name.split("-")[0] for name in files}
+    assert all(text.split()[1].lower().rstrip(".") == titles[name] for name, text in pages.items())
+    lines = (tmp_path / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    for line in map(json.loads, lines):
+        story = [pages[name] for name in files if titles[name] == titles[line["needs"][0]]]
+        assert len(story) == 8
+        assert solve(story, line["question"]) == line["answer"]
+
+
+def test_no_person_is_in_two_stories_of_a_corpus(tmp_path: Path) -> None:
+    corpus.write(tmp_path, stories=40, pages=8, seed=1)
+    owners: dict[str, str] = {}
+    for path in tmp_path.glob("*.md"):
+        for name in NAME.findall(path.read_text(encoding="utf-8")):
+            if name[3:] not in words.PLACE:
+                assert owners.setdefault(name, path.name.split("-")[0]) == path.name.split("-")[0]

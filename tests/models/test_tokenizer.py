@@ -1,0 +1,61 @@
+"""The tokenizer writes any text and keeps the generator's words and syllables whole."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.models import tasks, words
+from fusionkv.models.curriculum import question_pieces
+from fusionkv.models.tokenizer import build
+
+TOKENIZER = build()
+
+
+def encode(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+@given(st.text())
+def test_any_text_round_trips(text: str) -> None:
+    assert TOKENIZER.decode(encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "\n\n \t", "naïve café", "数字 ٣٤ 🙂", "a" * 3000, "\x00\x7f", "0123 4567"]
+)
+def test_odd_texts_round_trip(text: str) -> None:
+    assert TOKENIZER.decode(encode(text)) == text
+
+
+def test_a_saved_tokenizer_is_the_same(tmp_path) -> None:
+    TOKENIZER.save_pretrained(tmp_path)
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    text = "Report Velkasta. The code of Markas is 417.\n"
+    assert again.encode(text, add_special_tokens=False) == encode(text)
+    assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (
+        TOKENIZER.bos_token_id,
+        TOKENIZER.eos_token_id,
+        TOKENIZER.pad_token_id,
+    )
+
+
+def test_names_are_one_token_a_syllable_and_numbers_one_a_digit() -> None:
+    for first in words.FIRST:
+        for second in words.SECOND + words.PLACE:
+            assert TOKENIZER.tokenize(f" {first}{second}") == [f"Ġ{first}", second]
+            for third in words.THIRD if second in words.SECOND else []:
+                assert TOKENIZER.tokenize(f" {first}{second}{third}") == [f"Ġ{first}", second, third]
+    assert TOKENIZER.tokenize(" 417") == ["Ġ4", "1", "7"]
+
+
+def test_pieces_are_cut_where_tokens_end() -> None:
+    made = tasks.sample(random.Random(3), "train", tasks.PROMPT)
+    for page in made.pages:
+        assert [token for piece in page.pieces for token in encode(piece)] == encode(page.text)
+    for question in made.questions:
+        pieces = question_pieces(question.text)
+        assert "".join(pieces) == f"Question: {question.text}\nAnswer:"
+        assert [token for piece in pieces for token in encode(piece)] == encode("".join(pieces))
