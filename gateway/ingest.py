@@ -1,8 +1,9 @@
 """One document in: parse, split, embed, store."""
 
 import asyncio
+import contextlib
 import re
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from dataclasses import dataclass
 
 from opentelemetry import metrics, trace
@@ -20,6 +21,7 @@ _documents = metrics.get_meter(__name__).create_counter(
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_NAME = 512
+Piece = tuple[str, list[int]]  # a chunk's text and its token ids
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,7 @@ class Ingest:
         self._config = config
         self._retrieval = retrieval
         self._workers = workers
-        self._threads = ThreadPoolExecutor(config.parse_threads, thread_name_prefix="parse")
-        self._stuck = 0
+        self._slots = asyncio.Semaphore(config.parse_threads)
 
     async def document(self, corpus: str, name: str, kind: str, content: bytes, timeout: float) -> Ingested:
         """Replaces the document `name` as a whole.
@@ -46,7 +47,7 @@ class Ingest:
             InvalidArgument: a bad name, an unknown media type, or content that is not of it.
             Unavailable: no worker can be reached.
             FailedPrecondition: the corpus was made with another model.
-            ResourceExhausted: every parsing thread is held by a document that ran out of its time.
+            ResourceExhausted: all parsers stayed busy for as long as a document may take.
         """
         check_corpus(corpus)
         check_document(name)
@@ -67,33 +68,45 @@ class Ingest:
         _documents.add(1, {"fusionkv.media_type": kind})
         return Ingested(len(chunks), sum(len(c.ids) for c in chunks), replaced)
 
-    def close(self) -> None:
-        """Does not wait for a document that is being parsed."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def _parse(self, content: bytes, kind: str, vocabulary: Vocabulary) -> list[tuple[str, list[int]]]:
-        if self._stuck >= self._config.parse_threads:
-            raise ResourceExhausted(
-                "every parsing thread is held by a document that ran out of its time; try again later"
-            )
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._split, content, kind, vocabulary)
+    async def _parse(self, content: bytes, kind: str, vocabulary: Vocabulary) -> list[Piece]:
+        limit = self._config.parse_seconds
         try:
-            return await asyncio.wait_for(asyncio.shield(work), self._config.parse_seconds)
+            async with asyncio.timeout(limit):
+                await self._slots.acquire()
         except TimeoutError as error:
-            # A thread can't be stopped: it counts as stuck until it ends by itself.
-            if not work.cancel():
-                self._stuck += 1
-            work.add_done_callback(self._freed)
+            raise ResourceExhausted(f"all parsers have been busy for {limit:g} s; try again later") from error
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[list[Piece]] = loop.create_future()
+
+        def finish(pieces: list[Piece], error: Exception | None) -> None:
+            self._slots.release()
+            if done.cancelled():  # it ran out of its time, or its caller left
+                return
+            if error is None:
+                done.set_result(pieces)
+            else:
+                done.set_exception(error)
+
+        def run() -> None:
+            pieces, failure = [], None
+            try:
+                pieces = self._split(content, kind, vocabulary)
+            except Exception as error:
+                failure = error
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(finish, pieces, failure)
+
+        # A thread can't be stopped: it keeps its slot until it ends, and being a daemon it never holds up an exit.
+        threading.Thread(target=run, name="parse", daemon=True).start()
+        try:
+            async with asyncio.timeout(limit):
+                return await done
+        except TimeoutError as error:
             raise InvalidArgument(
-                f"parsing took longer than {self._config.parse_seconds:g} s: split it, or raise parse_seconds"
+                f"parsing took longer than {limit:g} s: split it, or raise parse_seconds"
             ) from error
 
-    def _freed(self, work: "asyncio.Future[list[tuple[str, list[int]]]]") -> None:
-        if not work.cancelled():
-            self._stuck -= 1
-            work.exception()
-
-    def _split(self, content: bytes, kind: str, vocabulary: Vocabulary) -> list[tuple[str, list[int]]]:
+    def _split(self, content: bytes, kind: str, vocabulary: Vocabulary) -> list[Piece]:
         config = self._config
         pieces = vocabulary.chunks(parse.parse(content, kind), config.chunk_tokens, config.overlap_tokens)
         if len(pieces) > config.max_document_chunks:

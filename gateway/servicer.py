@@ -119,7 +119,6 @@ class GatewayServicer:
 
     async def close(self) -> None:
         """After the last call."""
-        self._ingest.close()
         await self._workers.close()
         await self._retrieval.close()
 

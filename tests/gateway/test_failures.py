@@ -10,7 +10,7 @@ import pytest
 
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.results import Token
-from fusionkv.protos.errors import ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
@@ -139,3 +139,30 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
         for name in acknowledged[:5]:
             found = [p for p in client.retrieve("c", f"{name} part", top_k=20) if p.document == name]
             assert len(found) == chunks
+
+
+def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    worker = worker_of(launch, tiny_model)
+    flags = ("--parse-seconds", "1", "--parse-threads", "1", "--max-document-chunks", "1000000")
+    gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
+    # About a minute of splitting: the model has a token for each byte.
+    slow = "".join(f"word{i} " for i in range(2_000_000))
+    with Client(gateway.address, timeout=60) as client:
+        with pytest.raises(InvalidArgument, match="parsing took longer than 1 s"):
+            client.ingest("c", "slow.txt", slow)
+        with pytest.raises(ResourceExhausted, match="all parsers have been busy for 1 s"):
+            client.ingest("c", "quick.txt", "quick")
+        assert client.stats().model
+    assert gateway.stop(20) == 0
+
+
+def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    worker = worker_of(launch, tiny_model)
+    flags = ("--parse-seconds", "0.5", "--parse-threads", "1", "--max-document-chunks", "100")
+    gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
+    with Client(gateway.address, timeout=60) as client:
+        with pytest.raises(InvalidArgument, match=r"longer than 0.5 s|chunks; at most"):
+            client.ingest("c", "slow.txt", "".join(f"word{i} " for i in range(40_000)))
+        assert retry(lambda: client.ingest("c", "quick.txt", "quick"), seconds=60).chunks == 1
