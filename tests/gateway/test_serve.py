@@ -215,3 +215,12 @@ def test_a_wrong_key_in_the_configuration_is_named(tmp_path: Path) -> None:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "unknown key 'chunk_token' in [gateway]; known: " in done.stderr
+
+
+def test_the_example_of_the_python_client_runs(all_services: tuple[Any, str], root: Path) -> None:
+    argv = [sys.executable, "-P", str(root / "examples/python_client.py"), "--gateway", all_services[1]]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "from: ballakmi-01.txt, ballakmi-02.txt" in done.stdout
+    assert "as expected: gateway: no corpus 'no-such-corpus'" in done.stdout
+    assert "Deleted(documents=2, chunks=2)" in done.stdout
