@@ -11,10 +11,12 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.protos.errors import FailedPrecondition
 
 NAME = "fusionkv"
+_FAR = 100  # positions, for the check of the rotation
 
 
 @dataclass(slots=True)
@@ -47,10 +49,29 @@ class Batch:
 
 
 def install(model: Model) -> None:
-    """Makes the model attend through the pool. Once, at start: the choice is part of the model's configuration."""
+    """Makes the model attend through the pool. Once, at start: the choice is part of the model's configuration.
+
+    Raises:
+        FailedPrecondition: the model's keys don't turn with their position as `model.rotation` says.
+    """
     AttentionInterface.register(NAME, _attend)
     # Not registered as a mask function as well, so transformers makes no mask: positions and spans say it all.
     model.network.config._attn_implementation = NAME
+    near, far = (_first_layer_keys(model, start) for start in (0, _FAR))
+    error = float((model.rotation.turn(near, _FAR) - far).float().norm() / far.float().norm())
+    # Measured over the families: up to 6e-7 in float32 and 5e-3 in bfloat16; a wrong pairing of channels gives about 1.
+    if not error < max(1e-4, 16 * torch.finfo(far.dtype).eps):
+        raise FailedPrecondition(f"the keys of {model.name} don't follow their rotary embedding (error {error:.1e})")
+
+
+def _first_layer_keys(model: Model, start: int) -> torch.Tensor:
+    """Keys [4, kv_heads, head_dim] of four tokens from `start` on: before any attention, only RoPE tells them apart."""
+    device, shape = model.device, model.kv
+    rows = torch.arange(4, device=device)
+    pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+    spans = Spans([Span(0, 4, rows + start, (Segment(0, 4, start),))])
+    forward(model, Batch(rows % model.vocabulary, rows + start, rows, spans, pool, model.rotation))
+    return pool[0, 0]
 
 
 @torch.inference_mode()

@@ -29,6 +29,11 @@ class WorkerClient:
         self._asking = asyncio.Lock()
         self._watching = asyncio.create_task(self._forget_when_lost())
 
+    @property
+    def connected(self) -> bool:
+        """Whether the worker answered when it was last tried, which is about once a second."""
+        return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
     async def model(self, timeout: float = _MODEL_SECONDS) -> pb.GetModelResponse:
         """What the worker runs, asked once for each connection."""
         async with self._asking:
@@ -75,7 +80,7 @@ class WorkerClient:
     async def _forget_when_lost(self) -> None:
         """Another process, with another model, may answer on the next connection."""
         while True:
-            state = self._channel.get_state()
+            state = self._channel.get_state(try_to_connect=True)
             if state is not grpc.ChannelConnectivity.READY:
                 self._model = None
             await self._channel.wait_for_state_change(state)
