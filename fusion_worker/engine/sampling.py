@@ -45,13 +45,17 @@ class Sampler:
         params = self._params
         if params.temperature == 0.0:
             return int(logits.argmax())
-        logits = logits.cpu() / params.temperature
+        # float64, relative to the best: below a temperature of 1e-36 float32 would give inf - inf.
+        logits = logits.cpu().double()
+        logits = (logits - logits.max()) / params.temperature
         if 0 < params.top_k < len(logits):
             logits = torch.where(logits < logits.topk(params.top_k).values[-1], float("-inf"), logits)
         probabilities = logits.softmax(-1)
         if 0.0 < params.top_p < 1.0:
             ordered, ids = probabilities.sort(descending=True)
-            # A token stays when those before it leave room: the most likely one always does.
-            ordered[ordered.cumsum(0) - ordered >= params.top_p] = 0.0
+            # A token stays when those before it leave room; the most likely one always does.
+            dropped = ordered.cumsum(0) - ordered >= params.top_p
+            dropped[0] = False
+            ordered[dropped] = 0.0
             probabilities = torch.zeros_like(probabilities).scatter_(0, ids, ordered)
         return int(torch.multinomial(probabilities, 1, generator=self._random))

@@ -367,3 +367,8 @@ def tools() -> Any:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" in metafunc.fixturenames:
         metafunc.parametrize("family", list(FAMILIES))
+
+
+@pytest.fixture(scope="session")
+def byte_level() -> Tokenizer:
+    return byte_tokenizer().backend_tokenizer

@@ -1,0 +1,164 @@
+"""Drawing tokens, and turning them into text that may be sent."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.engine.text import TextStream
+from fusionkv.protos.errors import InvalidArgument
+
+LOGITS = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
+
+
+def draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
+    sampler = Sampler(SamplingParams(8, **{"temperature": 1.0, "seed": 7, **params}))
+    return [sampler.draw(logits) for _ in range(count)]
+
+
+def test_greedy_takes_the_best_and_the_first_of_equals() -> None:
+    assert set(draws(5, temperature=0.0)) == {1}
+    assert set(draws(5, torch.tensor([1.0, 3.0, 3.0]), temperature=0.0)) == {1}
+
+
+def test_a_seed_decides_everything() -> None:
+    assert draws(50, seed=3) == draws(50, seed=3)
+    assert draws(50, seed=3) != draws(50, seed=4)
+    assert len({tuple(draws(50, seed=None)) for _ in range(3)}) == 3
+    assert draws(5, seed=(1 << 64) - 1)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_temperature(temperature: float) -> None:
+    count = 4000
+    found = torch.bincount(torch.tensor(draws(count, temperature=temperature)), minlength=5).double()
+    expected = (LOGITS / temperature).softmax(-1).double() * count
+    chi_square = float(((found - expected) ** 2 / expected).sum())
+    assert chi_square < 18.5, "4 degrees of freedom: above 18.47 once in a thousand"
+    wrong = (LOGITS / temperature * 1.3).softmax(-1).double() * count
+    assert float(((found - wrong) ** 2 / wrong).sum()) > 18.5, "the test can't tell a wrong temperature"
+
+
+def test_top_k() -> None:
+    assert set(draws(50, top_k=1)) == {1}
+    assert set(draws(300, top_k=3)) == {1, 3, 4}
+    assert set(draws(800, top_k=0)) == set(draws(800, top_k=99)) == {0, 1, 2, 3, 4}
+
+
+def test_top_p_keeps_the_fewest_that_reach_it() -> None:
+    logits = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
+    assert set(draws(300, logits, top_p=0.39)) == {1}
+    assert set(draws(300, logits, top_p=0.41)) == {1, 3}
+    assert set(draws(300, logits, top_p=0.71)) == {1, 2, 3}
+    assert set(draws(300, logits, top_p=1.0)) == set(draws(300, logits, top_p=0.0)) == {0, 1, 2, 3}
+    assert set(draws(50, logits, top_p=1e-9)) == {1}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-45, 5e-324])
+def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
+    assert set(draws(20, LOGITS * 1e3, temperature=temperature)) == {1}
+    assert set(draws(20, LOGITS, temperature=temperature, top_k=3, top_p=0.9)) == {1}
+
+
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    temperature=st.floats(1e-6, 100.0),
+    top_p=st.floats(0.0, 1.0),
+    top_k=st.integers(0, 50),
+    spread=st.floats(0.0, 1e4),
+)
+@settings(max_examples=80, deadline=None)
+def test_always_some_token(seed: int, temperature: float, top_p: float, top_k: int, spread: float) -> None:
+    logits = torch.randn(40, generator=torch.Generator().manual_seed(seed % 2**63)) * spread
+    for token in draws(3, logits, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k):
+        assert 0 <= token < 40
+        if top_k:
+            assert logits[token] >= logits.topk(min(top_k, 40)).values[-1]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"temperature": -0.1},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"temperature": 101.0},
+        {"top_p": -0.1},
+        {"top_p": 1.1},
+        {"top_p": math.nan},
+        {"stop": ("",)},
+        {"stop": ("x" * 257,)},
+        {"stop": ("x",) * 17},
+    ],
+    ids=str,
+)
+def test_values_out_of_range(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument):
+        SamplingParams(1, **bad)
+
+
+def spell(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode(text).ids
+    assert len(ids) == len(text.encode())
+    return ids
+
+
+def read(tokenizer: Tokenizer, text: str, stop: tuple[str, ...]) -> tuple[list[str], bool]:
+    """What is sent after each token, and whether a stop string ended it."""
+    stream, sent = TextStream(tokenizer, stop), []
+    for token in spell(tokenizer, text):
+        sent.append(stream.push(token))
+        if stream.stopped:
+            return sent, True
+    return [*sent, stream.flush()], False
+
+
+def test_a_character_is_sent_whole(byte_level: Tokenizer) -> None:
+    assert read(byte_level, "aé€😀b", ())[0] == ["a", "", "é", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "sent", "stopped"),
+    [
+        ("one STOP two", ("STOP",), "one ", True),
+        ("STOP", ("STOP",), "", True),
+        ("one STO two", ("STOP",), "one STO two", False),
+        ("one STO", ("STOP",), "one STO", False),
+        ("aaab", ("aab",), "a", True),
+        ("ab--cd", ("cd", "--"), "ab", True),
+        ("xyz", ("z", "yz"), "x", True),
+        ("1€2😀3", ("2😀",), "1€", True),
+        ("line\n\nnext", ("\n\n",), "line", True),
+        ("ababac", ("abac",), "ab", True),
+    ],
+)
+def test_stop_strings(byte_level: Tokenizer, text: str, stop: tuple[str, ...], sent: str, stopped: bool) -> None:
+    pieces, ended = read(byte_level, text, stop)
+    assert ("".join(pieces), ended) == (sent, stopped)
+
+
+def test_nothing_of_a_stop_string_is_sent_early(byte_level: Tokenizer) -> None:
+    pieces, _ = read(byte_level, "a STO b", ("STOP",))
+    assert pieces == ["a", " ", "", "", "", "STO ", "b", ""]
+
+
+alphabet = st.sampled_from(["a", "b", "é", "😀"])
+
+
+@given(text=st.text(alphabet, max_size=30), stop=st.lists(st.text(alphabet, min_size=1, max_size=4), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_any_text_and_stop_strings(byte_level: Tokenizer, text: str, stop: list[str]) -> None:
+    pieces, ended = read(byte_level, text, tuple(stop))
+    sent = "".join(pieces)
+    assert text.startswith(sent)
+    assert not any(s in sent for s in stop)
+    assert ended == any(s in text for s in stop)
+    if ended:
+        assert any(text[len(sent) :].startswith(s) for s in stop)
+    else:
+        assert sent == text
