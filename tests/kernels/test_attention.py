@@ -13,6 +13,7 @@ from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import FEW_ROWS
 
+torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
 TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
 DIMS = [32, 64, 80, 96, 128, 256]
