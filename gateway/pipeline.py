@@ -1,5 +1,6 @@
 """A question's way through the gateway: retrieve, plan, generate."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -73,7 +74,8 @@ class Pipeline:
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
             passages = plan.order(passages, request.order)
-            order = plan.build(request, recipe, passages, vocabulary, self._config)
+            # Tokenising a long question takes up to 0.1 s, which other requests must not wait for.
+            order = await asyncio.to_thread(plan.build, request, recipe, passages, vocabulary, self._config)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         planned = time.perf_counter()
         # Planned first, so that a prompt over the model's length is an error and not half an answer.

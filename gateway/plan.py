@@ -11,6 +11,8 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 Passage = tuple[Chunk, float]
+# Characters. What does not belong to the question belongs in a document.
+MOST_QUESTION = 1 << 16
 
 
 def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
@@ -41,9 +43,11 @@ def check(request: pb.GenerateRequest) -> None:
 
 
 def check_question(question: str) -> None:
-    """Raises InvalidArgument for a question without text."""
+    """Raises InvalidArgument for a question without text, or with far more than any model takes."""
     if not question.strip():
         raise InvalidArgument("the question is empty")
+    if len(question) > MOST_QUESTION:
+        raise InvalidArgument(f"the question has {len(question)} characters; at most {MOST_QUESTION} are taken")
 
 
 def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:

@@ -114,7 +114,7 @@ class GatewayServicer:
         with contextlib.suppress(ServiceError):
             model = (await self._workers.model(2.0)).model
             response.model, response.model_fingerprint = model.name, model.fingerprint
-            response.worker = await self._workers.address()
+            response.worker = self._workers.address()
         return response
 
     async def close(self) -> None:

@@ -54,13 +54,14 @@ class Vocabulary:
             raise InvalidArgument(
                 f"chunk_tokens = {most_tokens} leaves no room beside the template and {overlap} tokens of overlap"
             )
-        made = []
-        for section in sections:
-            kind = MarkdownSplitter if section.markdown else TextSplitter
-            splitter = kind.from_huggingface_tokenizer(self._tokenizer, room, overlap=overlap)
-            for text in splitter.chunks(section.text):
-                made.append((text, self._encode(before, text, after)))
-        return made
+        # One splitter for all sections: each takes a copy of the tokenizer.
+        splitters = {
+            markdown: kind.from_huggingface_tokenizer(self._tokenizer, room, overlap=overlap)
+            for markdown, kind in ((False, TextSplitter), (True, MarkdownSplitter))
+            if any(section.markdown is markdown for section in sections)
+        }
+        texts = [text for section in sections for text in splitters[section.markdown].chunks(section.text)]
+        return [(text, self._encode(before, text, after)) for text in texts]
 
     def _encode(self, before: str, text: str, after: str = "") -> list[int]:
         """Ids of `before + text + after`, where control tokens count in `before` and `after` but not in `text`."""

@@ -42,16 +42,18 @@ class WorkerPool:
             Unavailable: none can be reached.
         """
         failures: list[ServiceError] = []
-        for worker in self._workers:
+        for worker in self._order(b""):
             try:
                 model = await (worker.model(timeout) if timeout is not None else worker.model())
             except _ELSEWHERE as error:
                 failures.append(error)
                 continue
             async with self._loading:
-                if self._vocabulary is None or self._vocabulary.model != model:
-                    self._vocabulary = await asyncio.to_thread(Vocabulary, model)
-                return self._vocabulary
+                known = self._vocabulary
+                # By identity first: a tokenizer has up to 10 MB to compare.
+                if known is None or (known.model is not model and known.model != model):
+                    self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
+                return known
         raise _worst(failures)
 
     async def embed(self, texts: Sequence[str], timeout: float | None = None) -> np.ndarray:
@@ -88,13 +90,9 @@ class WorkerPool:
                 failures.append(error)
         raise _worst(failures)
 
-    async def address(self) -> str:
-        """Of the first worker that answers; empty when none does."""
-        for worker in self._workers:
-            with contextlib.suppress(*_ELSEWHERE):
-                await worker.model()
-                return worker.address
-        return ""
+    def address(self) -> str:
+        """Of a worker that answers; empty when none does."""
+        return next((w.address for w in self._workers if w.connected), "")
 
     async def close(self) -> None:
         await asyncio.gather(*[worker.close() for worker in self._workers])
@@ -110,10 +108,14 @@ class WorkerPool:
         raise _worst(failures)
 
     def _order(self, affinity: bytes) -> list[WorkerClient]:
-        """Least calls in flight first; ties by rendezvous hashing, so that one chunk set keeps its worker."""
+        """Least calls in flight first; ties by rendezvous hashing, so that one chunk set keeps its worker.
 
-        def load(worker: WorkerClient) -> tuple[int, bytes]:
-            return self._in_flight[worker.address], hashlib.sha256(affinity + worker.address.encode()).digest()
+        Workers that can't be reached come last: a machine that is off answers nothing for up to 20 s.
+        """
+
+        def load(worker: WorkerClient) -> tuple[bool, int, bytes]:
+            turn = hashlib.sha256(affinity + worker.address.encode()).digest()
+            return not worker.connected, self._in_flight[worker.address], turn
 
         return sorted(self._workers, key=load)
 

@@ -161,6 +161,7 @@ QUESTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ratio": NAN}, InvalidArgument, "ratio is nan"),
     ({"question": ""}, InvalidArgument, "the question is empty"),
     ({"question": " \n"}, InvalidArgument, "the question is empty"),
+    ({"question": "x" * 70_000}, InvalidArgument, "the question has 70000 characters; at most 65536"),
     ({"question": "long " * 500}, InvalidArgument, r"the prompt has \d+ tokens .* the model takes 2048"),
     ({"max_tokens": 5000}, InvalidArgument, "asks for 5000 more; the model takes 2048"),
     ({"top_k": 257}, InvalidArgument, "top_k is 257: at most 256"),
