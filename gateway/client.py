@@ -1,5 +1,6 @@
 """The Python clients: `Client` blocks, `AsyncClient` awaits; both raise the errors of fusionkv.protos.errors."""
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -58,13 +59,16 @@ class AsyncClient:
         self,
         corpus: str,
         name: str,
-        content: bytes | str,
+        content: bytes | str | os.PathLike[str],
         *,
         media_type: str = "",
         timeout: float | None = None,
     ) -> Ingested:
-        """Stores one document in place of what it had. An empty media type is guessed from the name's ending."""
-        request = _ingest_request(corpus, name, content, media_type)
+        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
+
+        An empty media type is guessed from the name's ending.
+        """
+        request = await asyncio.to_thread(_ingest_request, corpus, name, content, media_type)
         with _errors(self.address):
             r = await self._stub.Ingest(request, timeout=timeout or self._timeout)
         return Ingested(name, r.chunks, r.tokens, r.replaced)
@@ -151,14 +155,15 @@ class Client:
         self,
         corpus: str,
         name: str,
-        content: bytes | str | os.PathLike[str] | None = None,
+        content: bytes | str | os.PathLike[str],
         *,
         media_type: str = "",
         timeout: float | None = None,
     ) -> Ingested:
-        """Stores one document. `content` is its bytes, its text or the path of a file; None: `name` is the path."""
-        if content is None or isinstance(content, os.PathLike):
-            content = Path(name if content is None else content).read_bytes()
+        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
+
+        An empty media type is guessed from the name's ending.
+        """
         with _errors(self.address):
             r = self._stub.Ingest(
                 _ingest_request(corpus, name, content, media_type), timeout=timeout or self._timeout
@@ -273,7 +278,11 @@ def _order(name: str) -> pb.Order:
     return ORDERS[name]
 
 
-def _ingest_request(corpus: str, name: str, content: bytes | str, media_type: str) -> pb.IngestRequest:
+def _ingest_request(
+    corpus: str, name: str, content: bytes | str | os.PathLike[str], media_type: str
+) -> pb.IngestRequest:
+    if isinstance(content, os.PathLike):
+        content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
     return pb.IngestRequest(corpus=corpus, name=name, media_type=media_type, content=raw)
 

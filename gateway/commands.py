@@ -38,8 +38,7 @@ async def ingest(args: argparse.Namespace) -> int:
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
-                        content = await asyncio.to_thread(path.read_bytes)
-                        done = await client.ingest(args.corpus, name, content, media_type=args.media_type)
+                        done = await client.ingest(args.corpus, name, path, media_type=args.media_type)
                     except (InvalidArgument, OSError) as error:
                         # It is this file's own fault; whatever else goes wrong would hit the next one as well.
                         total.failed += 1

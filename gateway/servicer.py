@@ -84,9 +84,7 @@ class GatewayServicer:
             found = await self._pipeline.retrieve(
                 request.corpus, request.question, request.top_k, self._time_left(context)
             )
-            # Best first unless an order is asked for: this call is for looking at what was found.
-            wanted = request.order or pb.ORDER_RANK
-            return pb.RetrieveResponse(passages=[passage(p) for p in order(found, wanted)])
+            return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
     async def Generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext

@@ -21,6 +21,7 @@ from fusionkv.protos import rpc
 _SERVING = re.compile(r"^\S+ serving on (.+)$")
 # A unix socket's path has at most 107 bytes.
 _LONGEST_SOCKET = 107
+_LONGEST_LINE = 16 << 20
 _HEALTH_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +47,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            limit=_LONGEST_LINE,
             # Ctrl-C reaches the parent alone, which ends the children in order.
             start_new_session=True,
             preexec_fn=_die_with_parent,

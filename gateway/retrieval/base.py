@@ -62,9 +62,9 @@ class Item:
 class Retrieval(ABC):
     """Corpora of documents. Safe for concurrent use within one event loop, and never blocks it.
 
-    A change is durable and seen by every later call once its method has returned. Readers see a document as it was
-    before a change or after it, never in between. Methods on a corpus that does not exist raise NotFound; a corpus
-    made with another model raises FailedPrecondition from every method that takes `model`.
+    Once its method has returned, a change survives any end of the process and is seen by every later call. Readers
+    see a document as it was before a change or after it, never in between. Methods on a corpus that does not exist
+    raise NotFound; a corpus made with another model raises FailedPrecondition from every method that takes `model`.
     """
 
     @abstractmethod

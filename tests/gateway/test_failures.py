@@ -64,6 +64,29 @@ def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it
         assert retry(lambda: client.ask("c", "back again?", max_tokens=1)).summary.tokens_generated == 1
 
 
+def test_the_same_chunks_go_to_the_same_worker_unless_it_is_busy(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    workers = [worker_of(launch, tiny_model).address for _ in range(2)]
+    gateway = gateway_of(launch, tmp_path, workers)
+    with Client(gateway.address, timeout=60) as client:
+        for i in range(6):
+            client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
+
+        def ask(subject: int) -> Any:
+            return client.ask("c", f"subject{subject}?", recipe="full_reuse", top_k=1, max_tokens=1).summary
+
+        # No cache service: what is found again was found in a worker's own pool.
+        first = [ask(i) for i in range(6)]
+        assert all(s.chunks_missed == 1 for s in first)
+        again = [ask(i) for i in range(6)]
+        assert all([(h.tier, h.chunks) for h in s.hits] == [("device", 1)] for s in again)
+        events = client.stream("c", "subject0?", recipe="full_reuse", top_k=1, max_tokens=1500)
+        next(e for e in events if isinstance(e, Token))
+        assert ask(0).chunks_missed == 1  # by the other worker
+        events.close()  # type: ignore[attr-defined]
+
+
 def test_a_caller_that_leaves_frees_the_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     worker = worker_of(launch, tiny_model, "127.0.0.1:0", "--max-requests", "1", "--max-queue", "0")
     gateway = gateway_of(launch, tmp_path, [worker.address])

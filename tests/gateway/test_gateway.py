@@ -164,7 +164,7 @@ QUESTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"question": "x" * 70_000}, InvalidArgument, "the question has 70000 characters; at most 65536"),
     ({"question": "long " * 500}, InvalidArgument, r"the prompt has \d+ tokens .* the model takes 2048"),
     ({"max_tokens": 5000}, InvalidArgument, "asks for 5000 more; the model takes 2048"),
-    ({"top_k": 257}, InvalidArgument, "top_k is 257: at most 256"),
+    ({"top_k": 129}, InvalidArgument, "top_k is 129: at most 128"),
     ({"temperature": -1.0}, InvalidArgument, "temperature is -1"),
     ({"top_p": 2.0}, InvalidArgument, "top_p is 2"),
     ({"top_k": -1}, InvalidArgument, "bad option"),
