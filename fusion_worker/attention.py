@@ -59,13 +59,13 @@ def install(model: Model) -> None:
     model.network.config._attn_implementation = NAME
     near, far = (_first_layer_keys(model, start) for start in (0, _FAR))
     error = float((model.rotation.turn(near, _FAR) - far).float().norm() / far.float().norm())
-    # Measured over the families: up to 6e-7 in float32 and 5e-3 in bfloat16; a wrong pairing of channels gives about 1.
+    # Measured over the families: up to 6e-7 in float32, 5e-3 in bfloat16; a wrong pairing of channels gives about 1.
     if not error < max(1e-4, 16 * torch.finfo(far.dtype).eps):
         raise FailedPrecondition(f"the keys of {model.name} don't follow their rotary embedding (error {error:.1e})")
 
 
 def _first_layer_keys(model: Model, start: int) -> torch.Tensor:
-    """Keys [4, kv_heads, head_dim] of four tokens from `start` on: before any attention, only RoPE tells them apart."""
+    """Keys [4, kv_heads, head_dim] of four tokens from `start` on: before any attention, told apart by RoPE alone."""
     device, shape = model.device, model.kv
     rows = torch.arange(4, device=device)
     pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)

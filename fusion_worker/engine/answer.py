@@ -117,7 +117,8 @@ class Answerer:
                 summary.degraded, summary.ratio = str(fault), 1.0
                 _degraded.add(1, {"fusionkv.recipe": recipe.name})
                 trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
-        placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
+        with clock(summary.stages, "load"):
+            placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
         return _Context(placement, (), torch.arange(prompt.tokens), prompt.ids())
 

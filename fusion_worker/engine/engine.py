@@ -39,16 +39,24 @@ class Engine:
 
     def _loop(self) -> None:
         while (parts := self._scheduler.take()) is not None:
-            if not parts:
-                continue
-            try:
-                self.step(parts)
-            except Exception as error:
-                log.exception("a step failed")
-                for part in parts:
-                    if not part.work.future.done():
-                        part.work.abandoned = True
-                        part.work.future.set_exception(error)
+            if parts:
+                self._compute(parts)
+
+    def _compute(self, parts: list[Part]) -> None:
+        """A step. When it fails, its works are computed one by one, so that only what is at fault fails."""
+        try:
+            self.step(parts)
+        except Exception as error:
+            left = [part for part in parts if not part.work.future.done()]
+            if len(parts) > 1:
+                log.warning("a step of %d works failed and is done again one by one: %r", len(parts), error)
+                for part in left:
+                    self._compute([part])
+                return
+            log.error("a work failed", exc_info=error)
+            for part in left:
+                part.work.abandoned = True
+                part.work.future.set_exception(error)
 
     def step(self, parts: list[Part]) -> None:
         """One forward over the parts' rows; finished works get their results."""
