@@ -3,9 +3,10 @@
 import asyncio
 import copy
 import itertools
+import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,14 @@ class Answer:
 
 
 @dataclass
+class Gate:
+    """Stops the engine's thread inside the step that draws a token of one request, until it is opened."""
+
+    reached: threading.Event = field(default_factory=threading.Event)
+    opened: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass
 class Rig:
     """A worker in this process: the servicer as gRPC would call it, and what every token was drawn from."""
 
@@ -223,6 +232,7 @@ class Rig:
     model: worker_models.Model
     drawn: dict[int, list[torch.Tensor]]
     numbers: "itertools.count[int]"
+    gates: "dict[int, Gate]"
 
     @property
     def pool(self) -> Any:
@@ -260,6 +270,19 @@ class Rig:
         assert s.tokens_generated == len(ids)
         return Answer(ids, text, summary, self.drawn[request.sampling.seed])
 
+    async def block(self, *parts: Any, **more: Any) -> tuple[Gate, "asyncio.Task[Answer]"]:
+        """Asks, and returns when the engine stands in the step that draws the request's first token."""
+        seed = (1 << 50) + next(self.numbers)
+        gate = self.gates[seed] = Gate()
+        task = asyncio.create_task(self.ask(*parts, seed=seed, **more))
+        assert await asyncio.to_thread(gate.reached.wait, 60)
+        return gate, task
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.002)
+
     async def encode(
         self, system: Ids, before: Sequence[Ids], chunk: Ids, mode: str, tenant: str
     ) -> pb.EncodeResponse:
@@ -280,13 +303,15 @@ class Rig:
 
     async def settled(self, idle: bool = True) -> None:
         """Waits until the pool has one owner for every slot and, with `idle`, nobody uses it."""
-        async with asyncio.timeout(20):
-            while True:
-                try:
-                    self.pool.check_integrity(idle=idle)
-                    return
-                except AssertionError:
-                    await asyncio.sleep(0.005)
+
+        def sound() -> bool:
+            try:
+                self.pool.check_integrity(idle=idle)
+            except AssertionError:
+                return False
+            return True
+
+        await self.until(sound)
 
 
 Start = Callable[..., Awaitable[Rig]]
@@ -296,6 +321,7 @@ Start = Callable[..., Awaitable[Rig]]
 async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     """`await start(family, dtype, cache=, page_tokens=, ...)`: a worker that is checked and ended with the test."""
     drawn: dict[int, list[torch.Tensor]] = {}
+    gates: dict[int, Gate] = {}
 
     class Recorder(Sampler):
         def __init__(self, params: SamplingParams) -> None:
@@ -305,6 +331,9 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         def draw(self, logits: torch.Tensor) -> int:
             if self._seed is not None:
                 drawn.setdefault(self._seed, []).append(logits.clone())
+                if self._seed in gates:
+                    gates[self._seed].reached.set()
+                    assert gates[self._seed].opened.wait(60)
             return super().draw(logits)
 
     monkeypatch.setattr(answer, "Sampler", Recorder)
@@ -318,10 +347,12 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **config}
-        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made), made, drawn, numbers))
+        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made), made, drawn, numbers, gates))
         return rigs[-1]
 
     yield make
+    for gate in gates.values():
+        gate.opened.set()
     for rig in rigs:
         await rig.settled()
         await rig.servicer.close()

@@ -1,0 +1,275 @@
+"""The life of a request: however it ends, everything that it held is free and the others go on."""
+
+import asyncio
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.engine.kv_pool import Run
+from fusionkv.fusion_worker.engine.work import Work
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+
+
+def ascii_only(model: Any) -> Any:
+    """Greedy answers of this model are printable ASCII: other logits are 0, below the best of 94 random ones."""
+    model.network.lm_head.weight.data[94:] = 0
+    return dataclasses.replace(model, ends=frozenset())
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    return tools.random_ids(6, 1), [tools.random_ids(n, n) for n in (14, 9)], tools.random_ids(5, 3)
+
+
+def queued(rig: Any) -> int:
+    scheduler = rig.servicer._engine._scheduler
+    return len(scheduler._prefills) + len(scheduler._decodes)
+
+
+async def test_the_answer_ends_at_max_tokens(start: Any, parts: Any) -> None:
+    rig = await start("llama", replace=ascii_only, max_new_tokens=7)
+    for asked, count in ((1, 1), (4, 4), (0, 7)):
+        answer = await rig.ask(*parts, max_tokens=asked)
+        assert answer.summary.finish_reason == pb.FINISH_REASON_MAX_TOKENS
+        assert len(answer.ids) == len(answer.text) == count
+
+
+async def test_the_answer_ends_at_an_end_token(start: Any, parts: Any) -> None:
+    rig = await start("llama", replace=ascii_only)
+    whole = await rig.ask(*parts, max_tokens=12)
+    end = next(i for i in range(3, 12) if whole.ids[i] not in whole.ids[:i])
+    rig = await start(
+        "llama", replace=lambda m: dataclasses.replace(ascii_only(m), ends=frozenset({whole.ids[end], 300}))
+    )
+    answer = await rig.ask(*parts, max_tokens=12)
+    assert answer.summary.finish_reason == pb.FINISH_REASON_END
+    assert answer.ids == whole.ids[: end + 1]
+    assert answer.text == whole.text[:end]
+
+
+async def test_the_answer_ends_before_a_stop_string(start: Any, parts: Any) -> None:
+    rig = await start("llama", replace=ascii_only)
+    whole = (await rig.ask(*parts, max_tokens=24)).text
+    for at, size in ((0, 1), (0, 3), (5, 4), (10, 1)):
+        stop = whole[at : at + size]
+        answer = await rig.ask(*parts, max_tokens=24, stop=["\x01never\x02", stop])
+        assert answer.summary.finish_reason == pb.FINISH_REASON_STOP_STRING
+        assert answer.text == whole[: whole.index(stop)]
+        assert len(answer.ids) == whole.index(stop) + size
+    answer = await rig.ask(*parts, max_tokens=24, stop=[whole[8:12], whole[4:6]])
+    assert answer.text == whole[: whole.index(whole[4:6])]
+    answer = await rig.ask(*parts, max_tokens=24, stop=[whole[-1] + "x"])
+    assert answer.text == whole, "what was held back is sent when the stop string does not come"
+
+
+async def test_sampling_through_the_engine(start: Any, parts: Any) -> None:
+    rig = await start("llama", replace=ascii_only)
+    more = {"max_tokens": 16, "temperature": 1.5}
+    drawn = [(await rig.ask(*parts, seed=5, **more)).ids for _ in range(2)]
+    assert drawn[0] == drawn[1] != (await rig.ask(*parts, seed=6, **more)).ids
+    greedy = await rig.ask(*parts, max_tokens=16)
+    assert (await rig.ask(*parts, top_k=1, **more)).ids == greedy.ids
+    beside = await asyncio.gather(*(rig.ask(*parts, seed=s, **more) for s in (7, 5, 8)))
+    assert beside[1].ids == drawn[0], "a seed decides, whatever runs beside it"
+
+
+async def test_stages_sum_to_the_time_of_the_first_token(start: Any, parts: Any) -> None:
+    rig = await start("llama", max_requests=2, pool_bytes=1 << 20)
+    await rig.ask(*parts)
+    held = rig.pool.reserve(rig.pool.capacity - 8)  # the next ones wait for room
+    tasks = [asyncio.create_task(rig.ask(*parts, recipe=r)) for r in ("full_attention", "prophetkv", "epic")]
+    await asyncio.sleep(0.3)
+    rig.pool.release(held)
+    for answer in await asyncio.gather(*tasks):
+        s = answer.summary.seconds
+        stages = s.queue + s.lookup + s.load + s.encode + s.select + s.prefill
+        assert s.ttft > 0.3
+        assert stages == pytest.approx(s.ttft, abs=0.05)
+
+
+async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any, tools: Any, oracle: Any) -> None:
+    """Encoding, selecting, prefill and queue: nothing has reached the engine yet."""
+    rig = await start("llama", max_requests=5)
+    await rig.ask(*parts)
+    gate, running = await rig.block(*parts, recipe="full_attention")
+    system, chunks, question = parts
+    tasks = {
+        "encode": rig.ask(system, [tools.random_ids(8, 77)], question),
+        "select": rig.ask(system, chunks, question, recipe="prophetkv", ratio=0.4),
+        "prefill": rig.ask(*parts, recipe="full_attention"),
+        "prefill over reused parts": rig.ask(*parts, recipe="full_reuse"),
+        "queue": rig.ask(*parts),
+    }
+    asked = [asyncio.create_task(task, name=name) for name, task in tasks.items()]
+    await rig.until(lambda: queued(rig) == 4)
+    for task in asked:
+        task.cancel()
+    await asyncio.wait(asked, timeout=5)
+    assert all(task.cancelled() for task in asked), "the engine is busy with others: nothing is to be waited for"
+    gate.opened.set()
+    await running
+    await rig.settled()
+    whole = [*system, *chunks[0], *chunks[1], *question]
+    answer = await rig.ask(*parts, ratio=1.0)
+    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < 1e-4
+
+
+@pytest.mark.parametrize("recipe", ["full_attention", "prophetkv"])
+async def test_cancelled_in_its_own_step(recipe: str, start: Any, parts: Any) -> None:
+    """Its slots stay its own until the engine has left them."""
+    rig = await start("llama")
+    gate, running = await rig.block(*parts, recipe=recipe)
+    fresh = rig.pool._fresh
+    assert fresh > 0
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=0.2)
+    assert not done
+    assert rig.pool._fresh == fresh
+    gate.opened.set()
+    await asyncio.wait([running], timeout=20)
+    assert running.cancelled()
+    await rig.settled()
+    assert (await rig.ask(*parts)).ids
+
+
+async def test_cancelled_while_it_decodes(start: Any, parts: Any) -> None:
+    rig = await start("llama", replace=ascii_only)
+    request = rig.request(*parts, max_tokens=1000)
+    events = rig.servicer.Generate(request, None)
+    for _ in range(5):
+        await anext(events)
+    await events.aclose()
+    await rig.settled()
+
+
+async def test_cancelled_at_any_moment(start: Any, parts: Any, tools: Any) -> None:
+    rig = await start("llama", pool_bytes=1 << 18, max_requests=3)
+    for i in range(40):
+        chunks = [tools.random_ids(10, i), *parts[1]]
+        asked = [asyncio.create_task(rig.ask(parts[0], chunks, parts[2], ratio=0.3, max_tokens=6)) for _ in range(4)]
+        await asyncio.sleep(i * 0.001)
+        asked[i % 4].cancel()
+        asked[(i + 1) % 4].cancel()
+        await asyncio.wait(asked, timeout=20)
+        assert not any(t.exception() for t in asked if not t.cancelled())
+        rig.pool.check_integrity()
+    await rig.settled()
+
+
+async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None:
+    rig = await start("llama", pool_bytes=1 << 18)
+    held = rig.pool.reserve(rig.pool.capacity)
+    first, second = (asyncio.create_task(rig.ask(*parts)) for _ in range(2))
+    await rig.until(lambda: rig.pool._turn.locked())
+    first.cancel()
+    await asyncio.wait([first], timeout=5)
+    assert first.cancelled()
+    rig.pool.release(held)
+    assert (await second).ids
+
+
+async def test_a_failing_work_fails_alone(start: Any, parts: Any, tools: Any) -> None:
+    """A token that the model has no embedding for, in one step with two requests."""
+    rig = await start("llama")
+    expected = await rig.ask(*parts, max_tokens=3)
+    gate, running = await rig.block(*parts, recipe="full_attention")
+    held = rig.pool.reserve(4)
+    bad = Work(torch.tensor([3, 999_999]), torch.arange(2), (Run(held[0].start, 2),))
+    failing = asyncio.create_task(rig.servicer._engine.run(bad))
+    good = [asyncio.create_task(rig.ask(*parts, max_tokens=3)) for _ in range(2)]
+    await rig.until(lambda: queued(rig) == 3)
+    gate.opened.set()
+    with pytest.raises(IndexError):
+        await failing
+    for task in good:
+        assert (await task).ids == expected.ids
+    await running
+    rig.pool.release(held)
+
+
+async def test_many_requests_and_a_pool_for_two(start: Any, tools: Any) -> None:
+    rig = await start("llama", pool_bytes=150 << 10, replace=ascii_only)
+    assert rig.pool.capacity < 3 * 40
+    alone = [await rig.ask([1, 2], [tools.random_ids(12, i % 3), [i, 9]], [5], max_tokens=4) for i in range(20)]
+    finished = []
+
+    async def ask(i: int) -> Any:
+        answer = await rig.ask([1, 2], [tools.random_ids(12, i % 3), [i, 9]], [5], max_tokens=4)
+        finished.append(i)
+        return answer
+
+    together = await asyncio.wait_for(asyncio.gather(*map(ask, range(20))), 60)
+    for one, other in zip(alone, together, strict=True):
+        assert one.ids == other.ids
+    assert max(abs(i - at) for at, i in enumerate(finished)) <= 4, "who came first is served first"
+
+
+async def test_a_prompt_that_fits_no_empty_pool(start: Any, tools: Any, parts: Any) -> None:
+    rig = await start("llama", pool_bytes=100 << 10)
+    capacity = rig.pool.capacity
+    for recipe in ("full_attention", "prophetkv"):
+        with pytest.raises(ResourceExhausted, match="pool_bytes"):
+            await rig.ask([1], [tools.random_ids(capacity, 1)], [5], recipe=recipe)
+        with pytest.raises(ResourceExhausted, match="pool_bytes"):
+            await rig.ask(*parts, recipe=recipe, max_tokens=capacity)
+    assert (await rig.ask(*parts)).ids
+
+
+async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
+    rig = await start("llama", max_requests=1, max_queue=2)
+    gate, running = await rig.block(*parts)
+    waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
+    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    with pytest.raises(ResourceExhausted, match="try again later"):
+        await rig.ask(*parts)
+    waiting[0].cancel()
+    await asyncio.wait([waiting[0]])
+    late = asyncio.create_task(rig.ask(*parts))
+    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    gate.opened.set()
+    for task in (running, waiting[1], late):
+        assert (await task).ids
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipe": "magic"}, "unknown recipe 'magic'; known: full_attention"),
+        ({"recipe": ""}, "unknown recipe"),
+        ({"ratio": -0.1}, "outside 0..1"),
+        ({"ratio": 1.1}, "outside 0..1"),
+        ({"ratio": float("nan")}, "outside 0..1"),
+        ({"question": []}, "the question is empty"),
+        ({"question": [260]}, "the question holds token 260; the vocabulary has 260"),
+        ({"chunks": [[1], [2**32 - 1]]}, "chunk 1 holds token 4294967295"),
+        ({"chunks": [[]]}, "chunk 0 is empty"),
+        ({"system": [300]}, "the system prompt holds token 300"),
+        ({"max_tokens": 2043}, "the model takes 2048 together"),
+        ({"max_tokens": 2**32 - 1}, "the model takes 2048 together"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 1.5}, "top_p"),
+        ({"stop": [""]}, "stop strings"),
+        ({"tenant": "x" * 257}, "tenant"),
+        ({"variants": [[b"short"]], "chunks": [[1]]}, "a variant of chunk 0 is not 32 bytes"),
+    ],
+    ids=str,
+)
+async def test_bad_requests(change: dict[str, Any], message: str, start: Any) -> None:
+    rig = await start("llama")
+    fields = {"system": [1], "chunks": [[1, 2]], "question": [3, 4, 5], **change}
+    parts = [fields.pop(name) for name in ("system", "chunks", "question")]
+    with pytest.raises(InvalidArgument, match=message):
+        await rig.ask(*parts, **fields)
+
+
+async def test_the_longest_prompt(start: Any, oracle: Any, tools: Any) -> None:
+    """Exactly as long as the model takes, answer included."""
+    rig = await start("llama", max_tokens=200)
+    parts = (tools.random_ids(40, 1), [tools.random_ids(100, 2)], tools.random_ids(50, 3))
+    answer = await rig.ask(*parts, ratio=1.0, max_tokens=10)
+    assert tools.error(answer.logits[0], oracle("llama").logits([*parts[0], *parts[1][0], *parts[2]])) < 1e-4
+    with pytest.raises(InvalidArgument, match="the model takes 200"):
+        await rig.ask(*parts, max_tokens=11)
