@@ -61,9 +61,10 @@ proto-breaking: setup ## Refuses changes that break clients of an earlier commit
 	.venv/bin/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'
 
 .PHONY: docs
-docs: setup ## Writes what of docs/ follows from the code: settings, and one line for each file
+docs: setup ## Writes what follows from the code: settings, one line a file, the chart's schema
 	@for page in configuration structure; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
+	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 
 .PHONY: bench
 bench: setup ## Speed on this machine, about 5 minutes; rows go to build/bench/*.json

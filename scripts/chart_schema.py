@@ -1,0 +1,30 @@
+"""Prints values.schema.json of the chart with the settings that the services have now (`make docs`)."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.kvcache_service.config import Config
+
+SCHEMA = Path(__file__).parent.parent / "k8s/fusionkv/values.schema.json"
+# What the chart sets itself.
+OWN: tuple[tuple[str, type, set[str]], ...] = (
+    ("kvcache", Config, {"listen", "data_dir"}),
+    ("worker", WorkerConfig, {"listen", "model", "cache"}),
+    ("gateway", GatewayConfig, {"listen", "data_dir", "workers"}),
+)
+
+
+def schema() -> str:
+    made = json.loads(SCHEMA.read_text())
+    for section, config, own in OWN:
+        settings = made["properties"][section]["properties"]["config"]["allOf"]
+        names = next(part["propertyNames"] for part in settings if "propertyNames" in part)
+        names["enum"] = [field.name for field in dataclasses.fields(config) if field.name not in own]
+    return json.dumps(made, indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema(), end="")
