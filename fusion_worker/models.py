@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -82,20 +83,38 @@ def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens:
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
-        raise FailedPrecondition(f"can't read the configuration in {directory}: {error}") from error
+        raise FailedPrecondition(f"can't read the configuration in {directory}: {_line(error)}") from error
     check_supported(config)
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = _device(device)
     kind = DTYPES.get(dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
-        network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=kind)
+        network: Any
+        network, report = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, output_loading_info=True)
         # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
-        raise FailedPrecondition(f"can't load the model in {directory}: {error}") from error
+    except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise FailedPrecondition(f"can't load the model in {directory}: {_line(error)}") from error
+    if missing := sorted(report["missing_keys"]):
+        # transformers makes up random ones and only warns.
+        raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     return wrap(directory.resolve().name, network.to(device=where).eval(), tokenizer, fingerprint(directory), limit)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=torch.device(name)).device
+    except (RuntimeError, AssertionError) as error:
+        raise FailedPrecondition(f"can't compute on device {name!r}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    """An error in one line, for a message that names it."""
+    return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int) -> Model:
@@ -133,7 +152,7 @@ def check_supported(config: Any) -> None:
     """Refuses what the engine can't hold to its oracles.
 
     Raises:
-        FailedPrecondition: another family, a RoPE that changes with the prompt's length, or no RoPE in some layers.
+        FailedPrecondition: another family, or a RoPE that changes with the prompt's length.
     """
     family = config.model_type
     if family not in FAMILIES:

@@ -1,0 +1,204 @@
+"""What is served, what is refused and why, and what a model's name, template and fingerprint are made of."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.prompt import INSTRUCTION, PromptTemplate
+from fusionkv.protos.errors import FailedPrecondition
+
+QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
+<|im_start|>system
+You are a helpful assistant.<|im_end|>
+{% endif -%}
+{%- for message in messages -%}
+<|im_start|>{{ message['role'] }}
+{{ message['content'] }}<|im_end|>
+{% endfor -%}
+{%- if add_generation_prompt -%}<|im_start|>assistant
+{% endif -%}"""
+LLAMA_LIKE = """{{ bos_token }}{% for message in messages -%}
+<|start_header_id|>{{ message['role'] }}<|end_header_id|>
+
+{{ message['content'] | trim }}<|eot_id|>
+{%- endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+
+
+@pytest.fixture
+def save(tmp_path: Path, tools: Any) -> Any:
+    def make(family: str = "llama", dtype: torch.dtype = torch.float32, **tokenizer: Any) -> Path:
+        tools.network(family, dtype).save_pretrained(tmp_path / "tiny")
+        tools.byte_tokenizer(**tokenizer).save_pretrained(tmp_path / "tiny")
+        return tmp_path / "tiny"
+
+    return make
+
+
+def edit(directory: Path, **change: Any) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any, tools: Any) -> None:
+    directory = save(family, dtype)
+    model = models.load(directory, "cpu")
+    config = tools.network(family, dtype).config
+    assert (model.name, model.family) == ("tiny", config.model_type)
+    assert model.kv.dtype == dtype
+    assert (model.kv.layers, model.kv.kv_heads) == (3, config.num_key_value_heads)
+    keys = tools.network(family, dtype).model.layers[0].self_attn.k_proj.out_features
+    assert model.kv.head_dim * model.kv.kv_heads == keys
+    assert model.kv.token_bytes == 3 * 2 * keys * dtype.itemsize
+    assert (model.bos, model.ends) == (256, {257})
+    assert model.max_tokens == 2048
+    assert models.load(directory, "cpu", max_tokens=100).max_tokens == 100
+    assert models.load(directory, "cpu", max_tokens=9999).max_tokens == 2048
+    assert model.tokenizer.encode("aé").ids == tools.byte_tokenizer().backend_tokenizer.encode("aé").ids
+
+
+def test_another_dtype_is_another_name_for_entries(save: Any) -> None:
+    directory = save()
+    found = [models.load(directory, "cpu", dtype) for dtype in ("auto", "bfloat16", "float16")]
+    assert [m.kv.dtype for m in found] == [torch.float32, torch.bfloat16, torch.float16]
+    assert len({m.fingerprint for m in found}) == 1
+    assert len({tuple(m.settings.items()) for m in found}) == 3
+
+
+def test_an_unsupported_family(save: Any, tmp_path: Path, tools: Any) -> None:
+    config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tools.byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(FailedPrecondition, match="family 'gpt2' is not served; served are: glm4, llama"):
+        models.load(tmp_path / "gpt2", "cpu")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [2.0] * 16,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rotations_that_are_no_function_of_the_position(rope: dict[str, Any], save: Any) -> None:
+    directory = save()
+    edit(directory, rope_parameters=rope)
+    with pytest.raises(FailedPrecondition, match=f"RoPE of type '{rope['rope_type']}' is not served"):
+        models.load(directory, "cpu")
+
+
+def test_files_that_are_missing(save: Any, tmp_path: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=r"holds no config\.json"):
+        models.load(tmp_path / "nowhere", "cpu")
+    directory = save()
+    for name, message in (("model.safetensors", "can't load the model"), ("tokenizer.json", r"no tokenizer\.json")):
+        (directory / name).rename(tmp_path / name)
+        with pytest.raises(FailedPrecondition, match=message):
+            models.load(directory, "cpu")
+        (tmp_path / name).rename(directory / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("model.safetensors", lambda data: data[: len(data) // 2]),
+        ("model.safetensors", lambda data: b"\xff" * 16 + data[16:]),
+        ("model.safetensors", lambda data: b""),
+        ("tokenizer.json", lambda data: data[:50]),
+        ("tokenizer.json", lambda data: b'{"a": 1}'),
+        ("config.json", lambda data: data[:50]),
+        ("config.json", lambda data: b"{}"),
+        ("config.json", lambda data: b'{"model_type": "no such thing"}'),
+    ],
+)
+def test_files_that_are_damaged(name: str, damage: Any, save: Any) -> None:
+    directory = save()
+    (directory / name).write_bytes(damage((directory / name).read_bytes()))
+    with pytest.raises(FailedPrecondition, match="tiny") as caught:
+        models.load(directory, "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_weights_that_are_not_all_there(save: Any) -> None:
+    directory = save()
+    edit(directory, num_hidden_layers=4)
+    with pytest.raises(FailedPrecondition, match="weights"):
+        models.load(directory, "cpu")
+
+
+@pytest.mark.parametrize("where", ["cuda", "cuda:7", "tpu", ""])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is there")
+def test_a_device_that_is_not_there(where: str, save: Any) -> None:
+    with pytest.raises(FailedPrecondition, match="device"):
+        models.load(save(), where)
+
+
+def test_an_unknown_dtype(save: Any) -> None:
+    with pytest.raises(FailedPrecondition, match="unknown dtype 'int3': use auto, float32"):
+        models.load(save(), "cpu", "int3")
+
+
+def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
+    directory = save(chat_template=QWEN_LIKE)
+    first = models.fingerprint(directory)
+    assert len(first) == 32
+    shutil.copytree(directory, tmp_path / "elsewhere")
+    assert models.fingerprint(tmp_path / "elsewhere") == first
+    names = sorted(p.name for p in directory.iterdir())
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(names)
+    seen = {first}
+    for name in names:
+        if name == "generation_config.json":
+            continue  # decides no KV byte
+        whole = (directory / name).read_bytes()
+        for at in (0, len(whole) // 2, len(whole) - 1):
+            (directory / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            seen.add(models.fingerprint(directory))
+        (directory / name).write_bytes(whole)
+        count = len(seen)
+        assert models.fingerprint(directory) == first, name
+        assert count == len(seen)
+    assert len(seen) == 1 + 3 * (len(names) - ("generation_config.json" in names))
+    shutil.copy(directory / "model.safetensors", directory / "model-2.safetensors")
+    assert models.fingerprint(directory) not in seen
+
+
+def test_a_template_without_a_chat_template(tools: Any) -> None:
+    template = PromptTemplate.of(tools.byte_tokenizer())
+    assert (template.system, template.chunk) == (f"{INSTRUCTION}\n", "{text}\n")
+    assert template.question == "Question: {question}\nAnswer:"
+
+
+@pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
+def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str, tools: Any) -> None:
+    tokenizer = tools.byte_tokenizer(chat_template=chat)
+    template = PromptTemplate.of(tokenizer)
+    assert template.chunk.count("{text}") == template.question.count("{question}") == 1
+    chunks, question = ["First passage.", "Second {one}."], "Who?"
+    built = (
+        template.system
+        + "".join(template.chunk.replace("{text}", c) for c in chunks)
+        + template.question.replace("{question}", question)
+    )
+    content = f"{INSTRUCTION}\n\n" + "".join(f"{c}\n\n" for c in chunks) + f"Question: {question}"
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    assert built == whole.removeprefix("<s>")
+    assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
+    assert "<s>" not in template.system
