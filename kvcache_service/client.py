@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import xxhash
+from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service.index import HitKind
 from fusionkv.protos import frames, rpc
@@ -16,6 +17,10 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
+tracer = trace.get_tracer(__name__)
+
+# Key in the server's initial metadata of a Put: the space is reserved, send the data.
+RESERVED = "fusionkv-reserved"
 _SERVICE = "/kvcache.v1.KVCacheService/"
 _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
@@ -68,6 +73,7 @@ class CacheClient:
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel: grpc.aio.Channel | None = None
+        self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
 
     async def lookup(
@@ -151,11 +157,7 @@ class CacheClient:
             checksum=checksum,
         )
 
-        def messages() -> Iterator[pb.PutRequest | memoryview]:
-            yield pb.PutRequest(header=header)
-            yield from frames.split(data)
-
-        response = await self._call("Put", messages(), timeout)
+        response = await self._put(header, data, timeout)
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
@@ -173,10 +175,31 @@ class CacheClient:
 
     async def close(self) -> None:
         """Ends the connection; calls still running fail."""
-        if self._channel is not None:
-            await self._channel.close()
-            self._channel = None
-            self._stubs.clear()
+        for channel in (self._channel, self._put_channel):
+            if channel is not None:
+                await channel.close()
+        self._channel = self._put_channel = None
+        self._stubs.clear()
+
+    async def _put(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        doing = "put at"
+        with tracer.start_as_current_span("kvcache.v1.KVCacheService/Put", kind=trace.SpanKind.CLIENT):
+            metadata: dict[str, str] = {}
+            propagate.inject(metadata)
+            call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))
+            try:
+                try:
+                    await _send(call, header, data)
+                except grpc.RpcError as error:
+                    if error.code() is not grpc.StatusCode.INTERNAL:
+                        raise
+                    # What grpc.aio says of a write on a connection that broke.
+                    raise self._lost(doing) from error
+                return await call
+            except grpc.RpcError as error:
+                raise self._error(error, doing) from error
+            finally:
+                call.cancel()
 
     async def _call(self, method: str, request: Any, timeout: float) -> Any:
         try:
@@ -184,7 +207,7 @@ class CacheClient:
         except grpc.RpcError as error:
             raise self._error(error, f"{method.lower()} at") from error
 
-    def _begin(self, method: str, request: Any, timeout: float) -> Any:
+    def _begin(self, method: str, request: Any, timeout: float, **more: Any) -> Any:
         """Starts a call. The channel binds to the event loop that runs now, hence it is not made in __init__."""
         if timeout <= 0:
             # gRPC takes 0 for "no deadline".
@@ -192,18 +215,36 @@ class CacheClient:
         if self._channel is None:
             frames.keep_freed_memory()
             self._channel = rpc.dial(self.address)
-            self._stubs = _bind(self._channel)
-        return self._stubs[method](request, timeout=timeout)
+            self._put_channel = rpc.dial(self.address, traced=False)
+            self._stubs = _bind(self._channel, self._put_channel)
+        return self._stubs[method](request, timeout=timeout, **more)
 
     def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
-        doing = f"{doing} the cache service at {self.address}"
         if error.code() is grpc.StatusCode.CANCELLED:
-            # A server that is past its drain time cancels what is left.
-            return Unavailable(f"{doing}: it stopped during the call")
-        return from_rpc(error, doing)
+            return self._lost(doing)
+        return from_rpc(error, f"{doing} the cache service at {self.address}")
+
+    def _lost(self, doing: str) -> Unavailable:
+        """The server went away; one that is past its drain time cancels what is left."""
+        return Unavailable(f"{doing} the cache service at {self.address}: it stopped during the call")
 
 
-def _bind(channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
+async def _send(call: Any, header: pb.PutHeader, data: memoryview) -> None:
+    """Sends the header, waits until the server has reserved the space, then sends the data.
+
+    A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a
+    write that meets the end of its call makes grpc.aio report INTERNAL, whatever the server's status was.
+    """
+    # InvalidStateError: the call has ended; its status says why.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(pb.PutRequest(header=header))
+        if RESERVED in await call.initial_metadata():
+            for frame in frames.split(data):
+                await call.write(frame)
+            await call.done_writing()
+
+
+def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
     """Each RPC on a channel; KV bytes go round protobuf (frames.py)."""
     stubs: dict[str, Callable[..., Any]] = {
         name: channel.unary_unary(
@@ -216,7 +257,7 @@ def _bind(channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
     stubs["Fetch"] = channel.unary_stream(
         _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
     )
-    stubs["Put"] = channel.stream_unary(
+    stubs["Put"] = put_channel.stream_unary(
         _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
     )
     return stubs

@@ -6,13 +6,15 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 import grpc
 
 from fusionkv.kvcache_service import record as records
+from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.writing import Writer
 from fusionkv.protos import frames, rpc
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
@@ -81,12 +83,14 @@ class KVCacheServicer:
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
     ) -> pb.PutResponse:
         try:
-            return await self._put(requests)
+            return await self._put(requests, context)
         except ResourceExhausted:
             self._store.counters.add("puts", kind="refused")
             raise
 
-    async def _put(self, requests: AsyncIterator[pb.PutRequest | memoryview]) -> pb.PutResponse:
+    async def _put(
+        self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
+    ) -> pb.PutResponse:
         record = self._record(await anext(requests, None))
         if self._puts >= self._config.max_puts:
             raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
@@ -96,11 +100,13 @@ class KVCacheServicer:
             writer = self._store.write(record)
             stored = False
             if writer is not None:
-                async for part in requests:
-                    if not isinstance(part, memoryview):
-                        raise InvalidArgument("a message after the header that is not data")
-                    await writer.write(part)
-                stored = await writer.commit()
+                await context.send_initial_metadata(((RESERVED, "1"),))
+                stored = await _receive(requests, writer)
+        except ServiceError:
+            if writer is not None:
+                writer.abort()
+                await _drain(requests, record.size)
+            raise
         finally:
             self._puts -= 1
             if writer is not None:
@@ -199,6 +205,25 @@ class KVCacheServicer:
         if not 1 <= len(path) <= self._config.max_path:
             raise InvalidArgument(f"a path of {len(path)} elements; 1 to {self._config.max_path} are allowed")
         _check_digests(path, "a digest of the path")
+
+
+async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: Writer) -> bool:
+    async for part in requests:
+        if not isinstance(part, memoryview):
+            raise InvalidArgument("a message after the header that is not data")
+        await writer.write(part)
+    return await writer.commit()
+
+
+async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int) -> None:
+    """Reads up to `limit` bytes that are still on their way.
+
+    Some clients report an answer that meets their write as a broken connection, and lose its status.
+    """
+    async for part in requests:
+        limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
+        if limit < 0:
+            return
 
 
 def _check_digests(digests: Iterable[bytes], what: str) -> None:

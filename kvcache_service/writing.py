@@ -1,7 +1,7 @@
 """One Put: space reserved, bytes written as they arrive, checked, committed, published - or nothing left."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -80,11 +80,10 @@ class Writer:
         if self._hasher.digest() != record.checksum:
             self._store.counters.add("checksum.failures", tier="network")
             raise DataLoss("the bytes that arrived don't have the header's checksum: send them again")
-        await self._flush()
         await self._finished()
         # From here on the reservations are the coroutine's, and an abort by a cancelled caller does nothing.
         places, self._places = self._places, {}
-        return await self._store.to_the_end(self._publish(places))
+        return await self._store.to_the_end(self._publish(places, self._take_batch(places)))
 
     def abort(self) -> None:
         """Gives the reservations back as soon as no thread writes to them."""
@@ -101,16 +100,22 @@ class Writer:
         else:
             free(None)
 
-    async def _publish(self, places: dict[Tier, Place]) -> bool:
+    async def _publish(self, places: dict[Tier, Place], write_rest: Callable[[], None]) -> bool:
         store, record = self._store, self._entry.record
         residents = store.residents
+        home = residents.home
+
+        def finish(place: Place) -> None:
+            write_rest()
+            home.commit(record, place, self._entry.heat)
+
         while (other := store.committing.get(record.key)) is not None:
             await other.wait()
         done = store.committing[record.key] = asyncio.Event()
         try:
             stored = residents.get(record.key) is None
             if stored:
-                await store.in_thread(residents.home.commit, record, places[residents.home], self._entry.heat)
+                await store.in_thread(finish, places[home])
                 for tier in list(places):
                     residents.settle(self._entry, tier, places.pop(tier))
                 residents.publish(self._entry)
@@ -126,17 +131,19 @@ class Writer:
     async def _flush(self) -> None:
         """Hands the batch to a thread once the one before is written."""
         await self._finished()
-        if not self._batch:
-            return
+        self._pending = self._store.in_thread(self._take_batch(self._places))
+
+    def _take_batch(self, places: dict[Tier, Place]) -> Callable[[], None]:
+        """What writes the batch; a new one begins."""
         batch, at = self._batch, self._written
-        blocking = [(tier, place) for tier, place in self._places.items() if tier.blocking]
+        blocking = [(tier, place) for tier, place in places.items() if tier.blocking]
         self._batch, self._batch_bytes, self._written = [], 0, self._received
 
         def write() -> None:
             for tier, place in blocking:
                 tier.write(place, at, batch)
 
-        self._pending = self._store.in_thread(write)
+        return write
 
     async def _finished(self) -> None:
         if self._pending is not None:

@@ -42,9 +42,13 @@ Serialiser = Callable[[Any], bytes]
 Deserialiser = Callable[[bytes], Any]
 
 
-def dial(address: str) -> grpc.aio.Channel:
-    """An asynchronous channel to `host:port` or `unix:/path`, traced."""
-    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=telemetry.client_interceptors())
+def dial(address: str, *, traced: bool = True) -> grpc.aio.Channel:
+    """An asynchronous channel to `host:port` or `unix:/path`.
+
+    Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
+    """
+    interceptors = telemetry.client_interceptors() if traced else None
+    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
 
 
 def dial_sync(address: str) -> grpc.Channel:

@@ -1,6 +1,7 @@
 """The RPCs over a real channel: what each does, and every status that the proto promises."""
 
 import asyncio
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -79,6 +80,29 @@ async def test_put_of_what_exists_answers_without_the_bytes(start: Any, names: d
     assert await service.put([names["S"]], b"other bytes") == (key, False)
     assert await service.fetch((await service.find(names["S"])).hits[0].entry) == b"first"
     assert (await service.client.stats()).puts_existing == 1
+
+
+async def test_the_answer_arrives_when_it_comes_before_the_bytes(
+    start: Any, tools: Any, names: dict[str, bytes]
+) -> None:
+    """An early answer to a large Put: grpc.aio turns it into INTERNAL if it meets a write of the client's."""
+    service = await start(memory=1 * MIB, disk=64 * MIB, max_entry_bytes=40 * MIB)
+    data = tools.payload("large", 32 * MIB)
+    assert (await service.put([names["S"]], data))[1]
+    for _ in range(20):
+        assert not (await service.put([names["S"]], data))[1]
+    for _ in range(20):
+        with pytest.raises(errors.ResourceExhausted):
+            await service.put([names["S"], names["A"]], bytes(41 * MIB))
+    assert service.store.counters.get("bytes.put") == len(data)
+    disk = service.store.residents.home
+    writable = disk._files[0]
+    disk._files[0] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
+    for _ in range(10):
+        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+            await service.put([names["S"], names["A"]], data[: 24 * MIB])
+    os.close(disk._files[0])
+    disk._files[0] = writable
 
 
 async def test_delete_by_key_and_namespace(start: Any, tools: Any, names: dict[str, bytes]) -> None:
