@@ -7,9 +7,9 @@ import torch
 from opentelemetry import metrics
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
-from fusionkv.fusion_worker.engine.placement import Placed
+from fusionkv.fusion_worker.engine.placement import Placed, Wanted
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.errors import DeadlineExceeded, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 _dropped = metrics.get_meter(__name__).create_counter(
@@ -26,12 +26,13 @@ class Putter:
         self._pool = pool
         self._cache = cache
         self._timeout = timeout
-        self._waiting: asyncio.Queue[tuple[bytes, Placed]] = asyncio.Queue(max_waiting)
+        self._max_waiting = max_waiting
+        self._waiting: asyncio.Queue[tuple[bytes, Placed]] = asyncio.Queue()
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
     def offer(self, namespace: bytes, part: Placed) -> None:
         """Queues a part; drops it when too many wait, since a miss costs time and no answer."""
-        if self._waiting.full():
+        if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
         self._pool.pin(part.resident)
@@ -43,8 +44,9 @@ class Putter:
         Raises:
             ServiceError: the cache service refused it or can't be reached.
         """
-        wanted = part.wanted
-        data = await asyncio.to_thread(self._copy_out, part)
+        await self._send(namespace, part.wanted, await asyncio.to_thread(self._copy_out, part))
+
+    async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview) -> None:
         await self._cache.put(
             namespace=namespace,
             path=wanted.path,
@@ -68,15 +70,28 @@ class Putter:
         while True:
             namespace, part = await self._waiting.get()
             try:
-                await self.put(namespace, part)
+                try:
+                    data = await asyncio.to_thread(self._copy_out, part)
+                finally:
+                    self._pool.unpin(part.resident)
+                await self._send(namespace, part.wanted, data)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
                 log.warning("a chunk was not stored: %s", error)
+                if isinstance(error, Unavailable | DeadlineExceeded):
+                    self._drop_waiting()
             except Exception:
                 log.exception("a chunk was not stored")
             finally:
-                self._pool.unpin(part.resident)
                 self._waiting.task_done()
+
+    def _drop_waiting(self) -> None:
+        """Lets go of what waits: behind a service out of reach, each would hold its pages for one more timeout."""
+        while not self._waiting.empty():
+            _, part = self._waiting.get_nowait()
+            self._pool.unpin(part.resident)
+            self._waiting.task_done()
+            _dropped.add(1, {"fusionkv.reason": "cache out of reach"})
 
     def _copy_out(self, part: Placed) -> memoryview:
         """The entry's bytes: [layer, 2, token, kv_head, head_dim], contiguous."""
