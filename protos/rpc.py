@@ -34,6 +34,9 @@ _CLIENT_OPTIONS = [
 _SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A caller whose machine vanished in the middle of a stream must not hold what was reserved for it.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     # Without it two servers could share one port unnoticed.
     ("grpc.so_reuseport", 0),
 ]
