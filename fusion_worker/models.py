@@ -90,8 +90,8 @@ def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens:
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
-        network: Any
-        network, report = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, output_loading_info=True)
+        network, report = loaded
         # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
