@@ -1,0 +1,1 @@
+"""The tiers that hold entries' bytes, behind one contract (base.py)."""
