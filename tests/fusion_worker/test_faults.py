@@ -1,0 +1,205 @@
+"""A cache service that fails in the middle: every answer is full attention's, says so, and comes in time."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.system
+CLOSE = 1e-4
+LOOKUP, FETCH = 0.5, 1.0
+# KV travels in pieces larger than this, all other messages are smaller.
+BULK = 4096
+
+
+class Line:
+    """A TCP connection to the cache service that does to bulk data what it is told; the rest passes."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self.up: Callable[[bytes], bytes | None] = lambda data: data
+        self.down: Callable[[bytes], bytes | None] = lambda data: data
+        self.touched = 0
+        self._stalled = False
+        self.address = ""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator["Line"]:
+        server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            yield self
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, here = await asyncio.open_connection(*self._target)
+        for source, sink, way in ((reader, here, self._upward), (there, writer, self._downward)):
+            task = asyncio.create_task(self._pump(source, sink, way))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(
+        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Callable[[bytes], bytes | None]
+    ) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                changed = way(data)
+                if changed is None:
+                    break
+                sink.write(changed)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            sink.close()
+
+    def stall(self, data: bytes) -> bytes:
+        """From here on nothing passes, in either direction, until the connections are cut."""
+        self._stalled = True
+        return b""
+
+    def heal(self) -> None:
+        """New connections work as they should; those that stalled end."""
+        self.up = self.down = lambda data: data
+        if self._stalled:
+            for task in self._tasks:
+                task.cancel()
+        self._stalled = False
+
+    def _upward(self, data: bytes) -> bytes | None:
+        if self._stalled:
+            return b""
+        return data if len(data) < BULK else self.up(data)
+
+    def _downward(self, data: bytes) -> bytes | None:
+        if self._stalled:
+            return b""
+        if len(data) < BULK:
+            return data
+        self.touched += 1
+        return self.down(data)
+
+
+@pytest.fixture
+async def line(cache_service: str) -> AsyncIterator[Line]:
+    async with Line(cache_service).open() as made:
+        yield made
+
+
+def flip(data: bytes) -> bytes:
+    at = len(data) // 2
+    return data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+
+
+FAULTS = {
+    "a flipped bit": flip,
+    "nothing more comes": None,
+    "the connection breaks": lambda data: None,
+    "the end is missing": lambda data: data[: len(data) // 2],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_fetch_that_fails(
+    fault: str, line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    system, question = tools.random_ids(6, 1), tools.random_ids(5, 2)
+    chunks = [tools.random_ids(n, n) for n in (90, 70)]
+    maker = await start("qwen3", cache=cache_service)
+    await maker.ask(system, chunks, question, tenant=tenant)
+    await maker.stored()
+
+    rig = await start("qwen3", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH)
+    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
+    await rig.stored()
+    line.down = FAULTS[fault] or line.stall
+    expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
+    started = time.perf_counter()
+    answers = await asyncio.gather(*(rig.ask(system, chunks, question, tenant=tenant, ratio=r) for r in (0.0, 0.4)))
+    elapsed = time.perf_counter() - started
+    assert line.touched
+    for answer in answers:
+        s = answer.summary
+        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert s.degraded
+        assert "fetch" in s.degraded_reason
+        assert s.ratio == 1.0
+        assert s.tokens_recomputed == s.context_tokens == 160
+    # The fetch may also be told to delete what arrived damaged, with a timeout of its own.
+    assert elapsed < LOOKUP + 2 * FETCH + 3
+    await rig.settled()
+
+    line.heal()
+    async with asyncio.timeout(20):
+        while (again := await rig.ask(system, chunks, question, tenant=tenant, ratio=1.0)).summary.degraded:
+            pass
+    assert tools.error(again.logits[0], expected) < CLOSE
+
+
+async def test_a_request_beside_one_that_fails(
+    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    """Two requests wait for one fetch; one is cancelled, the fetch fails, the other is answered all the same."""
+    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(120, 3)
+    maker = await start("llama", cache=cache_service)
+    await maker.ask(system, [chunk], question, tenant=tenant)
+    await maker.stored()
+    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH)
+    line.down = line.stall
+    first, second = (asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2))
+    await rig.until(lambda: line.touched > 0)
+    first.cancel()
+    answer = await second
+    assert first.cancelled()
+    assert answer.summary.degraded
+    assert tools.error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    await rig.settled()
+
+
+async def test_nobody_there(start: Any, oracle: Any, tools: Any) -> None:
+    rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=LOOKUP)
+    system, question, chunks = tools.random_ids(6, 1), tools.random_ids(5, 2), [tools.random_ids(30, 3)] * 2
+    expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
+    started = time.perf_counter()
+    for recipe in ("full_reuse", "prophetkv", "epic"):
+        answer = await rig.ask(system, chunks, question, recipe=recipe)
+        assert answer.summary.degraded
+        assert "lookup failed" in answer.summary.degraded_reason
+        assert tools.error(answer.logits[0], expected) < CLOSE
+    assert time.perf_counter() - started < 3 * LOOKUP + 3
+    plain = await rig.ask(system, chunks, question, recipe="full_attention")
+    assert not plain.summary.degraded, "full attention does not ask the cache"
+
+
+async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tools: Any, tenant: str) -> None:
+    """Chunks wait to be stored and the service answers no more: their pages are free after one timeout."""
+    rig = await start("llama", cache=line.address, fetch_timeout=FETCH, lookup_timeout=LOOKUP)
+    line.up = line.stall
+    chunks = [tools.random_ids(40, i) for i in range(12)]
+    answer = await rig.ask([1, 2], chunks, [3], tenant=tenant)
+    assert not answer.summary.degraded
+    started = time.perf_counter()
+    await rig.settled()
+    # Two are being sent, the rest wait: not one timeout for each pair of them.
+    assert time.perf_counter() - started < 3 * FETCH
+    assert rig.pool.idle > 12 * 40 - 1
+
+
+async def test_no_room_to_wait(cache_service: str, start: Any, tools: Any, tenant: str) -> None:
+    """max_puts = 0 stores nothing, and answers as ever."""
+    rig = await start("llama", cache=cache_service, max_puts=0)
+    for _ in range(2):
+        answer = await rig.ask([1, 2], [tools.random_ids(9, 1)], [3], tenant=tenant)
+        assert not answer.summary.degraded
+    await rig.stored()
+    other = await start("llama", cache=cache_service)
+    assert (await other.ask([1, 2], [tools.random_ids(9, 1)], [3], tenant=tenant)).summary.chunks_missed == 1
