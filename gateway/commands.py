@@ -4,12 +4,13 @@ import argparse
 import asyncio
 import contextlib
 import json
+import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
@@ -19,10 +20,11 @@ from rich.table import Table
 from fusionkv.gateway.client import AsyncClient
 from fusionkv.gateway.files import find
 from fusionkv.gateway.results import Item, Passage, Sources, Summary, Token
-from fusionkv.protos.errors import InvalidArgument, ServiceError
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
 _STATS_SECONDS = 5.0
+T = TypeVar("T")
 
 
 async def ingest(args: argparse.Namespace) -> int:
@@ -38,7 +40,10 @@ async def ingest(args: argparse.Namespace) -> int:
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
-                        done = await client.ingest(args.corpus, name, path, media_type=args.media_type)
+                        done = await _patiently(
+                            lambda: client.ingest(args.corpus, name, path, media_type=args.media_type),
+                            args.timeout,
+                        )
                     except (InvalidArgument, OSError) as error:
                         # It is this file's own fault; whatever else goes wrong would hit the next one as well.
                         total.failed += 1
@@ -61,6 +66,20 @@ async def ingest(args: argparse.Namespace) -> int:
     else:
         print(total.line(args.corpus))
     return 1 if total.failed else 0
+
+
+async def _patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """The result of a call that is repeated, ever more slowly, while the gateway is too busy."""
+    end, pause = time.monotonic() + seconds, 0.1
+    while True:
+        try:
+            return await call()
+        except ResourceExhausted:
+            if time.monotonic() + pause > end:
+                raise
+        # Spread out, or all that were refused together would come back together.
+        await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        pause = min(2 * pause, 5)
 
 
 @dataclass

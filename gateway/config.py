@@ -18,6 +18,7 @@ class GatewayConfig:
     chunk_tokens: int = setting(256, "largest chunk, in the model's tokens", low=8, high=65536)
     overlap_tokens: int = setting(0, "tokens that a chunk repeats from the one before it", low=0)
     max_document_bytes: int = setting(32 << 20, "largest document", bytes=True, low=1, high=60 << 20)
+    max_ingest_bytes: int = setting(256 << 20, "documents in work at once; more are refused", bytes=True, low=1)
     max_document_chunks: int = setting(10_000, "most chunks of one document", low=1)
     parse_seconds: float = setting(60.0, "time to parse and split one document", low=0.01)
     parse_threads: int = setting(2, "documents parsed at once", low=1)
@@ -37,6 +38,8 @@ class GatewayConfig:
             raise ValueError(
                 f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})"
             )
+        if self.max_document_bytes > self.max_ingest_bytes:
+            raise ValueError("max_document_bytes is over max_ingest_bytes")
         if self.top_k > self.max_top_k:
             raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
         if not self.workers:

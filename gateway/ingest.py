@@ -38,6 +38,7 @@ class Ingest:
         self._config = config
         self._retrieval = retrieval
         self._workers = workers
+        self._bytes = 0
         self._slots = asyncio.Semaphore(config.parse_threads)
 
     async def document(self, corpus: str, name: str, kind: str, content: bytes, timeout: float) -> Ingested:
@@ -47,7 +48,7 @@ class Ingest:
             InvalidArgument: a bad name, an unknown media type, or content that is not of it.
             Unavailable: no worker can be reached.
             FailedPrecondition: the corpus was made with another model.
-            ResourceExhausted: all parsers stayed busy for as long as a document may take.
+            ResourceExhausted: too much is in work already, or all parsers stay busy.
         """
         check_corpus(corpus)
         check_document(name)
@@ -56,6 +57,15 @@ class Ingest:
             raise InvalidArgument(
                 f"the document has {len(content)} bytes; at most {self._config.max_document_bytes} are taken"
             )
+        if self._bytes + len(content) > self._config.max_ingest_bytes:
+            raise ResourceExhausted(f"documents of {self._bytes} bytes are in work already; try again later")
+        self._bytes += len(content)
+        try:
+            return await self._store(corpus, name, kind, content, timeout)
+        finally:
+            self._bytes -= len(content)
+
+    async def _store(self, corpus: str, name: str, kind: str, content: bytes, timeout: float) -> Ingested:
         vocabulary = await self._workers.model(timeout)
         with tracer.start_as_current_span("gateway.parse") as span:
             pieces = await self._parse(content, kind, vocabulary)

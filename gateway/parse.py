@@ -5,8 +5,12 @@ import json
 import mimetypes
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 from fusionkv.protos.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from bs4 import BeautifulSoup
 
 PLAIN, MARKDOWN, HTML, PDF, JSONL = (
     "text/plain",
@@ -93,12 +97,22 @@ def _utf8(content: bytes, encoding: str = "utf-8") -> str:
 
 
 def _html(content: bytes) -> str:
-    from bs4 import BeautifulSoup
+    from bs4 import BeautifulSoup, ParserRejectedMarkup
     from bs4.dammit import EncodingDetector
-    from markdownify import MarkdownConverter
 
     declared = EncodingDetector.find_declared_encoding(content, is_html=True)
-    soup = BeautifulSoup(_utf8(content, declared or "utf-8"), "html.parser")
+    text = _utf8(content, declared or "utf-8")
+    try:
+        return _markdown(BeautifulSoup(text, "html.parser"))
+    except ParserRejectedMarkup as error:
+        raise InvalidArgument("the HTML can't be read: its markup is broken") from error
+    except RecursionError as error:
+        raise InvalidArgument("the HTML can't be read: its elements are nested too deeply") from error
+
+
+def _markdown(soup: "BeautifulSoup") -> str:
+    from markdownify import MarkdownConverter
+
     title = soup.title.get_text(strip=True) if soup.title else ""
     for tag in soup(["head", "title", "script", "style", "noscript", "template", "svg"]):
         tag.decompose()
@@ -111,7 +125,7 @@ def _html(content: bytes) -> str:
 
 def _pdf(content: bytes) -> str:
     from pypdf import PdfReader
-    from pypdf.errors import DependencyError, FileNotDecryptedError, PyPdfError
+    from pypdf.errors import DependencyError, FileNotDecryptedError
 
     # The head may stand a little way in, but a file without it is no PDF, whatever pypdf can guess out of it.
     if b"%PDF-" not in content[:1024]:
@@ -125,7 +139,8 @@ def _pdf(content: bytes) -> str:
         raise InvalidArgument("the PDF is encrypted: remove its password first") from error
     except InvalidArgument:
         raise
-    except (PyPdfError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+    except Exception as error:
+        # Broken files make pypdf raise whatever their numbers lead to, a division by zero among others.
         raise InvalidArgument(f"the PDF can't be read: {error or type(error).__name__}") from error
 
 

@@ -86,6 +86,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     [
         ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be under chunk_tokens"),
         ({"top_k": "300"}, "top_k .300. is over max_top_k"),
+        ({"max_ingest_bytes": "1MiB"}, "max_document_bytes is over max_ingest_bytes"),
         ({"workers": ""}, "names no fusion worker"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
     ],

@@ -1,6 +1,8 @@
 """What breaks around a gateway: workers killed and busy, callers that leave, a cache that is gone, kill -9."""
 
 import contextlib
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -179,6 +181,23 @@ def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
             client.ingest("c", "quick.txt", "quick")
         assert client.stats().model
     assert gateway.stop(20) == 0
+
+
+def test_a_busy_gateway_refuses_documents_and_the_command_waits(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    limits = ("--max-requests", "1", "--max-document-bytes", "1KiB", "--max-ingest-bytes", "1KiB")
+    gateway = gateway_of(launch, tmp_path, [worker_of(launch, tiny_model).address], *limits)
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for i in range(12):
+        (pages / f"{i}.txt").write_text("some words " * 60)
+    argv = ["ingest", "c", str(pages), "--gateway", gateway.address, "--concurrency", "12"]
+    done = subprocess.run([sys.executable, "-P", "-m", "fusionkv.gateway.cli", *argv], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with Client(gateway.address, timeout=60) as client:
+        assert len(client.list("c")) == 12
+        assert client.stats().requests_failed > 0, "or nothing was refused"
 
 
 def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import random
 
 import pytest
 from pypdf import PdfWriter
@@ -111,6 +112,8 @@ def test_each_line_of_jsonl_is_a_section() -> None:
         (pdf("x")[:200], PDF, "PDF can't be read|no text"),
         (pdf(""), PDF, "no text.*text recognition"),
         (encrypted_pdf("pass"), PDF, "the PDF is encrypted"),
+        (b"<div>" * 5000 + b"x", HTML, "nested too deeply"),
+        (b"<p>x</p><![n[", HTML, "markup is broken"),
         (b'{"text": "a"}\n\n{"text": "b"\n', JSONL, "line 3 is not JSON"),
         (b'{"text": "a"}\n[1]', JSONL, "line 2 is neither"),
         (b'{"body": "a"}', JSONL, 'line 1 has no string under "text"'),
@@ -120,3 +123,29 @@ def test_each_line_of_jsonl_is_a_section() -> None:
 def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, error: str) -> None:
     with pytest.raises(InvalidArgument, match=error):
         parse.parse(content, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        (PDF, pdf("hello", "two")),
+        (PDF, encrypted_pdf("")),
+        (HTML, b"<title>T</title><h1>x</h1><table><tr><td>a</table><ul><li>b<![CDATA[x]]><!-- c --><p>&amp;&#x41;"),
+        (JSONL, b'{"text": "a", "title": "t"}\n"b"\n'),
+    ],
+)
+def test_broken_content_is_parsed_or_refused_and_never_worse(kind: str, seed: bytes) -> None:
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        content = bytearray(seed)
+        for _ in range(rng.randint(1, 6)):
+            at, length = rng.randrange(len(content)), rng.randrange(20)
+            content[at : at + rng.choice([0, length])] = bytes(
+                rng.choices(b"<>![]()/&;-{}0123456789abc obj R", k=length)
+            )
+        try:
+            parse.parse(bytes(content), kind)
+        except InvalidArgument:
+            refused += 1
+    assert refused or kind == HTML

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,11 @@ def gone(pids: list[int], seconds: float = 30) -> bool:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    over = threading.Event()
-    threading.Timer(seconds, over.set).start()
+    end = time.monotonic() + seconds
     while any(map(alive, pids)):
-        if over.wait(0.05):
+        if time.monotonic() > end:
             return False
+        time.sleep(0.05)
     return True
 
 
