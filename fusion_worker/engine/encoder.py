@@ -70,7 +70,7 @@ class Encoder:
 
     async def _store(self, wanted: list[Wanted], namespace: bytes) -> Encoded:
         """Computes what is missing and waits until the cache service has all of it."""
-        async with self._loader.parts(wanted, namespace) as placement:
+        async with self._loader.parts(wanted) as placement:
             for part in placement.parts:
                 if part.wanted.entry is None:
                     await self._loader.put(part, namespace)

@@ -92,9 +92,9 @@ class Loader:
             yield placement
 
     @asynccontextmanager
-    async def parts(self, wanted: Sequence[Wanted], namespace: bytes) -> AsyncIterator[Placement]:
-        """These parts in the pool, ready; given back on leaving. Raises as `prompt` does."""
-        async with self._admit(wanted, 0, Stages(), namespace) as placement:
+    async def parts(self, wanted: Sequence[Wanted]) -> AsyncIterator[Placement]:
+        """These parts in the pool, ready, for the caller to store; given back on leaving. Raises as `prompt` does."""
+        async with self._admit(wanted, 0, Stages(), b"") as placement:
             await _ready(part.resident for part in placement.parts)
             yield placement
 
@@ -115,7 +115,10 @@ class Loader:
     async def _admit(
         self, wanted: Sequence[Wanted], fresh: int, stages: Stages, namespace: bytes
     ) -> AsyncIterator[Placement]:
-        """Takes room for all at once, pins what is there, starts what is not."""
+        """Takes room for all at once, pins what is there, starts what is not.
+
+        What is encoded is stored in the background under `namespace`, unless that is empty.
+        """
         pool = self._pool
         residents: dict[bytes, Resident] = {}
         placed: list[Placed] = []
@@ -161,7 +164,7 @@ class Loader:
             else:
                 await _ready(p.resident for p in before)
                 await self._encode(part, before)
-                if self.putter is not None:
+                if self.putter is not None and namespace:
                     self.putter.offer(namespace, part)
             ready.set_result(None)
         except ServiceError as error:

@@ -1,0 +1,163 @@
+"""Encoding ahead of time and text vectors: what they store, what they answer, and when they refuse."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, MAX_TOKENS
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
+async def test_encoding_twice_is_encoding_once(
+    mode: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    system, a, b, c = (tools.random_ids(n, n) for n in (5, 9, 12, 20))
+    rig = await start("llama", cache=cache_service)
+    client = CacheClient(cache_service)
+    puts = (await client.stats()).puts
+    first = await rig.encode(system, [a, b], c, mode, tenant)
+    stored = (await client.stats()).puts - puts
+    assert not first.existed
+    assert first.tokens == 20
+    assert bool(first.variant) == (mode == "NEIGHBOURS")
+    for worker in (rig, await start("llama", cache=cache_service)):
+        again = await worker.encode(system, [a, b], c, mode, tenant)
+        assert (again.key, again.variant, again.existed) == (first.key, first.variant, True)
+    await rig.stored()
+    assert (await client.stats()).puts - puts == stored == 4, "system prompt, two before it and the chunk, once each"
+
+    space = keys.namespace(rig.model.fingerprint, rig.model.settings, tenant)
+    path = [(keys.chunk_digest(x), ()) for x in (system, a, b)] + [(keys.chunk_digest(c), (first.variant,))]
+    if mode == "NEIGHBOURS":
+        path[-1] = (keys.chunk_digest(c), (first.variant,))
+    else:
+        path[-1] = (keys.chunk_digest(c), ())
+    hit = (await client.lookup(space, path, timeout=5)).hits[-1]
+    assert hit.kind is (HitKind.EXACT if mode == "EXACT" else HitKind.ALTERNATIVE)
+    assert hit.entry.key == first.key
+    assert hit.entry.base == 5 + 9 + 12
+    buffer = torch.empty(hit.entry.size, dtype=torch.uint8)
+    await client.fetch(hit.entry, buffer.numpy().data, timeout=5)
+    found = buffer.view(torch.float32).view(3, 2, 20, 2, 32)
+    plain = oracle("llama")
+    past = plain.kv([*system, *a, *b]) if mode == "EXACT" else plain.reused(system, [a, b])
+    for layer, (k, v) in enumerate(plain.kv(c, past=past)):
+        for i, tensor in enumerate((k, v)):
+            torch.testing.assert_close(found[layer, i], tensor[0, :, -20:].transpose(0, 1), atol=1e-4, rtol=1e-4)
+    await client.close()
+
+
+async def test_encoding_without_a_cache_service(start: Any, tenant: str) -> None:
+    for cache, message in (("", "no cache service"), ("127.0.0.1:1", "cache service at 127.0.0.1:1")):
+        rig = await start("llama", cache=cache, lookup_timeout=0.5)
+        for mode in ("EXACT", "NEIGHBOURS"):
+            with pytest.raises(Unavailable, match=message):
+                await rig.encode([1], [[2]], [3, 4], mode, tenant)
+        await rig.settled()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"mode": pb.EncodeRequest.MODE_UNSPECIFIED}, InvalidArgument, "mode must be"),
+        ({"chunk": pb.Tokens()}, InvalidArgument, "chunk 1 is empty"),
+        ({"before": [pb.Tokens()]}, InvalidArgument, "chunk 0 is empty"),
+        ({"chunk": pb.Tokens(ids=[260])}, InvalidArgument, "token 260"),
+        ({"chunk": pb.Tokens(ids=[1] * 2048)}, InvalidArgument, "the model takes 2048"),
+        ({"tenant": "x" * 257}, InvalidArgument, "tenant"),
+        ({"model_fingerprint": b"x" * 32}, FailedPrecondition, "this worker runs llama"),
+        ({"chunk": pb.Tokens(ids=[1] * 1000)}, ResourceExhausted, "pool_bytes"),
+    ],
+    ids=str,
+)
+@pytest.mark.system
+async def test_encoding_that_is_refused(
+    change: dict[str, Any], error: type[Exception], message: str, cache_service: str, start: Any, tenant: str
+) -> None:
+    rig = await start("llama", cache=cache_service, pool_bytes=1 << 20)
+    fields = {
+        "system": pb.Tokens(ids=[1]),
+        "before": [pb.Tokens(ids=[2])],
+        "chunk": pb.Tokens(ids=[3]),
+        "mode": pb.EncodeRequest.MODE_EXACT,
+        "tenant": tenant,
+    }
+    with pytest.raises(error, match=message):
+        await rig.servicer.Encode(pb.EncodeRequest(**{**fields, **change}), None)
+    fits = {**fields, "model_fingerprint": rig.model.fingerprint}
+    assert (await rig.servicer.Encode(pb.EncodeRequest(**fits), None)).tokens == 1
+
+
+async def embed(rig: Any, *texts: str) -> torch.Tensor:
+    response = await rig.servicer.Embed(pb.EmbedRequest(texts=texts), None)
+    return torch.tensor([list(v.values) for v in response.vectors])
+
+
+async def test_vectors(start: Any, oracle: Any, tools: Any) -> None:
+    rig = await start("qwen3")
+    texts = ["a", "some words", "some words", "é€😀", "x" * 300]
+    found = await embed(rig, *texts)
+    assert found.shape == (5, 64)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(5))
+    torch.testing.assert_close(found[1], found[2])
+    assert (found[0] - found[1]).norm() > 0.1
+    network = oracle("qwen3").network
+    for text, vector in zip(texts, found, strict=True):
+        ids = tools.byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        with torch.inference_mode():
+            hidden = network.model(torch.tensor([ids])).last_hidden_state[0].mean(0)
+        torch.testing.assert_close(vector, torch.nn.functional.normalize(hidden, dim=0), atol=1e-5, rtol=1e-4)
+    alone = await embed(rig, texts[4])
+    torch.testing.assert_close(alone[0], found[4], atol=1e-5, rtol=1e-4)
+
+
+async def test_a_long_text_is_its_beginning(start: Any) -> None:
+    rig = await start("llama", max_step_tokens=64)
+    found = await embed(rig, "ab" * MAX_TOKENS, "ab" * (MAX_TOKENS // 2))
+    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
+
+
+async def test_embedding_beside_answers(start: Any, tools: Any) -> None:
+    """More texts than the pool holds at once, and a request that decodes meanwhile."""
+    rig = await start("llama", pool_bytes=256 << 10)
+    texts = [f"text number {i}" for i in range(60)]
+    asked = asyncio.create_task(rig.ask([1], [tools.random_ids(20, 1)], [2], max_tokens=20))
+    together = await embed(rig, *texts)
+    await asked
+    one = await embed(rig, texts[17])
+    torch.testing.assert_close(together[17], one[0], atol=1e-5, rtol=1e-4)
+    assert (await embed(rig, *["x"] * MAX_TEXTS)).shape == (MAX_TEXTS, 64)
+
+
+@pytest.mark.parametrize("texts", [[], ["a", ""], ["x"] * (MAX_TEXTS + 1)], ids=["none", "empty", "many"])
+async def test_texts_that_are_refused(texts: list[str], start: Any) -> None:
+    rig = await start("llama")
+    with pytest.raises(InvalidArgument, match="text"):
+        await embed(rig, *texts)
+
+
+async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
+    rig = await start("qwen3")
+    said = await rig.servicer.GetModel(pb.GetModelRequest(), None)
+    assert (said.name, said.family, said.dtype, said.device) == ("qwen3", "qwen3", "float32", "cpu")
+    assert said.fingerprint == rig.model.fingerprint
+    assert said.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
+    assert (said.bos_token, said.max_tokens, said.embedding_dim) == (256, 2048, 64)
+    assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
+    assert {r.name: (r.default_ratio, r.neighbours) for r in said.recipes} == {
+        "full_attention": (1.0, 0),
+        "full_reuse": (0.0, 0),
+        "epic": (0.2, 0),
+        "fusionrag": (0.15, 10),
+        "prophetkv": (0.2, 0),
+    }
+    with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):
+        await rig.ask([1], [[2]], [3], model_fingerprint=b"x" * 32)
+    assert (await rig.ask([1], [[2]], [3], model_fingerprint=said.fingerprint)).ids
