@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import fcntl
-import logging
+import os
+import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -17,15 +19,16 @@ from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentit
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
 from fusionkv.protos.errors import FailedPrecondition, NotFound
 
-log = logging.getLogger(__name__)
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
+_DELETED = "deleted"
 
 
 class EmbeddedRetrieval(Retrieval):
     """Owns a folder; a second process that opens it is refused."""
 
-    def __init__(self, connection: AsyncConnection, lock: TextIO) -> None:
+    def __init__(self, folder: Path, connection: AsyncConnection, lock: TextIO) -> None:
+        self._folder = folder.absolute()
         self._connection = connection
         self._lock = lock
         self._tables: dict[str, CorpusTable] = {}
@@ -36,12 +39,21 @@ class EmbeddedRetrieval(Retrieval):
         """Opens all corpora in `folder`, made when it does not exist.
 
         Raises:
-            OSError: the folder can't be written, or another gateway has it open.
+            OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
-        lock, corpora = _lock(folder)
-        made = cls(await connect_async(corpora), lock)
+        lock = _lock(folder)
+        corpora = await asyncio.to_thread(_clean, folder)
+        made = cls(folder, await connect_async(str(corpora)), lock)
         for name in await made._table_names():
-            made._tables[name.removeprefix(_PREFIX)] = await CorpusTable.open(await made._connection.open_table(name))
+            corpus = name.removeprefix(_PREFIX)
+            try:
+                made._tables[corpus] = await CorpusTable.open(await made._connection.open_table(name))
+            except (RuntimeError, ValueError, KeyError) as error:
+                await made.close()
+                where = corpora / f"{name}.lance"
+                raise OSError(
+                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again: {error}"
+                ) from error
         return made
 
     async def replace(
@@ -65,7 +77,7 @@ class EmbeddedRetrieval(Retrieval):
                 raise NotFound(f"no corpus {corpus!r}")
             item = table.item(corpus)
             await table.close()
-            await self._connection.drop_table(_PREFIX + corpus)
+            await asyncio.to_thread(self._discard, corpus)
         return item.documents, item.chunks
 
     async def corpora(self) -> list[Item]:
@@ -118,6 +130,13 @@ class EmbeddedRetrieval(Retrieval):
                 self._tables[corpus] = await CorpusTable.open(made)
             return self._tables[corpus]
 
+    def _discard(self, corpus: str) -> None:
+        """Moved away first, so that a crash leaves all of a corpus or nothing."""
+        away = self._folder / _DELETED
+        away.mkdir(exist_ok=True)
+        os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", away / uuid.uuid4().hex)
+        shutil.rmtree(away)
+
     async def _table_names(self) -> list[str]:
         names: list[str] = []
         page = None
@@ -129,8 +148,8 @@ class EmbeddedRetrieval(Retrieval):
                 return names
 
 
-def _lock(folder: Path) -> tuple[TextIO, str]:
-    """A lock on the folder, held until it is closed, and where the corpora are in it."""
+def _lock(folder: Path) -> TextIO:
+    """A lock on the folder, held until it is closed."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "lock").open("w")
     try:
@@ -140,8 +159,18 @@ def _lock(folder: Path) -> tuple[TextIO, str]:
         raise OSError(
             f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
         ) from error
+    return file
+
+
+def _clean(folder: Path) -> Path:
+    """Removes what an interrupted change left; returns where the corpora are."""
+    shutil.rmtree(folder / _DELETED, ignore_errors=True)
     # Absolute: LanceDB takes some relative paths for names in its cloud.
-    return file, str(folder.absolute() / "corpora")
+    corpora = folder.absolute() / "corpora"
+    for table in corpora.glob(f"{_PREFIX}*.lance"):
+        if not any(table.glob("_versions/*")):  # its first commit was never finished
+            shutil.rmtree(table)
+    return corpora
 
 
 def _check(corpus: str, table: CorpusTable, model: ModelIdentity) -> None:

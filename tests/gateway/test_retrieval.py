@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -196,6 +197,34 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert names <= {f"d{i}" for i in range(10)}
     await put(engine, "c", "last", "text")
     assert "last" in {i.name for i in await engine.documents("c")}
+
+
+async def test_what_a_crash_left_of_a_corpus_is_nothing(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "d", "text")
+    await engine.close()
+    # A corpus whose first commit never came, and one whose deletion was cut short.
+    (folder / "corpora/corpus-half.lance/data").mkdir(parents=True)
+    (folder / "deleted/x").mkdir(parents=True)
+    again = await EmbeddedRetrieval.open(folder)
+    assert [i.name for i in await again.corpora()] == ["c"]
+    await put(again, "half", "d", "text")
+    await again.delete("c")
+    await put(again, "c", "e", "other words")
+    assert await texts(again, "c", "text") == []
+    assert await texts(again, "c", "words") == ["other words"]
+    await again.close()
+    assert sorted(os.listdir(folder)) == ["corpora", "lock"]
+
+
+async def test_a_damaged_corpus_is_named(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "d", "text")
+    await engine.close()
+    for version in (folder / "corpora/corpus-c.lance/_versions").iterdir():
+        version.write_bytes(b"garbage")
+    with pytest.raises(OSError, match=r"corpus 'c' can't be read: remove .*corpus-c.lance and ingest it again"):
+        await EmbeddedRetrieval.open(folder)
 
 
 @pytest.mark.parametrize("name", ["db", "a b", "ä#%20", ".fusionkv/gateway"])
