@@ -67,13 +67,13 @@ docs: setup ## Writes what follows from the code: settings, one line a file, the
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 
 .PHONY: bench
-bench: setup ## Speed on this machine, about 5 minutes; rows go to build/bench/*.json
-	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
-	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
+bench: setup ## Speed of the cache service and of the worker on this machine; rows in build/bench-*.json
+	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench-kvcache.json
+	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench-worker.json
 
 .PHONY: eval-smoke
-eval-smoke: setup ## Answers of every reference model under full attention and full reuse
-	@for model in $(wildcard models/*/config.json); do $(PY) -m fusionkv.models.evaluate $$(dirname $$model) || exit 1; done
+eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task
+	@$(PY) -m fusionkv.models.evaluate --n 20 $(ARGS)
 
 .PHONY: clean
 clean: ## Removes what the commands above made, .venv too
