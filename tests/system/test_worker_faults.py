@@ -1,0 +1,364 @@
+"""Worker and cache service as processes: killed, stopped, restarted, lied to; every answer is right and says so."""
+
+import asyncio
+import itertools
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos import errors
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
+
+pytestmark = pytest.mark.system
+LOOKUP, FETCH = 0.5, 2.0
+# What a busy machine may add to any of the times below.
+MARGIN = 3.0
+TOKENS = 6
+
+
+def ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 94, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+SYSTEM, QUESTION = ids(8, 0), ids(6, 1)
+A, B, C = (ids(n, n) for n in (60, 45, 50))
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    torch.manual_seed(1)
+    config = transformers.Qwen3Config(
+        vocab_size=260, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
+        initializer_range=0.2, bos_token_id=256, eos_token_id=257,
+    )  # fmt: skip
+    made = transformers.Qwen3ForCausalLM(config).eval()
+    made.lm_head.weight.data[94:] = 0  # answers are printable ASCII and never end by themselves
+    return made
+
+
+@pytest.fixture(scope="module")
+def directory(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a token for each byte."""
+    folder = tmp_path_factory.mktemp("model")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    network.save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(
+        folder
+    )
+    return folder
+
+
+class Cache:
+    """A cache service at one address, whatever becomes of its process."""
+
+    def __init__(self, launch: Any, folder: Path) -> None:
+        self._launch, self._folder = launch, folder
+        self.address = f"unix:{folder}/cache.sock"
+        self.start()
+
+    def start(self) -> None:
+        flags = ("--listen", self.address, "--data-dir", str(self._folder / "data"), "--lease-ms", "2000")
+        self.process = self._launch(
+            "fusionkv.kvcache_service", *flags, "--memory-bytes", "64MiB", "--disk-bytes", "64MiB"
+        )
+
+    def signal(self, number: int) -> None:
+        self.process.process.send_signal(number)
+
+
+@pytest.fixture(scope="module")
+def cache(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    return Cache(launch_module, tmp_path_factory.mktemp("cache"))
+
+
+def worker_flags(directory: Path, address: str, *more: str) -> tuple[str, ...]:
+    # 736 tokens fit the pool: a long prompt evicts all chunks, so that the next one has to fetch.
+    pool = str(736 * 3 * 2 * 2 * 32 * 4)
+    return (
+        "fusionkv.fusion_worker", "--model", str(directory), "--listen", "127.0.0.1:0", "--cache", address,
+        "--device", "cpu", "--threads", "1", "--pool-bytes", pool, "--lookup-timeout", str(LOOKUP),
+        "--fetch-timeout", str(FETCH), *more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service(launch_module: Any, directory: Path, cache: Cache) -> Any:
+    return launch_module(*worker_flags(directory, cache.address))
+
+
+@pytest.fixture
+async def worker(service: Any) -> AsyncIterator[WorkerClient]:
+    client = WorkerClient(service.address)
+    yield client
+    await client.close()
+
+
+def request(chunks: list[list[int]], **more: Any) -> pb.GenerateRequest:
+    fields = {"recipe": "prophetkv", "ratio": 1.0, "max_tokens": TOKENS, **more}
+    sampling = pb.Sampling(max_tokens=fields.pop("max_tokens"))
+    return pb.GenerateRequest(
+        system=pb.Tokens(ids=SYSTEM),
+        chunks=[pb.Chunk(ids=c) for c in chunks],
+        question=pb.Tokens(ids=QUESTION),
+        sampling=sampling,
+        **fields,
+    )
+
+
+async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], pb.Summary]:
+    found, summary = [], None
+    async for event in worker.generate(request(chunks, **more)):
+        if event.HasField("token"):
+            found.append(event.token.id)
+        else:
+            summary = event.summary
+    assert summary is not None
+    return found, summary
+
+
+async def evict(worker: WorkerClient) -> None:
+    """Empties the worker's pool of chunks by a prompt that needs all of it."""
+    await ask(worker, [ids(712, 9)], recipe="full_attention")
+
+
+def expected(network: Any, chunks: list[list[int]]) -> list[int]:
+    """What plain greedy decoding answers."""
+    whole = torch.tensor([[*SYSTEM, *itertools.chain(*chunks), *QUESTION]])
+    out = network.generate(
+        whole, attention_mask=torch.ones_like(whole), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0
+    )
+    return out[0, whole.shape[1] :].tolist()
+
+
+def hits(summary: pb.Summary) -> set[tuple[str, str, int]]:
+    return {(h.kind, h.tier, h.chunks) for h in summary.hits}
+
+
+async def stored(cache: Cache, entries: int) -> None:
+    """Waits until the cache service holds this many entries."""
+    client = CacheClient(cache.address)
+    async with asyncio.timeout(30):
+        while max((t.entries for t in (await client.stats()).tiers), default=0) < entries:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await client.close()
+
+
+async def recovered(worker: WorkerClient, network: Any, chunks: list[list[int]], **more: Any) -> pb.Summary:
+    """Asks until an answer is not degraded; all of them are right."""
+    async with asyncio.timeout(30):
+        while True:
+            found, summary = await ask(worker, chunks, **more)
+            assert found == expected(network, chunks)
+            if not summary.degraded:
+                return summary
+
+
+async def check_degraded(
+    worker: WorkerClient, network: Any, chunks: list[list[int]], reason: str, within: float, **more: Any
+) -> None:
+    """Answers at any ratio as full attention does, says why, and takes little longer than it."""
+    started = time.perf_counter()
+    await ask(worker, chunks, recipe="full_attention")
+    plain = time.perf_counter() - started
+    for recipe, ratio in (("full_reuse", 0.0), ("prophetkv", 0.2)):
+        started = time.perf_counter()
+        found, summary = await ask(worker, chunks, recipe=recipe, ratio=ratio, **more)
+        elapsed = time.perf_counter() - started
+        assert found == expected(network, chunks)
+        assert summary.degraded
+        assert reason in summary.degraded_reason
+        assert summary.ratio == 1.0
+        assert summary.tokens_recomputed == summary.context_tokens
+        assert elapsed < plain + within + MARGIN
+        if reason != "lookup failed":
+            return  # the damaged entry is deleted by now
+
+
+async def test_a_chunk_outlives_worker_and_cache(launch: Any, tmp_path: Path, directory: Path, network: Any) -> None:
+    """Computed in one prompt, found in another at another place, from the device, from memory, from disk."""
+    cache = Cache(launch, tmp_path)
+    first = launch(*worker_flags(directory, cache.address))
+    worker = WorkerClient(first.address)
+    found, summary = await ask(worker, [A, B])
+    assert found == expected(network, [A, B])
+    assert summary.chunks_missed == 2
+    found, summary = await ask(worker, [C, A])
+    assert found == expected(network, [C, A])
+    assert hits(summary) == {("alternative", "device", 1)}
+    await worker.close()
+    assert first.stop() == 0, "what waited to be stored is stored"
+
+    second = launch(*worker_flags(directory, cache.address))
+    worker = WorkerClient(second.address)
+    found, summary = await ask(worker, [B, A, C])
+    assert found == expected(network, [B, A, C])
+    assert hits(summary) == {("exact", "memory", 1), ("alternative", "memory", 2)}
+    assert summary.bytes_fetched > 0
+
+    cache.process.kill9()
+    cache.start()
+    await evict(worker)
+    summary = await recovered(worker, network, [C, B, A])
+    assert hits(summary) == {("exact", "disk", 1), ("alternative", "disk", 2)}
+    await worker.close()
+
+
+async def test_the_cache_is_killed(cache: Cache, worker: WorkerClient, network: Any) -> None:
+    await recovered(worker, network, [A, B], tenant="killed")
+    cache.process.kill9()
+    await check_degraded(worker, network, [A, B], "lookup failed", LOOKUP, tenant="killed")
+    with pytest.raises(errors.Unavailable):
+        await worker.encode(pb.EncodeRequest(chunk=pb.Tokens(ids=C), mode=pb.EncodeRequest.MODE_EXACT), timeout=30)
+    cache.start()
+    await recovered(worker, network, [A, B], tenant="killed")
+
+
+async def test_the_cache_stands_still(cache: Cache, worker: WorkerClient, network: Any) -> None:
+    await recovered(worker, network, [A, B], tenant="still")
+    cache.signal(signal.SIGSTOP)
+    try:
+        await check_degraded(worker, network, [A, B], "lookup failed", LOOKUP, tenant="still")
+    finally:
+        cache.signal(signal.SIGCONT)
+    summary = await recovered(worker, network, [A, B], tenant="still")
+    assert summary.chunks_missed == 0
+
+
+async def test_bytes_on_disk_are_flipped(cache: Cache, worker: WorkerClient, network: Any) -> None:
+    await recovered(worker, network, [A, B], tenant="flipped")
+    client = CacheClient(cache.address)
+    await stored(cache, 3)
+    await client.close()
+    assert cache.process.stop() == 0
+    flipped = 0
+    for file in (cache._folder / "data" / "segments").iterdir():
+        data = bytearray(file.read_bytes())
+        for at in range(0, len(data), 100):
+            if data[at]:
+                data[at] ^= 0x10
+                flipped += 1
+        file.write_bytes(data)
+    assert flipped > 10
+    cache.start()
+    await evict(worker)
+    await check_degraded(worker, network, [A, B], "fetch failed", 2 * FETCH, tenant="flipped")
+    summary = await recovered(worker, network, [A, B], tenant="flipped")
+    again = await recovered(worker, network, [A, B], tenant="flipped")
+    assert summary.chunks_missed + sum(h.chunks for h in summary.hits) == 2
+    assert again.chunks_missed == 0
+
+
+async def test_a_killed_worker_leaks_no_lease(launch: Any, tmp_path: Path, directory: Path, network: Any) -> None:
+    """Killed while it holds a lease, which then expires."""
+    cache = Cache(launch, tmp_path)
+    service = launch(*worker_flags(directory, cache.address))
+    worker, client = WorkerClient(service.address), CacheClient(cache.address)
+    await ask(worker, [A])
+    await stored(cache, 2)
+    # A prompt that waits for room keeps its lease: a long answer holds the pool meanwhile.
+    long = worker.generate(request([ids(640, 4)], recipe="full_attention", max_tokens=80))
+    await anext(long)
+    waiting = asyncio.create_task(ask(worker, [A, B, C]))
+    async with asyncio.timeout(20):
+        while not (await client.stats()).active_leases and not waiting.done():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+    assert not waiting.done(), "answered before it was seen to hold a lease"
+    service.kill9()
+    with pytest.raises(errors.ServiceError):
+        await waiting
+    async with asyncio.timeout(20):
+        while (await client.stats()).active_leases:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await long.aclose()
+    await worker.close()
+    await client.close()
+
+
+async def test_sigterm_lets_answers_end(launch: Any, directory: Path, cache: Cache) -> None:
+    service = launch(*worker_flags(directory, cache.address))
+    worker = WorkerClient(service.address)
+    stream = worker.generate(request([A, B], max_tokens=300))
+    tokens = 0
+    async for event in stream:
+        tokens += event.HasField("token")
+        if tokens == 3:
+            service.process.send_signal(signal.SIGTERM)
+    assert event.HasField("summary")
+    assert event.summary.finish_reason == pb.FINISH_REASON_MAX_TOKENS
+    assert tokens == 300
+    await worker.close()
+    assert await asyncio.to_thread(service.wait) == 0
+    assert "Traceback" not in service.log
+    assert "fusionkv-worker stopped" in service.log
+
+
+STATUSES = {
+    "unknown recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
+    "ratio": ({"ratio": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "outside 0..1"),
+    "empty question": ({"question": pb.Tokens()}, grpc.StatusCode.INVALID_ARGUMENT, "the question is empty"),
+    "vocabulary": ({"system": pb.Tokens(ids=[260])}, grpc.StatusCode.INVALID_ARGUMENT, "token 260"),
+    "length": ({"sampling": pb.Sampling(max_tokens=5000)}, grpc.StatusCode.INVALID_ARGUMENT, "the model takes 4096"),
+    "sampling": ({"sampling": pb.Sampling(top_p=2)}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
+    "model": ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
+    "pool": ({"sampling": pb.Sampling(max_tokens=900)}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
+}
+
+
+@pytest.mark.parametrize("case", STATUSES)
+async def test_statuses(case: str, service: Any) -> None:
+    change, status, message = STATUSES[case]
+    fields = {
+        "recipe": "prophetkv",
+        "chunks": [pb.Chunk(ids=A)],
+        "question": pb.Tokens(ids=QUESTION),
+        "sampling": pb.Sampling(max_tokens=1),
+        **change,
+    }
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = fusion_pb2_grpc.FusionServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match=message) as caught:
+            async for _ in stub.Generate(pb.GenerateRequest(**fields)):
+                pass
+        assert caught.value.code() is status
+
+
+async def test_a_deadline(service: Any, worker: WorkerClient) -> None:
+    """The caller's deadline passes: DEADLINE_EXCEEDED, and what the request held is free for the next."""
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        stub = fusion_pb2_grpc.FusionServiceStub(channel)
+        for _ in range(3):
+            with pytest.raises(grpc.RpcError) as caught:
+                async for _ in stub.Generate(request([A], max_tokens=450), timeout=0.1):
+                    pass
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    started = time.perf_counter()
+    await evict(worker)  # needs the whole pool
+    assert time.perf_counter() - started < MARGIN
+
+
+async def test_requests_that_are_refused(worker: WorkerClient) -> None:
+    with pytest.raises(errors.InvalidArgument):
+        await worker.embed([])
+    with pytest.raises(errors.InvalidArgument):
+        await worker.encode(pb.EncodeRequest(chunk=pb.Tokens(ids=A)))
+    with pytest.raises(errors.FailedPrecondition):
+        await worker.encode(
+            pb.EncodeRequest(chunk=pb.Tokens(ids=A), mode=pb.EncodeRequest.MODE_EXACT, model_fingerprint=bytes(32))
+        )
+    assert (await worker.embed(["one", "two"])).shape == (2, 64)
+    assert (await worker.model()).family == "qwen3"
