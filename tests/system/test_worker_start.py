@@ -1,0 +1,129 @@
+"""A worker that can't serve says why in one line and exits with 1; one that can serves every reference model."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = sorted(p.parent for p in (ROOT / "models").glob("*/config.json"))
+
+
+def start(*flags: str) -> tuple[int, list[str]]:
+    """Exit status and lines on standard error of a worker that is expected to end by itself."""
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "fusionkv.fusion_worker",
+        "--listen",
+        "127.0.0.1:0",
+        "--device",
+        "cpu",
+        *flags,
+    ]
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == ""
+    return ended.returncode, ended.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that would be served, but for its name."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def changed(directory: Path, to: Path, **change: object) -> Path:
+    shutil.copytree(directory, to)
+    file = to / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    return to
+
+
+@pytest.mark.system
+def test_a_model_that_is_not_served(directory: Path, tmp_path: Path) -> None:
+    gpt2 = changed(directory, tmp_path / "gpt2", model_type="gpt2")
+    assert start("--model", str(gpt2)) == (
+        1,
+        ["fusionkv-worker: model family 'gpt2' is not served; served are: glm4, llama, mistral, qwen2, qwen3"],
+    )
+
+
+@pytest.mark.system
+def test_weights_that_are_damaged(directory: Path, tmp_path: Path) -> None:
+    damaged = changed(directory, tmp_path / "damaged")
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    status, lines = start("--model", str(damaged))
+    assert status == 1
+    assert len(lines) == 1
+    assert lines[0].startswith(f"fusionkv-worker: can't load the model in {damaged}: ")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--model", "/no/such/model"), "/no/such/model holds no config.json"),
+        (("--pool-bytes", "3"), "--pool-bytes: 3 is outside 1048576.."),
+        (("--config", "/no/such/file"), "can't read the configuration /no/such/file"),
+    ],
+    ids=["model", "pool", "file"],
+)
+def test_settings_that_make_no_sense(flags: tuple[str, ...], message: str) -> None:
+    status, lines = start(*flags)
+    assert (status, len(lines)) == (1, 1)
+    assert message in lines[0]
+
+
+@pytest.mark.skipif(not REFERENCE, reason="no reference model is committed")
+@pytest.mark.parametrize("directory", REFERENCE, ids=lambda p: p.name)
+async def test_reference_models_answer_as_transformers_does(directory: Path) -> None:
+    """Twenty greedy tokens of text, by full attention and with every token recomputed."""
+    model = models.load(directory, "cpu", "float32")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    template = model.template
+    texts = ("The code of the harbour is 4711.", "The baker lives in the mill.", "Nobody knows the gardener.")
+
+    def ids(text: str) -> list[int]:
+        return list(model.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    system = [*([] if model.bos is None else [model.bos]), *ids(template.system)]
+    chunks = [ids(template.chunk.replace("{text}", text)) for text in texts]
+    question = ids(template.question.replace("{question}", "What is the code of the harbour?"))
+    whole = torch.tensor([[*system, *sum(chunks, start=[]), *question]])  # noqa: RUF017 - three chunks
+    out = plain.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=20, do_sample=False)
+    expected = out[0, whole.shape[1] :].tolist()
+    servicer = FusionServicer(WorkerConfig(pool_bytes=64 << 20), model)
+    try:
+        for recipe in ("full_attention", "prophetkv"):
+            request = pb.GenerateRequest(
+                recipe=recipe,
+                ratio=1.0,
+                system=pb.Tokens(ids=system),
+                chunks=[pb.Chunk(ids=chunk) for chunk in chunks],
+                question=pb.Tokens(ids=question),
+                sampling=pb.Sampling(max_tokens=20),
+            )
+            found = [r.token.id async for r in servicer.Generate(request, None) if r.HasField("token")]
+            assert found == expected, recipe
+    finally:
+        await servicer.close()
