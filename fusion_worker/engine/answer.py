@@ -115,6 +115,8 @@ class Answerer:
             except CacheFault as fault:
                 log.warning("answered by plain prefill: %s", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
+                # What was found served no one: only the time it took counts.
+                summary.stages = Stages(seconds=summary.stages.seconds)
                 _degraded.add(1, {"fusionkv.recipe": recipe.name})
                 trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
         with clock(summary.stages, "load"):

@@ -209,11 +209,10 @@ async def _ready(residents: Iterable[Resident]) -> None:
 
 
 def _count(stages: Stages, wanted: Wanted, present: bool) -> None:
-    if wanted.entry is None and not present:
-        stages.encoded_tokens += len(wanted.chunk)
     if wanted.is_system:
         return
     if wanted.entry is None and not present:
+        stages.encoded_tokens += len(wanted.chunk)
         stages.missed += 1
         return
     kind = "exact" if wanted.lossless else "alternative"

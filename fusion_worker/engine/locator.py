@@ -111,6 +111,8 @@ class Locator:
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
         try:
+            if len(found.hits) != len(path):
+                raise CacheFault(f"the cache service answered {len(found.hits)} hits for a path of {len(path)}")
             yield found.hits
         finally:
             if found.lease:

@@ -131,9 +131,11 @@ async def test_a_fetch_that_fails(
         s = answer.summary
         assert tools.error(answer.logits[0], expected) < CLOSE
         assert s.degraded
-        assert "fetch" in s.degraded_reason
+        # A broken connection may fail the other request's lookup as well.
+        assert s.degraded_reason.startswith(("fetch failed: ", "lookup failed: "))
         assert s.ratio == 1.0
         assert s.tokens_recomputed == s.context_tokens == 160
+        assert (len(s.hits), s.chunks_missed, s.tokens_encoded, s.bytes_fetched) == (0, 0, 0, 0)
     # The fetch may also be told to delete what arrived damaged, with a timeout of its own.
     assert elapsed < LOOKUP + 2 * FETCH + 3
     await rig.settled()
