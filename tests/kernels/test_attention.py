@@ -1,7 +1,12 @@
 """Sparse attention and attention scores against matrices built token by token from the definition."""
 
+import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kernels import attention_scores, reference, sparse_attention
 from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import FEW_ROWS
 
@@ -18,6 +24,29 @@ torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting t
 TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
 DIMS = [32, 64, 80, 96, 128, 256]
 OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
+if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+    from fusionkv.kernels import sparse_attention_triton
+
+    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def on_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: "Spans", *rest: Any) -> torch.Tensor:
+        def there(x: Any) -> Any:
+            return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+
+        moved = [
+            Span(
+                s.start,
+                s.stop,
+                there(s.positions),
+                tuple(
+                    dataclasses.replace(g, positions=there(g.positions), hidden=there(g.hidden)) for g in s.segments
+                ),
+            )
+            for s in spans
+        ]
+        return sparse_attention_triton.sparse_attention(there(q), there(k), there(v), Spans(moved), *rest).cpu()
+
+    OPERATIONS["triton"] = on_device
 SCORES = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores}
 
 
@@ -32,7 +61,7 @@ class Case:
     seed: int
     rows: list["Request"] = field(default_factory=list)
 
-    def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Span]]:
+    def tensors(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
         """Queries, pools, spans. Slots that no segment names hold NaN; stale slots that are hidden hold 100s."""
         random = torch.Generator().manual_seed(self.seed)
         slots = sum(r.slots for r in self.rows) + 3
@@ -51,10 +80,10 @@ class Case:
             at, slot = at + len(positions), slot + request.slots
         k[~used] = v[~used] = float("nan")
         q = torch.randn(at, self.heads[0], self.dim, generator=random) * 2
-        return q.to(dtype), k.to(dtype), v.to(dtype), spans
+        return q.to(dtype), k.to(dtype), v.to(dtype), Spans(spans)
 
     def expected(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[Span]
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: Spans
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Output float64 [rows, heads, dim] and each span's scores float64 [last position + 1], token by token."""
         out = torch.zeros(q.shape, dtype=torch.float64)
@@ -186,7 +215,7 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40 if len(OPERATIONS) == 2 else 12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> None:
     check(case, *row)
 
@@ -237,7 +266,7 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     q, k, v, spans = case.tensors(torch.float32)
     both = sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1)
     for span in spans:
-        alone = sparse_attention.sparse_attention(q, k, v, [span], case.rotation, 0.1)
+        alone = sparse_attention.sparse_attention(q, k, v, Spans([span]), case.rotation, 0.1)
         assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
 
 
@@ -250,3 +279,19 @@ def test_the_inputs_are_only_read() -> None:
     attention_scores.attention_scores(tensors[0], tensors[1], tensors[3][0], case.rotation, 0.1)
     for old, new in zip(before, tensors[:3], strict=True):
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
+
+
+@pytest.mark.skipif(len(OPERATIONS) > 2, reason="this run has the Triton kernel already")
+def test_the_triton_kernel_in_the_interpreter() -> None:
+    """Triton decides at its import whether it interprets, hence a process of its own."""
+    pytest.importorskip("triton")
+    chosen = "test_ragged_batches or (test_every_path and scattered) or test_a_chunk_twice"
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert " passed" in run.stdout
