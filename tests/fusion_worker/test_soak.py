@@ -1,0 +1,75 @@
+"""Many requests at once over a pool that is too small and a cache service: evicted, fetched again, always right."""
+
+import asyncio
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from fusionkv.kvcache_service.client import CacheClient
+
+pytestmark = pytest.mark.system
+CLOSE = 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "mistral-window"])
+async def test_answers_under_pressure(
+    kind: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    plain = oracle(kind)
+    dice = random.Random(kind)
+    systems = [tools.random_ids(n, n) for n in (5, 9)]
+    chunks = [tools.random_ids(dice.randrange(1, 40), 100 + i) for i in range(12)]
+    prompts = []
+    for i in range(40):
+        parts = (dice.choice(systems), dice.choices(chunks, k=dice.randrange(5)), tools.random_ids(1 + i % 7, i))
+        prompts.append((parts, dice.choice([0.0, 0.3, 1.0])))
+    expected: list[Any] = []
+    for (system, context, question), ratio in prompts:
+        full = ratio == 1.0 or len(context) < 2
+        whole = plain.logits([*system, *itertools.chain(*context), *question]) if full else None
+        reuse = plain.after(plain.reused(system, context), question) if ratio == 0.0 and not full else None
+        expected.append(whole if full else reuse)
+
+    # Room for three or four of the prompts.
+    rig = await start(
+        kind, cache=cache_service, pool_bytes=600 * network_bytes(plain.network), max_requests=8, max_step_tokens=64
+    )
+    for _ in range(2):
+        answers = await asyncio.gather(
+            *(rig.ask(*parts, recipe="epic", ratio=r, tenant=tenant, max_tokens=3) for parts, r in prompts)
+        )
+        for answer, want in zip(answers, expected, strict=True):
+            assert not answer.summary.degraded
+            if want is not None:
+                assert tools.error(answer.logits[0], want) < CLOSE
+        rig.pool.check_integrity()
+        await rig.stored()
+    second = [a.summary for a in answers]
+    assert sum(s.tokens_encoded for s in second) == 0, "the second time all is found"
+    tiers = {h.tier for s in second for h in s.hits}
+    assert {"device", "memory"} <= tiers
+
+
+def network_bytes(network: Any) -> int:
+    """Of one token's KV."""
+    config = network.config
+    heads = config.num_key_value_heads
+    return int(config.num_hidden_layers * 2 * heads * (config.head_dim or 16) * 4)
+
+
+async def test_a_chunk_wanted_by_many_is_computed_once(
+    cache_service: str, start: Any, tools: Any, tenant: str
+) -> None:
+    rig = await start("llama", cache=cache_service)
+    client = CacheClient(cache_service)
+    before = (await client.stats()).puts
+    system, chunk, question = tools.random_ids(4, 1), tools.random_ids(30, 2), [1, 2]
+    answers = await asyncio.gather(*(rig.ask(system, [chunk], question, tenant=tenant) for _ in range(6)))
+    assert sorted(a.summary.tokens_encoded for a in answers) == [0] * 5 + [30]
+    assert sorted(a.summary.chunks_missed for a in answers) == [0] * 5 + [1]
+    assert len({tuple(a.ids) for a in answers}) == 1
+    await rig.stored()
+    assert (await client.stats()).puts - before == 2, "system prompt and chunk"
+    await client.close()
