@@ -1,0 +1,48 @@
+"""The demo on a small part of its corpus: every row is there, and what it reports holds together."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+RECIPES = ("full_attention", "full_reuse", "fusionrag")
+
+
+def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    lines = (root / "examples/corpus/questions.jsonl").read_text().splitlines()
+    story = json.loads(lines[0])["needs"][0].split("-")[0]
+    for page in (root / "examples/corpus").glob(f"{story}-*.md"):
+        shutil.copy(page, corpus)
+    chosen = [line for line in lines if f'"{story}-' in line][:3]
+    (corpus / "questions.jsonl").write_text("\n".join(chosen) + "\n")
+
+    out = tmp_path / "out/demo.json"
+    flags = ["--model", reference_model, "--corpus", corpus, "--out", out]
+    command = [sys.executable, "-P", root / "examples/demo.py", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [f.name for f in out.parent.iterdir()] == ["demo.json"], "the demo leaves no data behind"
+
+    rows = json.loads(out.read_text())["rows"]
+    assert len(rows) == len(chosen) * len(RECIPES) * 2
+    for row in rows:
+        summary, recipe = row["summary"], row["recipe"]
+        kinds = [summary[f"tokens_{kind}"] for kind in ("lossless", "reused", "recomputed")]
+        assert sum(kinds) == summary["context_tokens"] > 0
+        assert summary["recipe"] == recipe
+        assert 0 < summary["seconds"]["ttft"] <= summary["seconds"]["total"]
+        assert row["right"] == (row["answer"] == row["expected"])
+        if recipe == "full_attention":
+            assert kinds[2] == summary["context_tokens"]
+            assert row["right"]
+        if recipe == "full_reuse":
+            assert kinds[2] == 0
+        if recipe == "fusionrag":
+            assert 0 < kinds[2] < summary["context_tokens"]
+            assert summary["chunks_missed"] == 0, "its chunks were encoded ahead of time"
