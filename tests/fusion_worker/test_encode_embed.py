@@ -1,6 +1,7 @@
 """Encoding ahead of time and text vectors: what they store, what they answer, and when they refuse."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,18 @@ async def test_encoding_without_a_cache_service(start: Any, tenant: str) -> None
             with pytest.raises(Unavailable, match=message):
                 await rig.encode([1], [[2]], [3, 4], mode, tenant)
         await rig.settled()
+
+
+@pytest.mark.system
+async def test_a_cache_service_that_refuses_the_bytes(start: Any, launch: Any, tmp_path: Path, tenant: str) -> None:
+    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--max-entry-bytes", "10000")
+    rig = await start("llama", cache=launch("fusionkv.kvcache_service", *flags).address)
+    assert not (await rig.encode([1], [], [2] * 6, "EXACT", tenant)).existed
+    for mode in ("EXACT", "NEIGHBOURS"):
+        with pytest.raises(Unavailable, match="put at the cache service"):
+            await rig.encode([1], [], [2] * 7, mode, tenant)
+    answer = await rig.ask([1], [[2] * 7], [3], tenant=tenant)
+    assert not answer.summary.degraded
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is served, what is refused and why, and what a model's name, template and fingerprint are made of."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,6 +12,7 @@ import transformers
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.prompt import INSTRUCTION, PromptTemplate
+from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.errors import FailedPrecondition
 
 QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
@@ -202,3 +204,31 @@ def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str, 
     assert built == whole.removeprefix("<s>")
     assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
     assert "<s>" not in template.system
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        "{{ raise_exception('system first') }}",
+        "{% for m in messages %}{{ m['role'] }}{% endfor %}",
+        "{% for m in messages * 2 %}{{ m['content'] }}{% endfor %}",
+        "{% for m in messages %}{{ m[",
+        "{{ messages + 1 }}",
+    ],
+)
+def test_chat_templates_that_show_no_message_once(chat: str, tools: Any) -> None:
+    with pytest.raises(FailedPrecondition, match="chat template"):
+        PromptTemplate.of(tools.byte_tokenizer(chat_template=chat))
+
+
+@pytest.mark.parametrize(
+    ("kind", "interleaved", "share"), [("llama", True, 1.0), ("glm4", False, 1.0), ("glm4", True, 0.5)]
+)
+async def test_a_rotation_that_is_not_the_models_own(kind: str, interleaved: bool, share: float, start: Any) -> None:
+    def other(model: models.Model) -> models.Model:
+        frequencies = model.rotation.inv_freq
+        rotation = Rotation(frequencies[: int(len(frequencies) * share)], interleaved)
+        return dataclasses.replace(model, rotation=rotation)
+
+    with pytest.raises(FailedPrecondition, match="don't follow their rotary embedding"):
+        await start(kind, replace=other)
