@@ -46,4 +46,4 @@ def test_the_first_example_runs(root: Path, launch: Any, reference_model: Path, 
     code = example[1].replace("127.0.0.1:7072", gateway.address)
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert re.match(r"\s*\S+ 0\.\d+ \d+\n", done.stdout)
+    assert re.fullmatch(r".+ \d\.\d+ \d+\n", done.stdout)
