@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 import transformers
@@ -18,7 +17,6 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import errors
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 
 pytestmark = pytest.mark.system
 LOOKUP, FETCH = 0.5, 2.0
@@ -305,60 +303,3 @@ async def test_sigterm_lets_answers_end(launch: Any, directory: Path, cache: Cac
     assert await asyncio.to_thread(service.wait) == 0
     assert "Traceback" not in service.log
     assert "fusionkv-worker stopped" in service.log
-
-
-STATUSES = {
-    "unknown recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
-    "ratio": ({"ratio": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "outside 0..1"),
-    "empty question": ({"question": pb.Tokens()}, grpc.StatusCode.INVALID_ARGUMENT, "the question is empty"),
-    "vocabulary": ({"system": pb.Tokens(ids=[260])}, grpc.StatusCode.INVALID_ARGUMENT, "token 260"),
-    "length": ({"sampling": pb.Sampling(max_tokens=5000)}, grpc.StatusCode.INVALID_ARGUMENT, "the model takes 4096"),
-    "sampling": ({"sampling": pb.Sampling(top_p=2)}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
-    "model": ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
-    "pool": ({"sampling": pb.Sampling(max_tokens=900)}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
-}
-
-
-@pytest.mark.parametrize("case", STATUSES)
-async def test_statuses(case: str, service: Any) -> None:
-    change, status, message = STATUSES[case]
-    fields = {
-        "recipe": "prophetkv",
-        "chunks": [pb.Chunk(ids=A)],
-        "question": pb.Tokens(ids=QUESTION),
-        "sampling": pb.Sampling(max_tokens=1),
-        **change,
-    }
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = fusion_pb2_grpc.FusionServiceStub(channel)
-        with pytest.raises(grpc.RpcError, match=message) as caught:
-            async for _ in stub.Generate(pb.GenerateRequest(**fields)):
-                pass
-        assert caught.value.code() is status
-
-
-async def test_a_deadline(service: Any, worker: WorkerClient) -> None:
-    """The caller's deadline passes: DEADLINE_EXCEEDED, and what the request held is free for the next."""
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = fusion_pb2_grpc.FusionServiceStub(channel)
-        for _ in range(3):
-            with pytest.raises(grpc.RpcError) as caught:
-                async for _ in stub.Generate(request([A], max_tokens=450), timeout=0.1):
-                    pass
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    started = time.perf_counter()
-    await evict(worker)  # needs the whole pool
-    assert time.perf_counter() - started < MARGIN
-
-
-async def test_requests_that_are_refused(worker: WorkerClient) -> None:
-    with pytest.raises(errors.InvalidArgument):
-        await worker.embed([])
-    with pytest.raises(errors.InvalidArgument):
-        await worker.encode(pb.EncodeRequest(chunk=pb.Tokens(ids=A)))
-    with pytest.raises(errors.FailedPrecondition):
-        await worker.encode(
-            pb.EncodeRequest(chunk=pb.Tokens(ids=A), mode=pb.EncodeRequest.MODE_EXACT, model_fingerprint=bytes(32))
-        )
-    assert (await worker.embed(["one", "two"])).shape == (2, 64)
-    assert (await worker.model()).family == "qwen3"

@@ -1,0 +1,194 @@
+"""Tiny models of every family, and what a worker must answer, in plain transformers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+VOCABULARY = 260
+Ids = Sequence[int]
+# Tiny shapes: a second thread costs more in waiting than it saves.
+torch.set_num_threads(1)
+
+
+def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **more}
+
+
+_LLAMA3 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
+# Name -> (class of the configuration, what differs from `BASE`).
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "llama-linear": ("LlamaConfig", {"rope_parameters": _rope("linear", factor=2.0)}),
+    "llama-llama3": ("LlamaConfig", {"rope_parameters": _rope("llama3", **_LLAMA3)}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {"rope_parameters": _rope("yarn", factor=4.0, original_max_position_embeddings=64)},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 24}),
+    "mistral-window": ("MistralConfig", {"sliding_window": 24, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", {"num_key_value_heads": 4}),
+    "qwen2-window": ("Qwen2Config", {**_WINDOWED, "max_window_layers": 1}),
+    "qwen2-mixed": (
+        "Qwen2Config",
+        {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
+}
+BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    # Wide enough that attention is peaked and a stale copy differs from the fresh one by far more than rounding.
+    "initializer_range": 0.2,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "attn_implementation": "eager",
+}
+
+
+def byte_tokenizer(**more: Any) -> transformers.PreTrainedTokenizerFast:
+    """One token for each byte, so that characters beyond ASCII take several; 256 begins and 257 ends a sequence."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>", **more)
+
+
+def random_ids(count: int, seed: int) -> list[int]:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@cache
+def network(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A model with random weights, eager attention."""
+    name, more = FAMILIES[family]
+    torch.manual_seed(1)
+    config = getattr(transformers, name)(**{**BASE, **more})
+    made = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for parameter_name, parameter in made.named_parameters():
+        if parameter.dim() == 1:  # norms start as ones and biases as zeros: both would hide a missing one
+            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(parameter_name)))
+            parameter.data += 0.2 * noise.to(dtype)
+    return made
+
+
+@dataclass
+class Oracle:
+    """What the worker must answer, from an untouched model: dense, one request at a time, no code of ours."""
+
+    network: Any
+
+    @torch.inference_mode()
+    def logits(self, ids: Ids, **more: Any) -> torch.Tensor:
+        """float32 [vocabulary] after the last of `ids`."""
+        return self.network(torch.tensor([ids]), **more).logits[0, -1].float()
+
+    @torch.inference_mode()
+    def kv(self, ids: Ids, past: "KV | None" = None) -> "KV":
+        """Keys and values of every layer, each [1, kv_heads, tokens, head_dim]; `past` comes first."""
+        found = _cache_of(past) if past else DynamicCache()
+        self.network(torch.tensor([ids]), past_key_values=found)
+        return [(layer.keys, layer.values) for layer in found.layers]
+
+    def rotated(self, keys: torch.Tensor, shift: int) -> torch.Tensor:
+        """Keys moved on by `shift` positions, by one explicit rotation matrix over all channels."""
+        inv_freq = self.network.model.rotary_emb.inv_freq.double()
+        half, dim = len(inv_freq), keys.shape[-1]
+        matrix = torch.eye(dim, dtype=torch.float64)
+        for i, frequency in enumerate(inv_freq.tolist()):
+            a, b = (2 * i, 2 * i + 1) if self.network.config.model_type == "glm4" else (i, i + half)
+            angle = torch.tensor(frequency * shift, dtype=torch.float64)
+            matrix[a, a] = matrix[b, b] = angle.cos()
+            matrix[a, b], matrix[b, a] = -angle.sin(), angle.sin()
+        return (keys.double() @ matrix.T).to(keys.dtype)
+
+    def moved(self, kv: "KV", start: int, stop: int, shift: int) -> "KV":
+        """Tokens `[start, stop)` of `kv`, moved on by `shift`."""
+        return [(self.rotated(k[:, :, start:stop], shift), v[:, :, start:stop]) for k, v in kv]
+
+    def alone(self, system: Ids, chunk: Ids, position: int) -> "KV":
+        """A chunk as encoded after the system prompt alone, moved to `position`."""
+        at = len(system)
+        return self.moved(self.kv([*system, *chunk]), at, at + len(chunk), position - at)
+
+    def reused(self, system: Ids, chunks: Sequence[Ids]) -> "KV":
+        """System prompt and chunks by full reuse, at their places."""
+        parts = [self.kv(system)] if system else []
+        at = len(system)
+        for chunk in chunks:
+            parts.append(self.alone(system, chunk, at))
+            at += len(chunk)
+        return join(parts)
+
+    def after(self, kv: "KV | None", question: Ids) -> torch.Tensor:
+        """float32 [vocabulary]: the question computed over a given context."""
+        return self.logits(question, past_key_values=_cache_of(kv)) if kv else self.logits(question)
+
+    @torch.inference_mode()
+    def attention(self, kv: "KV", question: Ids, layers: Sequence[int]) -> torch.Tensor:
+        """float32 [context]: attention of the question into each context token, summed over rows, heads, layers."""
+        out = self.network(torch.tensor([question]), past_key_values=_cache_of(kv), output_attentions=True)
+        return torch.stack([out.attentions[i][0].float().sum((0, 1)) for i in layers]).sum(0)[: kv[0][0].shape[2]]
+
+    def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
+        """float32 [vocabulary]: all of `ids` computed densely, but in every layer the KV of context tokens that are
+        not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""
+        found = DynamicCache()
+        found.layers = [_Overlay(k, v, fresh) for k, v in stale]
+        return self.logits(ids, past_key_values=found)
+
+
+KV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def join(parts: Sequence[KV]) -> KV:
+    return [
+        (torch.cat([k for k, _ in layer], 2), torch.cat([v for _, v in layer], 2))
+        for layer in zip(*parts, strict=True)
+    ]
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference, relative to the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _cache_of(kv: KV | None) -> DynamicCache:
+    found = DynamicCache()
+    for i, (k, v) in enumerate(kv or []):
+        found.update(k, v, i)
+    return found
+
+
+class _Overlay(DynamicLayer):
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, fresh: torch.Tensor) -> None:
+        super().__init__()
+        self._stale, self._fresh = (keys, values), fresh[:, None]
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        context = len(self._fresh)
+        laid = [
+            torch.cat([torch.where(self._fresh, new[:, :, :context], old), new[:, :, context:]], 2)
+            for new, old in zip((key_states, value_states), self._stale, strict=True)
+        ]
+        return super().update(laid[0], laid[1], *rest, **more)

@@ -1,0 +1,128 @@
+"""Errors through real gRPC: each line of the Errors lists in fusion.proto, with its status and its reason."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.servicer import SERVICE
+from fusionkv.protos import errors, rpc
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
+
+
+@asynccontextmanager
+async def served(rig: Any) -> AsyncIterator[str]:
+    """Address of a server over the rig's servicer."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((rpc.handlers(SERVICE, rig.servicer),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(1)
+
+
+async def call(address: str, request: pb.GenerateRequest, timeout: float | None = None) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        async for _ in fusion_pb2_grpc.FusionServiceStub(channel).Generate(request, timeout=timeout):
+            pass
+
+
+STATUSES = {
+    "recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
+    "ratio": ({"ratio": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "outside 0..1"),
+    "question": ({"question": []}, grpc.StatusCode.INVALID_ARGUMENT, "the question is empty"),
+    "vocabulary": ({"system": [260]}, grpc.StatusCode.INVALID_ARGUMENT, "token 260"),
+    "length": ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "the model takes 2048"),
+    "sampling": ({"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
+    "model": ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
+    "pool": ({"max_tokens": 900}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
+}
+
+
+@pytest.mark.parametrize("case", STATUSES)
+async def test_generate(case: str, start: Any) -> None:
+    change, status, message = STATUSES[case]
+    rig = await start("llama", pool_bytes=1 << 20)
+    fields = {"system": [1], "chunks": [[2, 3]], "question": [4], **change}
+    request = rig.request(**fields)
+    async with served(rig) as address:
+        with pytest.raises(grpc.RpcError, match=message) as caught:
+            await call(address, request)
+    assert caught.value.code() is status
+
+
+async def test_the_queue_is_full(start: Any) -> None:
+    rig = await start("llama", max_requests=1, max_queue=0)
+    async with served(rig) as address:
+        gate, running = await rig.block([1], [[2]], [3])
+        with pytest.raises(grpc.RpcError, match="try again later") as caught:
+            await call(address, rig.request([1], [[2]], [3]))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        gate.opened.set()
+        await running
+        await call(address, rig.request([1], [[2]], [3]))
+
+
+@pytest.mark.parametrize("where", ["queue", "room", "engine", "decode"])
+async def test_a_deadline_frees_everything(where: str, start: Any) -> None:
+    more = {"max_requests": 1 if where == "queue" else 8, "pool_bytes": 1 << 20}
+    rig = await start("llama", replace=lambda m: dataclasses.replace(m, ends=frozenset()), **more)
+    held, gate, running = [], None, None
+    if where in ("queue", "engine"):
+        gate, running = await rig.block([1], [[2]], [3])
+    if where == "room":
+        held = [rig.pool.reserve(rig.pool.capacity)]
+    tokens = 1 if where != "decode" else 600
+    async with served(rig) as address:
+        with pytest.raises(grpc.RpcError) as caught:
+            await call(address, rig.request([1], [[2]], [3], max_tokens=tokens, stop=["\x00"]), timeout=0.3)
+        assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        for runs in held:
+            rig.pool.release(runs)
+        if gate is not None:
+            gate.opened.set()
+            await running
+        await rig.settled()
+        await call(address, rig.request([1], [[2]], [3]))
+
+
+async def test_a_caller_that_goes_away(start: Any) -> None:
+    rig = await start("llama")
+    async with served(rig) as address:
+        client = WorkerClient(address)
+        events = client.generate(rig.request([1], [[2]], [3], max_tokens=1500, stop=["\x00"]))
+        await anext(events)
+        assert rig.pool._fresh > 0
+        await events.aclose()
+        await rig.settled()
+        stream = asyncio.create_task(anext(client.generate(rig.request([1], [[2]], [3]))))
+        await stream
+        await client.close()
+        await rig.settled()
+
+
+async def test_encode_and_embed(start: Any) -> None:
+    rig = await start("llama")
+    chunk = pb.Tokens(ids=[1, 2])
+    exact = pb.EncodeRequest.MODE_EXACT
+    async with served(rig) as address:
+        client = WorkerClient(address)
+        with pytest.raises(errors.InvalidArgument, match="mode must be"):
+            await client.encode(pb.EncodeRequest(chunk=chunk))
+        with pytest.raises(errors.FailedPrecondition, match="fingerprint"):
+            await client.encode(pb.EncodeRequest(chunk=chunk, mode=exact, model_fingerprint=bytes(32)))
+        with pytest.raises(errors.Unavailable, match="no cache service"):
+            await client.encode(pb.EncodeRequest(chunk=chunk, mode=exact))
+        with pytest.raises(errors.InvalidArgument, match="texts"):
+            await client.embed([])
+        assert (await client.embed(["one", "two"])).shape == (2, 64)
+        assert (await client.model()).family == "llama"
+        await client.close()
