@@ -38,13 +38,13 @@ class Recipe:
 
 
 def _documents(blind: float) -> tuple[Stage, ...]:
-    direct = Size((3, 3), 0, (12, 18), codes=3, owners=0, houses=0, chains=(0,), roles=0)
+    links = Size((3, 3), 0, (16, 22), codes=2, owners=0, houses=3, chains=(1, 1, 1), roles=0)
     one = Size((4, 4), 0, (18, 26), codes=2, owners=1, houses=2, chains=(1, 1), roles=1)
     two = Size((5, 5), 0, (24, 34), codes=2, owners=1, houses=2, chains=(2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 2), roles=2)
     return (
-        Stage("direct", 32, size=direct),
-        Stage("one", 32, size=one, blind=blind),
+        Stage("links", 24, size=links, blind=blind),
+        Stage("one", 24, size=one, blind=blind),
         Stage("two", 24, size=two, blind=blind),
         Stage("three", 16, size=three, blind=blind),
         Stage("full", 16, blind=blind),

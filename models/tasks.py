@@ -163,7 +163,7 @@ class _Story:
         host, guest = self.names.person(), self.names.person()
         first, second = self.pick(2)
         self.put(first, sentence(f"{host} lives in {city}", host, 3))
-        self.put(second, sentence(f"{guest} stays with {host}", guest, 3, city))
+        self.put(second, sentence(f"{guest} stays in the city {host} lives in", guest, 7, city))
         self.ask("twohop", f"city of {guest}", city, first, second)
 
     def add_chain(self, depth: int) -> None:
@@ -171,7 +171,7 @@ class _Story:
         for i, page in enumerate(pages):
             name = self.names.person()
             if previous:
-                self.put(page, sentence(f"{name} scored what {previous} scored", name, 3, score))
+                self.put(page, sentence(f"{name} scored what {previous} scored", name, 4, score))
                 self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1])
             else:
                 self.put(page, sentence(f"{name} scored {score}", name, 2))
@@ -228,7 +228,7 @@ def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
     if 2 in kinds:
         made.put(0, sentence(f"{names.person()} owns the {rng.choice(words.ITEMS)}"))
     if 3 in kinds:
-        made.put(0, sentence(f"{names.person()} stays with {names.person()}"))
+        made.put(0, sentence(f"{names.person()} stays in the city {names.person()} lives in"))
     if 4 in kinds:
         made.put(0, sentence(f"{names.person()} scored what {names.person()} scored"))
     return made.finish(size.tokens)[0]

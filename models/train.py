@@ -17,6 +17,8 @@ from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
+_OWNER_DEPTH = 2  # after how many layers a value's token must tell whom it belongs to
+_RESOLVED_DEPTH = 4  # after how many a reference must tell what it stands for: the last layer can then read it
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -55,16 +57,23 @@ def collate(sequences: list[Sequence]) -> Batch:
 def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(
-            input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.position, use_cache=False
-        ).last_hidden_state
+        out = model.model(
+            input_ids=batch.ids,
+            attention_mask=batch.mask,
+            position_ids=batch.position,
+            use_cache=False,
+            output_hidden_states=True,
+        )
         asked = batch.answer != NONE
-        scores = model.lm_head(hidden[asked]).float()
-        marks = [(model.lm_head(hidden[m != NONE]).float(), m[m != NONE]) for m in (batch.resolved, batch.owner)]
+        scores = model.lm_head(out.last_hidden_state[asked]).float()
+        auxiliary = torch.zeros(())
+        for marks, depth in ((batch.owner, _OWNER_DEPTH), (batch.resolved, _RESOLVED_DEPTH)):
+            if (marked := marks != NONE).any():
+                found = model.lm_head(model.model.norm(out.hidden_states[depth][marked]))
+                auxiliary = auxiliary + cross_entropy(found.float(), marks[marked])
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    auxiliary = sum((cross_entropy(s, m) for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(
@@ -172,14 +181,13 @@ def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
         line = run.step(done)
         if run.steps % 50 == 0:
             print(line, flush=True)
-        if run.advance():
-            print(
-                f"after {run.steps} steps, {run.seconds / 60:.1f} min: {run.recipe.stages[run.stage].name}",
-                flush=True,
-            )
+        advanced = run.advance()
+        name = run.recipe.stages[run.stage].name
+        if advanced:
+            print(f"after {run.steps} steps, {run.seconds / 60:.1f} min: {name}", flush=True)
+        if states and (advanced or run.steps % 100 == 0):
+            run.store(states / f"{name if advanced else 'latest'}.pt")
             save(run.model, run.tokenizer, out)
-            if states:
-                run.store(states / f"{run.recipe.stages[run.stage].name}.pt")
     save(run.model, run.tokenizer, out)
     print(f"saved {out} after {run.steps} steps, {run.seconds / 60:.1f} minutes", flush=True)
 
@@ -191,7 +199,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
     parser.add_argument("--minutes", type=float, default=55.0, help="of computing at most; the decay adapts")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--states", type=Path, help="folder for the run's state at the start of each stage")
+    parser.add_argument(
+        "--states", type=Path, help="folder for the run's state, at each stage's start and the latest"
+    )
     parser.add_argument("--resume", type=Path, help="a stored state to go on from")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

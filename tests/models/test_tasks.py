@@ -42,7 +42,7 @@ def solve(pages: list[str], question: str) -> str | None:
     if what == "items":
         return " and ".join(item for _, item in find(rf"{who} owns the (\w+)"))
     if what == "city":
-        host = find(rf"{who} stays with (\w+)")[0][1]
+        host = find(rf"{who} stays in the city (\w+) lives in")[0][1]
         return find(rf"{host} lives in (\w+)")[0][1]
     if what == "score":
         while not (direct := find(rf"{who} scored (\d+)")):
