@@ -164,6 +164,7 @@ class _Story:
         first, second = self.pick(2)
         self.put(first, sentence(f"{host} lives in {city}", host, 3))
         self.put(second, sentence(f"{guest} stays in the city {host} lives in", guest, 7, city))
+        self.ask("single", f"city of {host}", city, first)
         self.ask("twohop", f"city of {guest}", city, first, second)
 
     def add_chain(self, depth: int) -> None:
@@ -175,6 +176,7 @@ class _Story:
                 self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1])
             else:
                 self.put(page, sentence(f"{name} scored {score}", name, 2))
+                self.ask("single", f"score of {name}", score, page)
             previous = name
 
     def add_roles(self, items: list[str]) -> None:

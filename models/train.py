@@ -17,8 +17,8 @@ from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
-_OWNER_DEPTH = 2  # after how many layers a value's token must tell whom it belongs to
-_RESOLVED_DEPTH = 4  # after how many a reference must tell what it stands for: the last layer can then read it
+_OWNER_DEPTHS = (2,)  # after how many layers a value's token must tell whom it belongs to
+_RESOLVED_DEPTHS = (3, 4)  # after how many a reference must tell what it stands for: later layers then read it
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -67,10 +67,11 @@ def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tenso
         asked = batch.answer != NONE
         scores = model.lm_head(out.last_hidden_state[asked]).float()
         auxiliary = torch.zeros(())
-        for marks, depth in ((batch.owner, _OWNER_DEPTH), (batch.resolved, _RESOLVED_DEPTH)):
+        for marks, depths in ((batch.owner, _OWNER_DEPTHS), (batch.resolved, _RESOLVED_DEPTHS)):
             if (marked := marks != NONE).any():
-                found = model.lm_head(model.model.norm(out.hidden_states[depth][marked]))
-                auxiliary = auxiliary + cross_entropy(found.float(), marks[marked])
+                for depth in depths:
+                    found = model.lm_head(model.model.norm(out.hidden_states[depth][marked]))
+                    auxiliary = auxiliary + cross_entropy(found.float(), marks[marked]) / len(depths)
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
