@@ -25,6 +25,8 @@ _SERVICE = "/kvcache.v1.KVCacheService/"
 _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
 _HASH_INLINE_BYTES = 1 << 20
+# A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
+_DELETE_DAMAGED_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ class CacheClient:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
             with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
-                await self.delete([entry.key], timeout=timeout)
+                await self.delete([entry.key], timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     async def put(
