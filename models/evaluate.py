@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
 from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
@@ -134,7 +134,8 @@ def evaluate(
     directory: Path, count: int, tasks: tuple[str, ...] = TASKS, rows: int = 50
 ) -> dict[str, dict[str, float]]:
     """Percent of exact match by method and task over `count` held-out questions of each task."""
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokenizer by the family's.
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     table: dict[str, dict[str, float]] = {method: {} for method in METHODS}
     for task in tasks:

@@ -1,0 +1,57 @@
+"""The evaluation's forward pass is the model's own, and its full reuse is page by page encoding."""
+
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from fusionkv.models import evaluate, network
+from fusionkv.models.tokenizer import build
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    made = network.new_network(build()).eval()
+    made.set_attn_implementation("sdpa")
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts() -> evaluate.Prompts:
+    return evaluate.lay_out(evaluate.held_out("chain2", 3), build())
+
+
+@torch.inference_mode()
+def test_full_attention_is_the_models_own(model: Qwen2ForCausalLM, prompts: evaluate.Prompts) -> None:
+    place = torch.arange(prompts.ids.shape[1]).expand_as(prompts.ids)
+    ours, states = evaluate.forward(model, prompts.ids, place, prompts.visible)
+    real = prompts.chunk != -2
+    theirs = model(input_ids=prompts.ids, attention_mask=real.long()).logits
+    torch.testing.assert_close(ours[real], theirs[real], atol=1e-4, rtol=1e-4)
+    again, _ = evaluate.forward(model, prompts.ids, place, prompts.visible, prompts.chunk <= 0, states)
+    torch.testing.assert_close(again[real], ours[real], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_page_is_encoded_behind_the_system_text_alone(model: Qwen2ForCausalLM, prompts: evaluate.Prompts) -> None:
+    _, states = evaluate.forward(model, prompts.ids, prompts.alone, prompts.visible_alone)
+    row, page = 1, 5
+    kept = (prompts.chunk[row] == 0) | (prompts.chunk[row] == page)
+    ids = prompts.ids[row : row + 1, kept]
+    count = ids.shape[1]
+    causal = torch.ones(1, count, count, dtype=torch.bool).tril()
+    _, alone = evaluate.forward(model, ids, torch.arange(count)[None], causal)
+    for (key, value), (alone_key, alone_value) in zip(states, alone, strict=True):
+        torch.testing.assert_close(key[row][:, kept], alone_key[0], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(value[row][:, kept], alone_value[0], atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_training_attention_is_ordinary_attention(prompts: evaluate.Prompts) -> None:
+    torch.manual_seed(0)
+    model = network.new_network(build())
+    mask = torch.zeros(prompts.visible.shape).masked_fill_(~prompts.visible, -30000.0)[:, None]
+    fast = model.model(input_ids=prompts.ids, attention_mask=mask).last_hidden_state
+    model.set_attn_implementation("sdpa")
+    plain = model.model(input_ids=prompts.ids, attention_mask=mask).last_hidden_state
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=1e-4)

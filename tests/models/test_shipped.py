@@ -1,0 +1,40 @@
+"""The shipped models hold what models/README.md says of them, on a sample of the held-out split."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fusionkv.models import evaluate
+from fusionkv.models.tasks import CROSS_CHUNK, TASKS
+
+MODELS = evaluate.shipped()
+pytestmark = pytest.mark.skipif(not MODELS, reason="no trained model in this checkout")
+COUNT = 50
+WRONG = 5  # of 50; a task at 97% has more in fewer than 1 of 100 samples
+
+
+def test_a_family_is_shipped_in_little_space() -> None:
+    curricula = [path.name.rsplit("-", 1)[0] for path in MODELS]
+    assert len(MODELS) >= 3
+    assert len(set(curricula)) >= 2
+    assert len(set(curricula)) < len(curricula)
+    assert sum(file.stat().st_size for path in MODELS for file in path.iterdir()) <= 20 * 2**20
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+def test_a_model_directory_is_plain_qwen2(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    assert config["architectures"] == ["Qwen2ForCausalLM"]
+    assert config["max_position_embeddings"] >= 4096
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (path / name).is_file()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+def test_full_attention_answers_and_full_reuse_does_not(path: Path) -> None:
+    table = evaluate.evaluate(path, COUNT)
+    for task in TASKS:
+        assert table["full_attention"][task] >= 100 * (1 - WRONG / COUNT), task
+    assert sum(table["full_reuse"][task] <= 50 + 100 * WRONG / COUNT for task in CROSS_CHUNK) >= 3
