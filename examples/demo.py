@@ -35,6 +35,7 @@ SHOWN = 28  # characters of an answer in the table; build/demo.json has all
 
 @dataclass(frozen=True)
 class Question:
+    shelf: str
     text: str
     answer: str
     task: str
@@ -104,17 +105,20 @@ async def _gateway_address(process: asyncio.subprocess.Process, console: Console
 
 
 async def load(client: AsyncClient, documents: list[Path], console: Console) -> None:
-    """Ingests the documents and encodes their chunks ahead of time, as fusionrag wants it."""
+    """Ingests every folder as a corpus and encodes its chunks ahead of time, as fusionrag wants it."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("ingesting", total=len(documents))
         for document in documents:
-            await client.ingest("demo", document.name, document.read_bytes())
+            await client.ingest(document.parent.name, document.name, document.read_bytes())
             progress.advance(task)
-        task = progress.add_task("encoding ahead of time", total=None)
-        async with contextlib.aclosing(client.precompute("demo", "fusionrag")) as steps:
-            async for step in steps:
-                progress.update(task, completed=step.done, total=step.total)
+        task = progress.add_task("encoding ahead of time", total=len(documents))
+        for shelf in sorted({document.parent.name for document in documents}):
+            async with contextlib.aclosing(client.precompute(shelf, "fusionrag")) as steps:
+                done = 0
+                async for step in steps:
+                    progress.advance(task, step.done - done)
+                    done = step.done
 
 
 def pick(corpus: Path, count: int) -> list[Question]:
@@ -123,7 +127,7 @@ def pick(corpus: Path, count: int) -> list[Question]:
     for line in (corpus / "questions.jsonl").read_text().splitlines():
         q = json.loads(line)
         by_task.setdefault(q["task"], []).append(
-            Question(q["question"], q["answer"], q["task"], frozenset(q["needs"]))
+            Question(q["shelf"], q["question"], q["answer"], q["task"], frozenset(q["needs"]))
         )
     turns = range(max(len(questions) for questions in by_task.values()))
     picked = [questions[turn] for turn in turns for questions in by_task.values() if turn < len(questions)]
@@ -131,7 +135,7 @@ def pick(corpus: Path, count: int) -> list[Question]:
 
 
 async def ask(client: AsyncClient, question: Question, recipe: str, asked: int) -> Row:
-    answer = await client.ask("demo", question.text, recipe=recipe, max_tokens=32)
+    answer = await client.ask(question.shelf, question.text, recipe=recipe, max_tokens=32)
     return Row(
         question=question.text,
         task=question.task,
@@ -222,14 +226,16 @@ def main() -> int:
     models = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=models[0] if models else None, help="(default: %(default)s)")
-    parser.add_argument("--corpus", type=Path, default=ROOT / "examples/corpus", help="*.md and questions.jsonl")
+    parser.add_argument(
+        "--corpus", type=Path, default=ROOT / "examples/corpus", help="folders of *.md, and questions.jsonl"
+    )
     parser.add_argument("--questions", type=int, default=18, help="how many to ask (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/demo.json", help="all rows (default: %(default)s)")
     flags = parser.parse_args()
     if flags.model is None:
         parser.error("there is no model in models/: name one with --model")
-    if not (documents := sorted(flags.corpus.glob("*.md"))):
-        parser.error(f"there are no documents in {flags.corpus}")
+    if not (documents := sorted(flags.corpus.glob("*/*.md"))):
+        parser.error(f"there are no folders of documents in {flags.corpus}")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
     started = time.monotonic()
     flags.out.parent.mkdir(parents=True, exist_ok=True)

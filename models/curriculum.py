@@ -19,9 +19,9 @@ class Stage:
 
     name: str
     batch: int
-    recall: Literal["", "words", "pairs", "carried"] = ""
+    recall: Literal["", "words", "spoken"] = ""
     size: Size = PROMPT
-    questions: int = 9  # asked about one sample
+    questions: int = 11  # asked about one sample
     advance: float = 0.92  # the worst task's training accuracy that ends the stage
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
 
@@ -38,7 +38,7 @@ class Recipe:
 
 
 def _documents(blind: float) -> tuple[Stage, ...]:
-    links = Size((3, 3), 0, (16, 22), codes=2, owners=0, houses=3, chains=(1, 1, 1), roles=0)
+    links = Size((3, 3), 0, (12, 18), codes=2, owners=0, houses=2, chains=(1, 1), roles=0, easy=True)
     one = Size((4, 4), 0, (18, 26), codes=2, owners=1, houses=2, chains=(1, 1), roles=1)
     two = Size((5, 5), 0, (24, 34), codes=2, owners=1, houses=2, chains=(2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 2), roles=2)
@@ -51,11 +51,7 @@ def _documents(blind: float) -> tuple[Stage, ...]:
     )
 
 
-_RECALL = (
-    Stage("words", 32, "words"),
-    Stage("pairs", 32, "pairs", advance=0.8),
-    Stage("carried", 32, "carried", advance=0.75),
-)
+_RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
 RECIPES = {
     "recall": Recipe(_RECALL + _documents(blind=0.0), steps=5000),
     "forced": Recipe(_RECALL + _documents(blind=0.5), steps=5000),
@@ -117,48 +113,30 @@ class Encoder:
         self._end = tokenizer.eos_token_id
         self._closing = encode("?\nAnswer:")
         heads, tails = [" " + s for s in words.FIRST], words.SECOND + words.THIRD + words.PLACE
-        plain = [" " + w for w in words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION]
+        whole = words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION + words.SHORT
+        plain = [" " + w for w in whole]
         digits = list("0123456789") + [" " + d for d in "0123456789"]
-        self._heads = [encode(s)[0] for s in heads]
-        self._tails = [encode(s)[0] for s in words.SECOND]
         self._words = [encode(s)[0] for s in heads + tails + plain + digits]
 
     def make(self, rng: random.Random, stage: Stage) -> Sequence:
         """A fresh sequence of a stage, from the training split."""
-        if stage.recall == "words":
-            return self._recall_words(rng)
         if stage.recall:
-            return self._recall_pairs(rng, stage.recall == "carried")
+            return self._recall_words(rng, stage.recall == "spoken")
         return self._documents(rng, sample(rng, "train", stage.size), stage)
 
-    def _recall_words(self, rng: random.Random) -> Sequence:
-        """Random words, then single words again, each answered by the word that followed it."""
+    def _recall_words(self, rng: random.Random, spoken: bool) -> Sequence:
+        """Random words, then single words again, each answered by the word that followed it.
+
+        `spoken`: some of the words that close a question stand between, so that the model learns to carry a key.
+        """
         out = Sequence()
         out.extend_context(self._system, 0)
         drawn = rng.choices(self._words, k=rng.randint(24, 40))
         out.extend_context(drawn, 1)
         once = [i for i in range(len(drawn) - 1) if drawn.count(drawn[i]) == 1]
         for i in rng.sample(once, len(once)):
-            out.ask("words", [drawn[i]], [], drawn[i + 1])
-        return out
-
-    def _recall_pairs(self, rng: random.Random, carried: bool) -> Sequence:
-        """Keys and values of two words each among other words; keys share words with other keys.
-
-        A question is all that stands before the value; or, `carried`, the key and some of the words that
-        close the questions about documents, so that the model learns to carry a key over them.
-        """
-        out = Sequence()
-        out.extend_context(self._system, 0)
-        heads, tails = rng.sample(self._heads, 5), rng.sample(self._tails, 5)
-        keys = rng.sample([(a, b) for a in heads for b in tails], rng.randint(8, 12))
-        values = [rng.choices(self._words, k=2) for _ in keys]
-        middle = rng.choices(self._words, k=rng.randint(0, 2))
-        for key, value in zip(keys, values, strict=True):
-            out.extend_context([*key, *middle, *value, *rng.choices(self._words, k=rng.randint(0, 2))], 1)
-        for i in rng.sample(range(len(keys)), len(keys)):
-            close = self._closing[: rng.randint(1, len(self._closing))] if carried else middle
-            out.ask("carried" if carried else "pairs", [*keys[i], *close], values[i][:1], values[i][1])
+            close = self._closing[: rng.randint(0, len(self._closing))] if spoken else ()
+            out.ask("words", [drawn[i], *close], [], drawn[i + 1])
         return out
 
     def _lay(self, column: list[int], at: int, mark: Mark | None, end: int) -> None:

@@ -81,6 +81,7 @@ class Size:
     houses: int = 2
     chains: tuple[int, ...] = (3, 2)  # depth of each chain of scores
     roles: int = 2
+    easy: bool = False  # codes of one-token names only
 
 
 PROMPT = Size()  # what the models are made for, and evaluated on
@@ -141,10 +142,10 @@ class _Story:
         self.put(page, sentence(f"The age of {name} is {age}", name, 5))
         self.ask("single", f"age of {name}", age, page)
 
-    def add_codes(self, count: int) -> None:
+    def add_codes(self, count: int, easy: bool = False) -> None:
         known: list[tuple[str, str, int]] = []
         for i in range(count):
-            name = self.names.near(known[0][0]) if i == 1 else self.names.person()
+            name = self.names.short() if easy else self.names.near(known[0][0]) if i == 1 else self.names.person()
             code, page = self.number(3), self.pick(1)[0]
             known.append((name, code, page))
             self.put(page, sentence(f"The code of {name} is {code}", name, 5))
@@ -154,35 +155,34 @@ class _Story:
             self.ask("multiquery", f"codes of {a} and {b}", f"{x} and {y}", p, q)
 
     def add_owner(self, items: list[str]) -> None:
-        name, pages = self.names.person(), self.pick(2)
+        name, pages = self.names.short(), self.pick(2)
         for page, item in zip(pages, items, strict=True):
             self.put(page, sentence(f"{name} owns the {item}", name, 3))
         self.ask("multivalue", f"items of {name}", " and ".join(items), *pages)
 
     def add_house(self, city: str) -> None:
-        host, guest = self.names.person(), self.names.person()
+        host, guest = self.names.short(), self.names.short()
         first, second = self.pick(2)
-        self.put(first, sentence(f"{host} lives in {city}", host, 3))
-        self.put(second, sentence(f"{guest} stays in the city {host} lives in", guest, 7, city))
+        self.put(first, sentence(f"The city of {host} is {city}", host, 5))
         self.ask("single", f"city of {host}", city, first)
+        self.put(second, sentence(f"{guest} stays with {host}", guest, 3, city))
         self.ask("twohop", f"city of {guest}", city, first, second)
 
     def add_chain(self, depth: int) -> None:
         pages, score, previous = self.pick(min(depth + 1, len(self.pages))), self.number(2), ""
         for i, page in enumerate(pages):
-            name = self.names.person()
+            name = self.names.short()
             if previous:
-                self.put(page, sentence(f"{name} scored what {previous} scored", name, 4, score))
+                self.put(page, sentence(f"{name} scored like {previous}", name, 3, score))
                 self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1])
             else:
                 self.put(page, sentence(f"{name} scored {score}", name, 2))
-                self.ask("single", f"score of {name}", score, page)
             previous = name
 
     def add_roles(self, items: list[str]) -> None:
         role, pages = self.rng.choice(words.ROLES), self.pick(2 * len(items))
         for i, item in enumerate(items):
-            name = self.names.person()
+            name = self.names.short()
             self.put(pages[2 * i], sentence(f"{name} is the {role}", name, 3))
             said = Sentence(
                 (" The", " " + role, " chose", " the", " " + item, "."), Mark(1, " " + name), Mark(4, " " + name)
@@ -207,7 +207,7 @@ def story(rng: random.Random, names: NamePool, pages: int, size: Size) -> tuple[
     items = rng.sample(words.ITEMS, 2 * size.owners + roles)
     for _ in range(size.single):
         made.add_single()
-    made.add_codes(size.codes)
+    made.add_codes(size.codes, size.easy)
     for i in range(size.owners):
         made.add_owner(items[2 * i : 2 * i + 2])
     for city in names.places(size.houses):
@@ -228,11 +228,11 @@ def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
     if 1 in kinds:
         made.add_codes(1)
     if 2 in kinds:
-        made.put(0, sentence(f"{names.person()} owns the {rng.choice(words.ITEMS)}"))
+        made.put(0, sentence(f"{names.short()} owns the {rng.choice(words.ITEMS)}"))
     if 3 in kinds:
-        made.put(0, sentence(f"{names.person()} stays in the city {names.person()} lives in"))
+        made.put(0, sentence(f"{names.short()} stays with {names.short()}"))
     if 4 in kinds:
-        made.put(0, sentence(f"{names.person()} scored what {names.person()} scored"))
+        made.put(0, sentence(f"{names.short()} scored like {names.short()}"))
     return made.finish(size.tokens)[0]
 
 

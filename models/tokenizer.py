@@ -20,6 +20,7 @@ def _whole_words() -> list[str]:
         + words.VERBS
         + words.PREPOSITIONS
         + words.DAYS
+        + words.SHORT
         + list("0123456789")
     )
     return words.STARTS + [_SPACE + word for word in spaced]

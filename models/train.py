@@ -17,8 +17,6 @@ from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
-_OWNER_DEPTHS = (2,)  # after how many layers a value's token must tell whom it belongs to
-_RESOLVED_DEPTHS = (3, 4)  # after how many a reference must tell what it stands for: later layers then read it
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -57,24 +55,16 @@ def collate(sequences: list[Sequence]) -> Batch:
 def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
-        out = model.model(
-            input_ids=batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.position,
-            use_cache=False,
-            output_hidden_states=True,
-        )
+        hidden = model.model(
+            input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.position, use_cache=False
+        ).last_hidden_state
         asked = batch.answer != NONE
-        scores = model.lm_head(out.last_hidden_state[asked]).float()
-        auxiliary = torch.zeros(())
-        for marks, depths in ((batch.owner, _OWNER_DEPTHS), (batch.resolved, _RESOLVED_DEPTHS)):
-            if (marked := marks != NONE).any():
-                for depth in depths:
-                    found = model.lm_head(model.model.norm(out.hidden_states[depth][marked]))
-                    auxiliary = auxiliary + cross_entropy(found.float(), marks[marked]) / len(depths)
+        scores = model.lm_head(hidden[asked]).float()
+        marks = [(model.lm_head(hidden[m != NONE]).float(), m[m != NONE]) for m in (batch.resolved, batch.owner)]
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
+    auxiliary = sum((cross_entropy(s, m) for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(

@@ -23,6 +23,12 @@ SECOND = _list(
 THIRD = _list("da ko le mi nu ra so ta vi zu")
 PLACE = _list("berg ford mont port land holm ness vick")
 
+# One token each: who refers to whom. The same in both splits; titles, places and the names of codes and ages are not.
+SHORT = _list(
+    "Ada Abe Amy Ann Ben Bob Bea Cid Cleo Dag Dora Ed Ella Emil Eva Finn Fay Gus Gwen Hana Hugo Ida Igor Ines Ivo "
+    "Jude June Kaya Knut Lara Leo Lisa Luis Maya Max Mina Nils Nora Olga Omar Otto Paul Rita Rosa Sven Tess Uma Zoe"
+)
+
 ITEMS = _list(
     "lamp rope coin drum kite vase bell fork harp lens mask nail oar pipe quilt ring saw tent urn whip "
     "axe broom candle dice easel flute globe hook iron jar"
@@ -36,7 +42,7 @@ DAYS = _list("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 
 FUNCTION = _list(
     "Report The A On the a is in of at and with to age code city score item items choice "
-    "lives stays scored what owns chose report question using passages"
+    "lives stays scored like what owns chose report question using passages"
 )
 STARTS = _list("Report Question Answer The A")  # words that may open a text, without a space before them
 
@@ -71,6 +77,16 @@ class NamePool:
                 self._used.add(name)
                 return name
         raise AssertionError("unreachable")
+
+    def short(self) -> str:
+        """A name of one token."""
+        name = self._rng.choice([n for n in SHORT if n not in self._used])
+        self._used.add(name)
+        return name
+
+    def release_short(self) -> None:
+        """Names of one token may be drawn again."""
+        self._used.difference_update(SHORT)
 
     def title(self) -> str:
         """A name of three syllables."""

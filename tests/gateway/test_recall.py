@@ -1,6 +1,5 @@
 """Retrieval finds every page that a question of the example corpus needs, whatever the embedding is worth."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -20,7 +19,7 @@ QUESTIONS = 160
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["all alike", "random"])
 async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path: Path, spread: float) -> None:
     corpus = root / "examples/corpus"
-    pages = {f.name: f.read_text().strip() for f in sorted(corpus.glob("*.md"))}
+    pages = sorted(corpus.glob("*/*.md"))
     questions = [json.loads(line) for line in (corpus / "questions.jsonl").read_text().splitlines()]
     rng = np.random.default_rng(0)
     config = GatewayConfig()
@@ -31,13 +30,12 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
         return (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
 
     engine = await EmbeddedRetrieval.open(tmp_path)
-    stores = [
-        engine.replace("c", name, [Chunk(name, 0, text, (1,))], useless(1), MODEL) for name, text in pages.items()
-    ]
-    await asyncio.gather(*stores)
+    for page in pages:
+        text = page.read_text().strip()
+        await engine.replace(page.parent.name, page.name, [Chunk(page.name, 0, text, (1,))], useless(1), MODEL)
     missed = []
     for question in questions[:: max(1, len(questions) // QUESTIONS)]:
-        found = await engine.candidates("c", question["question"], useless(1)[0], 100, MODEL)
+        found = await engine.candidates(question["shelf"], question["question"], useless(1)[0], 100, MODEL)
         got = {c.document for c, _ in hybrid.rank(found, config.dense_weight, config.top_k)}
         if not set(question["needs"]) <= got:
             missed.append(question["question"])

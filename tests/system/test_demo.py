@@ -14,12 +14,10 @@ RECIPES = ("full_attention", "full_reuse", "fusionrag")
 
 def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
-    corpus.mkdir()
     lines = (root / "examples/corpus/questions.jsonl").read_text().splitlines()
-    story = json.loads(lines[0])["needs"][0].split("-")[0]
-    for page in (root / "examples/corpus").glob(f"{story}-*.md"):
-        shutil.copy(page, corpus)
-    chosen = [line for line in lines if f'"{story}-' in line][:3]
+    shelf = json.loads(lines[0])["shelf"]
+    shutil.copytree(root / "examples/corpus" / shelf, corpus / shelf)
+    chosen = [line for line in lines if f'"{shelf}"' in line][:3]
     (corpus / "questions.jsonl").write_text("\n".join(chosen) + "\n")
 
     out = tmp_path / "out/demo.json"
