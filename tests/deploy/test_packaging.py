@@ -15,7 +15,7 @@ import pytest
 EXTRAS = {
     "protos": set(),
     "kernels": {"worker", "gpu"},
-    "kvcache_service": {"cache", "gds"},
+    "kvcache_service": {"cache"},
     "fusion_worker": {"worker", "gpu"},
     "gateway": {"gateway"},
     "models": {"worker"},
