@@ -46,7 +46,7 @@ def _documents(blind: float) -> tuple[Stage, ...]:
         Stage("links", 24, size=links, blind=blind),
         Stage("one", 24, size=one, blind=blind),
         Stage("two", 24, size=two, blind=blind),
-        Stage("three", 16, size=three, blind=blind),
+        Stage("three", 16, size=three, blind=blind, advance=0.8),
         Stage("full", 16, blind=blind),
     )
 
