@@ -32,7 +32,6 @@ def table(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     return evaluate.evaluate(request.param, COUNT)
 
 
-@pytest.mark.xfail(reason="forced-1 is at 93 to 96% on three tasks (models/README.md)", strict=False)
 @pytest.mark.timeout(180)
 def test_full_attention_answers_every_task(table: dict[str, dict[str, float]]) -> None:
     for task in TASKS:
