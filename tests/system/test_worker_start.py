@@ -94,7 +94,6 @@ def test_settings_that_make_no_sense(flags: tuple[str, ...], message: str) -> No
     assert message in lines[0]
 
 
-@pytest.mark.skipif(not REFERENCE, reason="no reference model is committed")
 @pytest.mark.parametrize("directory", REFERENCE, ids=lambda p: p.name)
 async def test_reference_models_answer_as_transformers_does(directory: Path) -> None:
     """Twenty greedy tokens of text, by full attention and with every token recomputed."""
