@@ -18,8 +18,8 @@ from fusionkv.kernels.segments import Segment, Span
 
 log = logging.getLogger(__name__)
 
-# Turning the query costs rows x q_heads x segments; laying keys out costs keys x kv_heads. Counted, not timed: with 8k
-# keys in 16 segments and 14/2 heads the two meet at 73 rows.
+# Turning the query costs rows x q_heads x segments; laying keys out costs keys x kv_heads. Counted, not timed:
+# with 8k keys in 16 segments and 14/2 heads the two meet at 73 rows.
 FEW_ROWS = 64
 # Rows of one slice: a wide one computes more of its diagonal for nothing, a narrow one has more overhead.
 SLICE = 128
