@@ -71,7 +71,8 @@ def qwen_half_billion(dtype: torch.dtype) -> models.Model:
 def ideal(model: models.Model, prompt: Prompt, ratio: float) -> float:
     """Floating-point operations of full attention over those of computing only the chosen tokens and the question."""
     config = model.network.config
-    weights = sum(p.numel() for name, p in model.network.named_parameters() if "layers" in name)
+    hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
+    weights = config.num_hidden_layers * hidden * (2 * hidden + 2 * kv_width + 3 * config.intermediate_size)
 
     def operations(rows: float, keys: float) -> float:
         head_dim = config.hidden_size // config.num_attention_heads

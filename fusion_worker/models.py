@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from fusionkv.fusion_worker.packed_linear import pack
 from fusionkv.fusion_worker.prompt import PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.errors import FailedPrecondition
@@ -118,13 +119,14 @@ def _line(error: Exception) -> str:
 
 
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int) -> Model:
-    """A Model around a network and a fast tokenizer that are in memory already."""
+    """A Model around a network and a fast tokenizer that are in memory already; packs the network's linear layers."""
     check_supported(network.config)
     config = network.config
     heads = config.num_attention_heads
     parameter = next(network.parameters())
     ends = getattr(network.generation_config, "eos_token_id", None) or config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    pack(network)
     return Model(
         name=name,
         family=config.model_type,

@@ -29,17 +29,23 @@ class Rotation:
 
     def turn(self, x: torch.Tensor, shift: int) -> torch.Tensor:
         """`x` `[..., head_dim]` rotated on by `shift` positions, in its own dtype; `x` itself when shift is 0."""
-        if shift == 0:
-            return x
-        cos, sin = self._factors(shift, x.device)
-        rotary = x[..., : self.rotary_dim].float()
-        if self.interleaved:
-            a, b = rotary[..., 0::2], rotary[..., 1::2]
-            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-        else:
-            a, b = rotary.chunk(2, dim=-1)
-            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-        turned = turned.to(x.dtype)
-        if self.rotary_dim == x.shape[-1]:
-            return turned
-        return torch.cat((turned, x[..., self.rotary_dim :]), dim=-1)
+        return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
+
+    def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines, float32 [tokens, 1, rotary_dim / 2] each, that turn tokens by int64 [tokens] shifts."""
+        different, which = shifts.unique(return_inverse=True)
+        pairs = [self._factors(shift, shifts.device) for shift in different.tolist()]
+        cos, sin = (torch.stack(list(column))[which, None] for column in zip(*pairs, strict=True))
+        return cos, sin
+
+    def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """`x` `[..., head_dim]` rotated, in its dtype; cosines and sines of angles fit `[..., rotary_dim / 2]`."""
+        half = self.rotary_dim // 2
+        split = (slice(0, None, 2), slice(1, None, 2)), (slice(half), slice(half, None))
+        first, second = split[0] if self.interleaved else split[1]
+        a, b = (x[..., : self.rotary_dim][..., part].float() for part in (first, second))
+        turned = torch.empty_like(x)
+        turned[..., : self.rotary_dim][..., first] = (a * cos).addcmul_(b, sin, value=-1)
+        turned[..., : self.rotary_dim][..., second] = (b * cos).addcmul_(a, sin)
+        turned[..., self.rotary_dim :] = x[..., self.rotary_dim :]
+        return turned

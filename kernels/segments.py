@@ -1,8 +1,12 @@
 """What attention reads: runs of pool slots with their positions, and the rows that look at them."""
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+from fusionkv.kernels.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Segment:
         return torch.arange(self.first, self.first + self.length, device=device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Span:
     """Query rows `[start, stop)` of a ragged batch, all of one request, and every key they may look at.
 
@@ -56,3 +60,31 @@ class Span:
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+    @cached_property
+    def _orders(self) -> dict[Rotation, "Order"]:
+        return {}
+
+    def in_order(self, rotation: Rotation) -> "Order":
+        """Its keys in prompt order; found once for all layers."""
+        if rotation not in self._orders:
+            length = int(self.positions[-1]) + 1
+            slots, shifts = torch.zeros(2, length, dtype=torch.int64, device=self.positions.device).unbind()
+            for segment in self.segments:
+                at = segment.key_positions(slots.device)
+                visible = at < length if segment.hidden is None else (at < length) & ~segment.hidden
+                slots[at[visible]] = torch.arange(segment.start, segment.stop, device=slots.device)[visible]
+                shifts[at[visible]] = segment.shift
+            self._orders[rotation] = Order(slots, *rotation.factors(shifts))
+        return self._orders[rotation]
+
+
+class Order(NamedTuple):
+    """Where the key of each position lies and how it turns there.
+
+    slots: int64 [positions]. cos, sin: float32 [positions, 1, rotary_dim / 2], for `Rotation.apply`.
+    """
+
+    slots: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kernels import attention_scores, reference, sparse_attention
+from fusionkv.kernels.decode_attention_cpu import MOST_ROWS
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
-from fusionkv.kernels.sparse_attention import FEW_ROWS
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
@@ -179,7 +179,7 @@ def requests(draw: st.DrawFn) -> Request:
     fresh = [p for p in range(context) if dice.random() < share]
     if choice == "one" and context:
         fresh = [dice.randrange(context)]
-    question = draw(st.sampled_from([1, 1, 3, 17, FEW_ROWS, FEW_ROWS + 1, 150]))
+    question = draw(st.sampled_from([1, 1, 3, 17, MOST_ROWS, MOST_ROWS + 1, 150]))
     positions = [*fresh, *range(context, context + question)]
     cuts = draw(st.lists(st.integers(1, max(1, len(positions) - 1)), max_size=3, unique=True))
     return Request(parts, positions, cuts)
@@ -221,7 +221,7 @@ def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> No
 
 
 @pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES, ids=str)
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 3 * FEW_ROWS + 5])
+@pytest.mark.parametrize("rows", [1, MOST_ROWS, MOST_ROWS + 1, 3 * MOST_ROWS + 5])
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("kind", ["only itself", "gapless", "nothing selected", "everything selected", "scattered"])
 def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype, atol: float, rtol: float) -> None:
@@ -233,7 +233,7 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     check(case, dtype, atol, rtol)
 
 
-@pytest.mark.parametrize("rows", [2, FEW_ROWS + 10])
+@pytest.mark.parametrize("rows", [2, MOST_ROWS + 10])
 def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
     """The same slots at two places: two shifts, each with its own hidden tokens."""
     parts = [(10, 0), (12, 0), (12, 12), (12, 24)]
@@ -255,7 +255,7 @@ def test_the_reference_in_double_precision() -> None:
     torch.testing.assert_close(found, expected, atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("rows", [3, FEW_ROWS + 3])
+@pytest.mark.parametrize("rows", [3, MOST_ROWS + 3])
 def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     """Each request alone gives what it gives in a batch, bit for bit."""
     requests = [
