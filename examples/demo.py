@@ -124,8 +124,7 @@ async def load(client: AsyncClient, documents: list[Path], console: Console) -> 
 def pick(corpus: Path, count: int) -> list[Question]:
     """`count` questions, from every task in turn."""
     by_task: dict[str, list[Question]] = {}
-    for line in (corpus / "questions.jsonl").read_text().splitlines():
-        q = json.loads(line)
+    for q in json.loads((corpus / "questions.json").read_text()):
         by_task.setdefault(q["task"], []).append(
             Question(q["shelf"], q["question"], q["answer"], q["task"], frozenset(q["needs"]))
         )
@@ -227,7 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=models[0] if models else None, help="(default: %(default)s)")
     parser.add_argument(
-        "--corpus", type=Path, default=ROOT / "examples/corpus", help="folders of *.md, and questions.jsonl"
+        "--corpus", type=Path, default=ROOT / "examples/corpus", help="folders of *.md, and questions.json"
     )
     parser.add_argument("--questions", type=int, default=18, help="how many to ask (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "build/demo.json", help="all rows (default: %(default)s)")

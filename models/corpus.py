@@ -12,11 +12,11 @@ SHELF = 3  # stories that share no name of a person: as many as the names of one
 
 
 def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
-    """Writes `stories` x `pages` page files and `questions.jsonl`; returns how many pages and questions.
+    """Writes `stories` x `pages` page files and `questions.json`; returns how many pages and questions.
 
     Every `SHELF` stories fill a folder (`shelf-01`), to be ingested as a corpus of its own. A page's file is named
     after its story and its place there (`velkorda-03.md`), so that file names sort in reading order. A line of
-    `questions.jsonl` has `shelf`, `question`, `answer`, `task` and `needs`, the files that hold the answer in
+    `questions.json` has `shelf`, `question`, `answer`, `task` and `needs`, the files that hold the answer in
     reading order.
     """
     rng = random.Random(seed)
@@ -36,7 +36,7 @@ def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
             needs = [files[page] for page in q.needs]
             line = {"shelf": shelf, "question": q.text, "answer": q.answer, "task": q.task, "needs": needs}
             lines.append(json.dumps(line))
-    (out / "questions.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    (out / "questions.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return count, len(lines)
 
 

@@ -20,7 +20,7 @@ QUESTIONS = 160
 async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path: Path, spread: float) -> None:
     corpus = root / "examples/corpus"
     pages = sorted(corpus.glob("*/*.md"))
-    questions = [json.loads(line) for line in (corpus / "questions.jsonl").read_text().splitlines()]
+    questions = json.loads((corpus / "questions.json").read_text())
     rng = np.random.default_rng(0)
     config = GatewayConfig()
 

@@ -102,9 +102,9 @@ def test_corpus_files_sort_in_reading_order_and_hold_the_answers(tmp_path: Path)
     assert len(pages) == 48
     titles = {name: name.split("-")[0] for name in pages}
     assert all(text.split()[1].lower().rstrip(".") == titles[name] for name, text in pages.items())
-    lines = (tmp_path / "questions.jsonl").read_text(encoding="utf-8").splitlines()
-    assert {task for line in lines for task in [json.loads(line)["task"]]} == set(tasks.TASKS)
-    for line in map(json.loads, lines):
+    lines = json.loads((tmp_path / "questions.json").read_text(encoding="utf-8"))
+    assert {line["task"] for line in lines} == set(tasks.TASKS)
+    for line in lines:
         assert all((tmp_path / line["shelf"] / name).is_file() for name in line["needs"])
         story = [pages[name] for name in pages if titles[name] == titles[line["needs"][0]]]
         assert len(story) == 8

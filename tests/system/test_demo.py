@@ -14,11 +14,11 @@ RECIPES = ("full_attention", "full_reuse", "fusionrag")
 
 def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
-    lines = (root / "examples/corpus/questions.jsonl").read_text().splitlines()
-    shelf = json.loads(lines[0])["shelf"]
+    questions = json.loads((root / "examples/corpus/questions.json").read_text())
+    shelf = questions[0]["shelf"]
     shutil.copytree(root / "examples/corpus" / shelf, corpus / shelf)
-    chosen = [line for line in lines if f'"{shelf}"' in line][:3]
-    (corpus / "questions.jsonl").write_text("\n".join(chosen) + "\n")
+    chosen = [question for question in questions if question["shelf"] == shelf][:3]
+    (corpus / "questions.json").write_text(json.dumps(chosen))
 
     out = tmp_path / "out/demo.json"
     flags = ["--model", reference_model, "--corpus", corpus, "--out", out]
