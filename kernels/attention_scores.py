@@ -3,6 +3,7 @@
 import torch
 
 from fusionkv.kernels import reference, sparse_attention_cpu
+from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import Span
 
@@ -21,6 +22,10 @@ def attention_scores(
     Returns float32 [last position + 1]. Sums to rows x q_heads.
     """
     if q.device.type != "cpu":
-        return reference.attention_scores(q, k_pool, span, rotation, scale, window)
+        if not has_triton():
+            return reference.attention_scores(q, k_pool, span, rotation, scale, window)
+        from fusionkv.kernels import attention_scores_triton
+
+        return attention_scores_triton.attention_scores(q, k_pool, span, rotation, scale, window)
     rows = q[span.start : span.stop]
     return sparse_attention_cpu.attention_scores(rows, k_pool, span, rotation, scale, window)

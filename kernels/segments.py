@@ -43,7 +43,7 @@ class Segment:
         return torch.arange(self.first, self.first + self.length, device=device)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Span:
     """Query rows `[start, stop)` of a ragged batch, all of one request, and every key they may look at.
 

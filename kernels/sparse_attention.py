@@ -5,17 +5,12 @@ by the chunk's shift instead, once a segment. When the rows outnumber what that 
 request out once in prompt order (turned on the way), and the rows walk them in blocks, each over its own prefix.
 """
 
-import logging
-from collections.abc import Callable
-from functools import cache
-
 import torch
 
 from fusionkv.kernels import decode_attention_cpu, reference, sparse_attention_cpu
+from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
-
-log = logging.getLogger(__name__)
 
 
 def sparse_attention(
@@ -35,21 +30,14 @@ def sparse_attention(
     Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
     """
     if q.device.type != "cpu":
-        return _gpu_kernel()(q, k_pool, v_pool, spans, rotation, scale, window)
+        if not has_triton():
+            return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
+        from fusionkv.kernels import sparse_attention_triton
+
+        return sparse_attention_triton.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
     out = torch.empty_like(q)
     for span in spans:
         rows = slice(span.start, span.stop)
         path = decode_attention_cpu if span.rows <= decode_attention_cpu.MOST_ROWS else sparse_attention_cpu
         out[rows] = path.attention(q[rows], k_pool, v_pool, span, rotation, scale, window)
     return out
-
-
-@cache
-def _gpu_kernel() -> Callable[..., torch.Tensor]:
-    """The Triton kernel, or the dense reference where Triton can't be had; decided, and said, once."""
-    try:
-        from fusionkv.kernels import sparse_attention_triton
-    except (ImportError, AttributeError) as error:
-        log.warning("attention runs dense and slow: no Triton of version 3.6 or later (%s)", error)
-        return reference.sparse_attention
-    return sparse_attention_triton.sparse_attention

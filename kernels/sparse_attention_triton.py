@@ -1,15 +1,20 @@
-"""`sparse_attention` on a GPU: one program a query tile and kv head, walking the span's segments where they lie."""
+"""`sparse_attention` on a GPU: a program for each tile of rows, KV head and part of the keys.
+
+The rows of a tile are turned back once a segment; no key is turned, copied or masked ahead of time. Where tiles are
+too few to fill the GPU (decoding, short questions) the keys are cut into parts, and a second kernel merges their
+results, as flash-decoding does.
+"""
 
 import torch
 import triton
 import triton.language as tl
 
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import Spans
+from fusionkv.kernels.segment_table import NEVER, Grid, Launch, SegmentTable, Spans
+from fusionkv.kernels.tiles_triton import INTERPRETED, LOG2E, load_turned, processors, product, visible
+from fusionkv.kernels.tuning import Tile, tile_for
 
-# Query rows of a tile times heads of a group: 64 to 128 rows of a matrix product keep the tensor cores full.
-_TILE_ROWS = 64
-_BLOCK_KEYS = 64
+_NEVER = tl.constexpr(NEVER)
 
 
 @triton.jit
@@ -17,19 +22,21 @@ def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [slots, kv_heads, head_dim]
     v_ptr,  # [slots, kv_heads, head_dim]
-    out_ptr,  # [rows, q_heads, head_dim]
-    tiles_ptr,
+    out_ptr,  # [rows, q_heads, head_dim], or float32 [parts, partial rows, q_heads, head_dim]
+    lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
+    items_ptr,
     segments_ptr,
     positions_ptr,
     row_positions_ptr,
     turns_ptr,
     scale,  # times log2(e)
+    partial_rows,
     q_row_stride,
     q_head_stride,
-    slot_stride,
-    kv_head_stride,
     out_row_stride,
     out_head_stride,
+    SLOT_STRIDE: tl.constexpr,  # known when compiling: addresses then need no registers of their own
+    KV_HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,  # HEAD_DIM rounded up to a power of two
     ROTARY_DIM: tl.constexpr,
@@ -39,12 +46,13 @@ def _attend(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,  # TILE * GROUPS rounded up to a power of two, at least 16
     BLOCK_KEYS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0: none
-    WIDEN: tl.constexpr,  # the interpreter's bf16 products are wrong: float32 instead
+    PARTIAL: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):
     head = tl.program_id(1)
-    tile_ptr = tiles_ptr + 4 * tl.program_id(0)
-    first_row, rows = tl.load(tile_ptr), tl.load(tile_ptr + 1)
-    first_segment, segments = tl.load(tile_ptr + 2), tl.load(tile_ptr + 3)
+    item_ptr = items_ptr + 6 * tl.program_id(0)
+    first_row, rows = tl.load(item_ptr), tl.load(item_ptr + 1)
+    first_segment, segments = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
 
     # A group's heads share one pass over the keys: row m is query row m // GROUPS, head m % GROUPS of the group.
     m = tl.arange(0, ROWS)
@@ -53,22 +61,11 @@ def _attend(  # type: ignore[no-untyped-def]
     q_head = head * GROUPS + m % GROUPS
     q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
     last = tl.max(q_position, 0)
-
+    lowest = tl.load(row_positions_ptr + first_row)
+    q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
     d = tl.arange(0, DIM)
-    rotary = d < ROTARY_DIM
-    if INTERLEAVED:
-        partner = d ^ 1
-        sign = tl.where(d % 2 == 0, -1.0, 1.0)
-        frequency = d // 2
-    else:
-        partner = tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
-        sign = tl.where(d < ROTARY_DIM // 2, -1.0, 1.0)
-        frequency = d % (ROTARY_DIM // 2)
-    partner = tl.where(rotary, partner, d)
-    q_rows = q_ptr + row[:, None] * q_row_stride + q_head[:, None] * q_head_stride
-    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
-    q = tl.load(q_rows + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    q_partner = tl.load(q_rows + partner[None, :], mask=inside, other=0.0).to(tl.float32) * sign[None, :]
+    n = tl.arange(0, BLOCK_KEYS)
+    channel = (d < HEAD_DIM)[None, :]
 
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -77,47 +74,78 @@ def _attend(  # type: ignore[no-untyped-def]
         segment_ptr = segments_ptr + 5 * segment
         slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
         first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
-        if own < 0:
-            length = tl.minimum(length, last - first + 1)
         if first > last:
             length = length * 0
-        # The tile is turned back once a segment; the keys stay as they were written.
-        turn_ptr = turns_ptr + turn * ROTARY_DIM + frequency
-        cos = tl.load(turn_ptr, mask=rotary, other=1.0)
-        sin = tl.load(turn_ptr + ROTARY_DIM // 2, mask=rotary, other=0.0)
-        turned = (q * cos[None, :] + q_partner * sin[None, :]).to(q_ptr.dtype.element_ty)
+        q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+        at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
+        listed = own >= 0
+        # Listed positions are loaded a block ahead: no product waits for them.
+        coming = tl.load(positions_ptr + own + n, mask=listed & (n < length), other=_NEVER)
         for start in range(0, length, BLOCK_KEYS):
-            n = start + tl.arange(0, BLOCK_KEYS)
-            there = n < length
-            position = first + n
-            if own >= 0:
-                position = tl.load(positions_ptr + own + n, mask=there, other=2147483647)
-            at = (slot + n).to(tl.int64) * slot_stride + head * kv_head_stride
-            k = tl.load(k_ptr + at[None, :] + d[:, None], mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_ptr + at[:, None] + d[None, :], mask=there[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
-            if WIDEN:
-                scores = tl.dot(turned.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scale
-            else:
-                scores = tl.dot(turned, k, input_precision="ieee") * scale
-            seen = there[None, :] & (position[None, :] <= q_position[:, None])
-            if WINDOW > 0:
-                seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
-            scores = tl.where(seen, scores, float("-inf"))
+            there = start + n < length
+            position = tl.where(listed, coming, tl.where(there, first + start + n, _NEVER))
+            stop = start + BLOCK_KEYS
+            coming = tl.load(positions_ptr + own + stop + n, mask=listed & (stop + n < length), other=_NEVER)
+            k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
+            k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            scores = product(q, k, WIDEN) * scale
+            # Blocks that lie below every row of the tile, whole and with nothing hidden, need no mask.
+            if listed | (first + stop - 1 > lowest) | (stop > length) | (WINDOW > 0):
+                scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
             higher = tl.maximum(high, tl.max(scores, 1))
             # A row that has seen nothing yet has no maximum to subtract.
             anchor = tl.where(higher == float("-inf"), 0.0, higher)
             weights = tl.exp2(scores - anchor[:, None])
             fade = tl.exp2(high - anchor)
             total = total * fade + tl.sum(weights, 1)
-            if WIDEN:
-                acc = acc * fade[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
-            else:
-                acc = acc * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
+            v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
+            acc = acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
             high = higher
+            at += BLOCK_KEYS * SLOT_STRIDE
 
+    inside = valid[:, None] & channel
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    out_rows = out_ptr + row[:, None] * out_row_stride + q_head[:, None] * out_head_stride
-    tl.store(out_rows + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+    if PARTIAL:
+        part, partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+        to = (part * partial_rows + partial + m // GROUPS).to(tl.int64)
+        heads = tl.num_programs(1) * GROUPS
+        tl.store(lse_ptr + to * heads + q_head, high + tl.log2(total), mask=valid)
+        tl.store(out_ptr + ((to * heads + q_head) * HEAD_DIM)[:, None] + d[None, :], acc, mask=inside)
+    else:
+        out_rows = out_ptr + row * out_row_stride + q_head * out_head_stride
+        tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _merge(  # type: ignore[no-untyped-def]
+    partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
+    lse_ptr,  # float32 [parts, partial rows, q_heads]
+    rows_ptr,  # int64 [partial rows]
+    out_ptr,
+    partial_rows,
+    out_row_stride,
+    out_head_stride,
+    PARTS: tl.constexpr,
+    PARTS_CEIL: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    partial, head = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
+    at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
+    lse = tl.load(lse_ptr + at, mask=p < PARTS, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    weights = weights / tl.sum(weights, 0)
+    inside = (p < PARTS)[:, None] & (d < HEAD_DIM)[None, :]
+    # Parts that no key of the row lies in were never written, or hold what an empty sum gives.
+    values = tl.load(
+        partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside & (weights > 0.0)[:, None], other=0.0
+    )
+    out = tl.sum(values * weights[:, None], 0)
+    row = tl.load(rows_ptr + partial)
+    to = out_ptr + row * out_row_stride + head * out_head_stride + d
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
 
 
 def sparse_attention(
@@ -129,42 +157,97 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `sparse_attention.sparse_attention`. Extra memory: the batch's tables, 20 bytes a segment and 4 a row."""
-    heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
+    """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
+    where keys are cut into parts."""
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile_for(q.device, q.shape[2], q.dtype))
+
+
+def attend(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Spans,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+    tile: Tile,
+) -> torch.Tensor:
+    """`sparse_attention` with tiles of a given shape."""
+    heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
-    groups = heads // kv_heads
-    tile = max(1, _TILE_ROWS // groups)
-    table = spans.table(rotation, tile, q.device)
+    table = spans.table(rotation, Grid.of(heads, kv_heads, tile.rows, processors(q.device)), q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    _attend[len(table.tiles), kv_heads](
+    for launch in table.launches:
+        _launch(launch, table, tile, q, k_pool, v_pool, out, rotation, scale, window)
+    return out
+
+
+def _launch(
+    launch: Launch,
+    table: SegmentTable,
+    tile: Tile,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    out: torch.Tensor,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+) -> None:
+    heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
+    groups, partial_rows = heads // kv_heads, len(launch.rows)
+    lse = partial = out
+    if launch.parts > 1:
+        # -inf: a part that a short span does not have counts nothing.
+        lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
+        partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
+    rows = max(16, triton.next_power_of_2(launch.tile * groups))
+    few = rows < tile.rows
+    _attend[len(launch.items), kv_heads](
         q,
         k_pool,
         v_pool,
-        out,
-        table.tiles,
+        partial,
+        lse,
+        launch.items,
         table.segments,
         table.positions,
         table.row_positions,
         table.turns,
-        scale * 1.4426950408889634,
+        scale * LOG2E,
+        partial_rows,
         q.stride(0),
         q.stride(1),
-        k_pool.stride(0),
-        k_pool.stride(1),
         out.stride(0),
         out.stride(1),
+        SLOT_STRIDE=k_pool.stride(0),
+        KV_HEAD_STRIDE=k_pool.stride(1),
         HEAD_DIM=dim,
         DIM=triton.next_power_of_2(dim),
         ROTARY_DIM=rotation.rotary_dim,
         INTERLEAVED=rotation.interleaved,
         GROUPS=groups,
-        TILE=tile,
-        ROWS=max(16, triton.next_power_of_2(tile * groups)),
-        BLOCK_KEYS=_BLOCK_KEYS,
+        TILE=launch.tile,
+        ROWS=rows,
+        BLOCK_KEYS=tile.keys,
         WINDOW=window or 0,
-        WIDEN=triton.knobs.runtime.interpret,
-        num_warps=4,
-        num_stages=2,
+        PARTIAL=launch.parts > 1,
+        WIDEN=INTERPRETED,
+        num_warps=4 if few else tile.warps,
+        num_stages=tile.stages,
     )
-    return out
+    if launch.parts > 1:
+        _merge[partial_rows, heads](
+            partial,
+            lse,
+            launch.rows,
+            out,
+            partial_rows,
+            out.stride(0),
+            out.stride(1),
+            PARTS=launch.parts,
+            PARTS_CEIL=triton.next_power_of_2(launch.parts),
+            HEAD_DIM=dim,
+            DIM=triton.next_power_of_2(dim),
+        )

@@ -22,7 +22,7 @@ class Stage:
     recall: Literal["", "words", "spoken"] = ""
     size: Size = PROMPT
     questions: int = 18  # asked about one sample at most: all of them
-    advance: float = 0.92  # the worst task's training accuracy that ends the stage
+    advance: float = 0.88  # the worst task's training accuracy that ends the stage
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
 
 
@@ -45,7 +45,7 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 2), roles=2)
     return (
         Stage("links", 24, size=links, blind=blind, advance=0.75),
-        Stage("one", 24, size=one, blind=later),
+        Stage("one", 24, size=one, blind=later, advance=0.85),
         Stage("two", 24, size=two, blind=later),
         Stage("three", 16, size=three, blind=later, advance=0.8),
         Stage("full", 16, blind=later),

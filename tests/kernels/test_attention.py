@@ -25,29 +25,37 @@ TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.b
 DIMS = [32, 64, 80, 96, 128, 256]
 OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-    from fusionkv.kernels import sparse_attention_triton
+    from fusionkv.kernels import attention_scores_triton, sparse_attention_triton
 
     DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def on_device(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: "Spans", *rest: Any) -> torch.Tensor:
-        def there(x: Any) -> Any:
-            return x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+    def there(x: Any) -> Any:
+        """A tensor, span or segment on the device that the kernels run on."""
+        if isinstance(x, torch.Tensor):
+            return x.to(DEVICE)
+        if isinstance(x, tuple):
+            return tuple(there(part) for part in x)
+        if isinstance(x, Span):
+            return Span(x.start, x.stop, there(x.positions), there(x.segments))
+        if isinstance(x, Segment):
+            return dataclasses.replace(x, positions=there(x.positions), hidden=there(x.hidden))
+        return x
 
-        moved = [
-            Span(
-                s.start,
-                s.stop,
-                there(s.positions),
-                tuple(
-                    dataclasses.replace(g, positions=there(g.positions), hidden=there(g.hidden)) for g in s.segments
-                ),
-            )
-            for s in spans
-        ]
-        return sparse_attention_triton.sparse_attention(there(q), there(k), there(v), Spans(moved), *rest).cpu()
-
-    OPERATIONS["triton"] = on_device
-SCORES = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores}
+    OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
+        there(q), there(k), there(v), Spans(there(tuple(spans))), *rest
+    ).cpu()
+    TRITON_SCORES = {
+        "triton": lambda q, k, *rest: attention_scores_triton.attention_scores(
+            there(q), there(k), *map(there, rest)
+        ).cpu()
+    }
+else:
+    TRITON_SCORES = {}
+SCORES: dict[str, Any] = {
+    "kernel": attention_scores.attention_scores,
+    "reference": reference.attention_scores,
+    **TRITON_SCORES,
+}
 
 
 @dataclass

@@ -1,0 +1,22 @@
+"""Without a usable Triton a GPU computes by the reference, and says so once."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+sys.modules["triton"] = {module}
+from fusionkv.kernels import backend
+print([backend.has_triton() for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize("module", ["None", "type(sys)('triton')"], ids=["missing", "too old"])
+def test_no_triton(module: str) -> None:
+    command = [sys.executable, "-P", "-c", SCRIPT.format(module=module)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout.strip() == "[False, False, False]"
+    assert run.stderr.count("WARNING attention runs dense and slow: no Triton of version 3.6 or later") == 1
