@@ -17,6 +17,7 @@ from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
+_MARKED = 3  # layers after which marks are asked for: a link resolved in the last layer serves no later link
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -55,16 +56,27 @@ def collate(sequences: list[Sequence]) -> Batch:
 def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model(
-            input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.position, use_cache=False
-        ).last_hidden_state
+        states = model.model(
+            input_ids=batch.ids,
+            attention_mask=batch.mask,
+            position_ids=batch.position,
+            use_cache=False,
+            output_hidden_states=True,
+        ).hidden_states
+        hidden = states[-1]
         asked = batch.answer != NONE
         scores = model.lm_head(hidden[asked]).float()
-        marks = [(model.lm_head(hidden[m != NONE]).float(), m[m != NONE]) for m in (batch.resolved, batch.owner)]
+        marks = [
+            (model.lm_head(state[marked]).float(), mark[marked])
+            for mark in (batch.resolved, batch.owner)
+            for marked in (mark != NONE,)
+            for state in (*(model.model.norm(middle) for middle in states[_MARKED:-1]), hidden)
+        ]
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    auxiliary = sum((cross_entropy(s, m) for s, m in marks if len(m)), torch.zeros(()))
+    layers = len(states) - _MARKED
+    auxiliary = sum((cross_entropy(s, m) / layers for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(
