@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.cores import cores
 from fusionkv.protos import rpc, settings, telemetry
 from fusionkv.protos.errors import ServiceError
 
@@ -33,8 +34,7 @@ async def _serve(config: WorkerConfig) -> None:
     from fusionkv.fusion_worker import models
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
 
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    torch.set_num_threads(config.threads or cores())
     model = models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
     servicer = FusionServicer(config, model)
     handler = rpc.handlers(SERVICE, servicer)

@@ -13,7 +13,7 @@ class WorkerConfig:
     cache: str = setting("", "address of the cache service; empty works without one")
     device: str = setting("auto", "auto, cpu or cuda[:N]")
     dtype: str = setting("auto", "auto (as in the checkpoint), float32, bfloat16 or float16")
-    threads: int = setting(0, "CPU threads for computing; 0 takes all cores", low=0)
+    threads: int = setting(0, "CPU threads for computing; 0 takes all cores that this process may use", low=0)
     pool_bytes: int = setting(1 << 30, "size of the KV pool on the device", bytes=True, low=1 << 20)
     page_tokens: int = setting(16, "tokens of one page of the pool", low=1, high=1024)
     max_prompt_tokens: int = setting(0, "longest prompt with its answer; 0 takes the model's own limit", low=0)

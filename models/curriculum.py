@@ -44,7 +44,7 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     two = Size((5, 5), 0, (24, 34), codes=2, owners=1, houses=2, chains=(2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 2), roles=2)
     return (
-        Stage("links", 24, size=links, blind=blind, advance=0.75),
+        Stage("links", 24, size=links, blind=blind, advance=0.85),
         Stage("one", 24, size=one, blind=later, advance=0.85),
         Stage("two", 24, size=two, blind=later),
         Stage("three", 16, size=three, blind=later, advance=0.8),

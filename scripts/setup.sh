@@ -67,7 +67,7 @@ make_stubs() {
     $venv/bin/python -c 'import setup; setup.generate_stubs()'
     local package
     mkdir -p build/types/fusionkv
-    for package in protos kvcache_service fusion_worker kernels gateway models; do
+    for package in protos kvcache_service fusion_worker kernels gateway models bench; do
         ln -sfn "../../../$package" "build/types/fusionkv/$package"
     done
 }

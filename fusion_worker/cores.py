@@ -1,0 +1,30 @@
+"""How many CPU cores this process may use."""
+
+import os
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def cores(cgroup: Path = _CGROUP) -> int:
+    """Cores of this process's affinity, or fewer where its container has a smaller quota of CPU time.
+
+    torch looks at neither: 64 threads on the quota of 4 cores stop one another for most of every period.
+    """
+    found = len(os.sched_getaffinity(0))
+    quota, period = _quota(cgroup)
+    return max(1, min(found, -(-quota // period))) if quota > 0 and period > 0 else found
+
+
+def _quota(cgroup: Path) -> tuple[int, int]:
+    """Microseconds of CPU time per period of microseconds, from cgroup v2 or v1; (-1, 1) where there is none."""
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        return (-1, 1) if quota == "max" else (int(quota), int(period))
+    except (OSError, ValueError):
+        pass
+    try:
+        quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota), int(period)
+    except (OSError, ValueError):
+        return -1, 1

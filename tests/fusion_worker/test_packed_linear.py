@@ -1,0 +1,52 @@
+"""Packed linear layers against the layers they stand for."""
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from fusionkv.fusion_worker.packed_linear import PackedLinear, pack
+
+CONFIG = Qwen2Config(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def packed(network: torch.nn.Module) -> list[str]:
+    return [name for name, module in network.named_modules() if isinstance(module, PackedLinear)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 33, 700])
+def test_the_same_product(rows: int, bias: bool) -> None:
+    linear = torch.nn.Linear(96, 80, bias=bias, dtype=torch.bfloat16)
+    x = torch.randn(1, rows, 96, dtype=torch.bfloat16)
+    expected = linear.double()(x.double())
+    found = PackedLinear(linear.bfloat16())(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=2**-8)
+
+
+def test_every_layer_of_a_bfloat16_model_but_its_head() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU does not compute in bfloat16")
+    torch.manual_seed(0)
+    network = Qwen2ForCausalLM(CONFIG).to(torch.bfloat16).eval()
+    ids = torch.arange(20)[None]
+    with torch.inference_mode():
+        before = network(ids).logits
+        pack(network)
+        after = network(ids).logits
+    assert len(packed(network)) == 7 * CONFIG.num_hidden_layers
+    assert not any("lm_head" in name for name in packed(network))
+    torch.testing.assert_close(after, before, atol=2e-2, rtol=2**-7)
+
+
+def test_a_float32_model_stays_as_it_is() -> None:
+    network = Qwen2ForCausalLM(CONFIG)
+    pack(network)
+    assert not packed(network)
