@@ -146,11 +146,15 @@ def _columns(  # type: ignore[no-untyped-def]
 
 
 class _Plan(NamedTuple):
-    """What all layers share. positions: int64 [listed keys], the last one more for keys that nobody sees."""
+    """What all layers share.
+
+    positions: int64 [listed keys]; `end`, which is behind the last row's, for keys that nobody sees.
+    """
 
     table: SegmentTable
     blocks: torch.Tensor
     positions: torch.Tensor
+    end: int
 
 
 @lru_cache(maxsize=64)
@@ -165,7 +169,7 @@ def _plan(span: Span, rotation: Rotation, grid: Grid, device: torch.device) -> _
         at = torch.arange(first, first + length, device=device) if own < 0 else table.positions[own : own + length]
         positions.append(at.long().clamp(max=end))
         listed += length
-    return _Plan(table, torch.tensor(blocks, dtype=torch.int32).to(device), torch.cat(positions))
+    return _Plan(table, torch.tensor(blocks, dtype=torch.int32).to(device), torch.cat(positions), end)
 
 
 def attention_scores(
@@ -176,7 +180,7 @@ def attention_scores(
     groups = heads // kv_heads
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))
-    table, blocks, positions = _plan(span, rotation, grid, q.device)
+    table, blocks, positions, end = _plan(span, rotation, grid, q.device)
     (launch,) = table.launches
     shape = {
         "SLOT_STRIDE": k_pool.stride(0),
@@ -228,5 +232,5 @@ def attention_scores(
         q.stride(1),
         **shape,
     )
-    scores = torch.zeros(int(span.positions[-1]) + 2, device=q.device)
+    scores = torch.zeros(end + 1, device=q.device)
     return scores.index_add_(0, positions, columns.sum(0))[:-1]

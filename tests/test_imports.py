@@ -34,7 +34,7 @@ MAX_LINES = 320
 
 def sources() -> list[Path]:
     """All Python files that a person wrote."""
-    folders = [*PACKAGES, "tests", "examples", "scripts"]
+    folders = [*PACKAGES, "bench", "tests", "examples", "scripts"]
     found = [f for folder in folders for f in (ROOT / folder).rglob("*.py") if "_pb2" not in f.name]
     return sorted([*found, ROOT / "setup.py"])
 

@@ -1,0 +1,74 @@
+"""The benchmark of the kernels on a GPU, at toy sizes on the CPU."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+SCRIPT = str(ROOT / "bench" / "gpu.py")
+COLUMNS = (
+    "date,commit,gpu,torch,triton,kind,shape,context,r,batch,ms,baseline,baseline_ms,ratio,ideal,tflops_or_gbs,share"
+)
+# One case against a reference that answers zeros; the other parts do nothing.
+WRONG = """
+import runpy, sys
+gpu = runpy.run_path(sys.argv[1])
+gpu["_name_packages"]()
+from fusionkv.bench import accuracy, decode, prefill, scores, ttft
+from fusionkv.kernels import reference
+accuracy.CASES = accuracy.CASES[:1]
+for part in (decode, prefill, scores, ttft):
+    part.measure = lambda setup: None
+reference.sparse_attention = lambda q, *rest: q * 0
+sys.argv = ["gpu.py", "--tiny"]
+sys.exit(gpu["main"]())
+"""
+
+
+def run(*args: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run([sys.executable, "-P", *args], capture_output=True, text=True, env=env, timeout=240)
+
+
+def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "gpu.csv"
+    done = run(SCRIPT, "--tiny", "--out", str(out), "--commit", "abc", "--budget-seconds", "10000")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert out.read_text().splitlines()[0] == COLUMNS
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert {row["kind"] for row in rows} == {"rate", "prefill", "decode", "scores", "e2e"}
+    assert {row["commit"] for row in rows} == {"abc"}
+    for row in rows:
+        assert float(row["ms"]) > 0
+        assert float(row["tflops_or_gbs"]) > 0
+        assert bool(row["baseline"]) == bool(row["ratio"])
+    assert {row["r"] for row in rows if row["kind"] == "e2e"} == {"1", "0.15", "0"}
+    for title in ("Ceilings", "Error against float64", "Decoding", "Attention scores", "Time to first", "Prefill"):
+        assert f"\n{title}" in done.stdout
+
+
+def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
+    out = tmp_path / "gpu.csv"
+    out.write_text(f"{COLUMNS}\nolder\n")
+    done = run(SCRIPT, "--tiny", "--out", str(out), "--budget-seconds", "0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = out.read_text().splitlines()
+    assert lines[:2] == [COLUMNS, "older"]
+    assert {row["kind"] for row in csv.DictReader(lines[:1] + lines[2:])} == {"rate"}
+    for what in ("the check of", "decode", "scores", "time to first token", "prefill"):
+        assert f"left out: {what}" in done.stdout
+
+
+def test_a_failed_check_is_named_and_ends_with_1() -> None:
+    done = run("-c", WRONG, SCRIPT)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED check of one query, float32" in done.stdout
+    assert "Ceilings" in done.stdout
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    done = run(SCRIPT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "no CUDA device" in done.stderr
