@@ -67,9 +67,9 @@ docs: setup ## Writes what follows from the code: settings, one line a file, the
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 
 .PHONY: bench
-bench: setup ## Speed of the cache service and of the worker on this machine; rows in build/bench-*.json
-	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench-kvcache.json
-	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench-worker.json
+bench: setup ## Speed of the cache service and of the worker on this machine; rows in build/bench/
+	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
+	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task
