@@ -258,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 process.wait(60)
     _show(rows)
     if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
     return 0
 
