@@ -40,7 +40,7 @@ class Recipe:
 def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     """The stages with documents; `blind` holds in the first, where references are learnt, `later` after it."""
     links = Size((3, 3), 0, (12, 18), codes=2, owners=0, houses=2, chains=(1, 1), roles=0, easy=True)
-    # Three chains and two holders of a role: of two answers a guess is right half the time, and runs stayed with that.
+    # Three chains, two holders of a role: a guess between two answers is right half the time, and runs stayed there.
     one = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=2, chains=(1, 1, 1), roles=2)
     two = Size((5, 5), 0, (26, 36), codes=2, owners=1, houses=2, chains=(2, 2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(3, 3, 2), roles=2)
