@@ -175,6 +175,7 @@ async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) 
             checksum=xxhash.xxh3_128_digest(data),
         )  # fmt: skip
         await call.write(pb.PutRequest(header=header))
+        await call.initial_metadata()  # the service has taken the call: one that it has not is not in flight
         await call.write(pb.PutRequest(data=data[:MIB]))
         service.process.send_signal(signal.SIGTERM)
         await asyncio.to_thread(service.wait_for_line, "drains")
