@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,6 +60,11 @@ class Span:
     @property
     def rows(self) -> int:
         return self.stop - self.start
+
+    @cached_property
+    def views(self) -> dict[Any, Any]:
+        """What a kernel found out about the span and needs again in the next layer, by whatever it depends on."""
+        return {}
 
     @cached_property
     def _orders(self) -> dict[Rotation, "Order"]:
