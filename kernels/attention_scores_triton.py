@@ -61,7 +61,7 @@ def _denominators(  # type: ignore[no-untyped-def]
     high = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     for segment in range(first_segment, first_segment + segments):
-        segment_ptr = segments_ptr + 5 * segment
+        segment_ptr = segments_ptr + 6 * segment
         slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
         first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
         if first > last:
@@ -118,7 +118,7 @@ def _columns(  # type: ignore[no-untyped-def]
 ):
     head = tl.program_id(1)
     block_ptr = blocks_ptr + 3 * tl.program_id(0)
-    segment_ptr = segments_ptr + 5 * tl.load(block_ptr)
+    segment_ptr = segments_ptr + 6 * tl.load(block_ptr)
     start, listed = tl.load(block_ptr + 1), tl.load(block_ptr + 2)
     slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
     first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
@@ -164,7 +164,7 @@ def _plan(span: Span, rotation: Rotation, grid: Grid, device: torch.device) -> _
     blocks: list[tuple[int, int, int]] = []
     positions: list[torch.Tensor] = []
     listed = 0
-    for index, (_, length, first, _, own) in enumerate(table.segments.tolist()):
+    for index, (_, length, first, _, own, _) in enumerate(table.segments.tolist()):
         blocks += ((index, start, listed + start) for start in range(0, length, _KEYS))
         at = torch.arange(first, first + length, device=device) if own < 0 else table.positions[own : own + length]
         positions.append(at.long().clamp(max=end))

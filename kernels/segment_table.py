@@ -12,6 +12,7 @@ from fusionkv.kernels.segments import Segment, Span
 
 # Above every position: one compare is the causal mask and the staleness mask at once.
 NEVER = 2**31 - 1
+HOLED_KEYS = 512  # of a piece of a segment with holes, at most
 LEAST_KEYS = 256  # of a part: below it, merging costs more than a longer walk
 
 
@@ -57,9 +58,10 @@ class Launch:
 class SegmentTable:
     """int32 tables of one batch.
 
-    segments: [segments, 5]: slot, length, position of the first slot, row of its turn, and where its own positions
-        begin in `positions`, or -1 when slot i stands at first + i.
+    segments: [segments, 6]: slot, length, position of the first slot, row of its turn, where its own positions begin
+        in `positions`, or -1 when slot i stands at first + i, and 1 if it has holes.
     positions: key positions of segments that have holes or hidden slots (NEVER), one after another.
+    bias: float32, as `positions`: -inf for a hidden slot, 0 for the others.
     row_positions: [rows]: position of each query row.
     turns: float32 [turns, 2, rotary_dim / 2]: cos and sin that turn a query *back* by a segment's shift.
     """
@@ -67,6 +69,7 @@ class SegmentTable:
     launches: tuple[Launch, ...]
     segments: torch.Tensor
     positions: torch.Tensor
+    bias: torch.Tensor
     row_positions: torch.Tensor
     turns: torch.Tensor
 
@@ -86,10 +89,12 @@ class SegmentTable:
         for span in spans:
             rows[span.start : span.stop] = span.positions
         angles = torch.tensor(list(listing.shifts), dtype=torch.float64)[:, None] * rotation.inv_freq.double()
+        positions = torch.cat(listing.positions or [torch.zeros(1, device=device)]).int()
         return cls(
             launches=tuple(launches),
             segments=torch.tensor(listing.segments, dtype=torch.int32).to(device),
-            positions=torch.cat(listing.positions or [torch.zeros(1, device=device)]).int(),
+            positions=positions,
+            bias=torch.zeros(len(positions), device=device).masked_fill_(positions == NEVER, float("-inf")),
             row_positions=rows,
             turns=torch.stack([angles.cos(), -angles.sin()], dim=1).float().to(device).contiguous(),
         )
@@ -104,7 +109,7 @@ class _Listing:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.segments: list[tuple[int, int, int, int, int]] = []
+        self.segments: list[tuple[int, int, int, int, int, int]] = []
         self.positions: list[torch.Tensor] = []
         self.shifts: dict[int, int] = {}
         self._listed = 0
@@ -116,7 +121,7 @@ class _Listing:
         taken = 0
         for span in spans:
             quota = -(-_keys(span) // parts)
-            for part, pieces in enumerate(_cut(span.segments, quota)):
+            for part, pieces in enumerate(_parts(span.segments, quota)):
                 begin = len(self.segments)
                 for segment, start, stop in pieces:
                     self._list(segment, start, stop)
@@ -143,19 +148,22 @@ class _Listing:
                 keys = keys.masked_fill(segment.hidden[start:stop], NEVER)
             self.positions.append(keys)
             own, self._listed = self._listed, self._listed + stop - start
-        # A segment with holes has its own positions: what its first one would be is read by nobody but `skip`.
-        first = segment.first if segment.positions is not None else segment.first + start
-        self.segments.append((segment.start + start, stop - start, first, turn, own))
+        # With holes `first` only says whether all of it is in the future: the segment's will do for its pieces.
+        holes = segment.positions is not None
+        first = segment.first if holes else segment.first + start
+        self.segments.append((segment.start + start, stop - start, first, turn, own, int(holes)))
 
 
-def _cut(segments: Sequence[Segment], quota: int) -> Iterator[list[tuple[Segment, int, int]]]:
+def _parts(segments: Sequence[Segment], quota: int) -> Iterator[list[tuple[Segment, int, int]]]:
     """Consecutive pieces (segment, start, stop) of `quota` keys together, the last of fewer."""
     pieces: list[tuple[Segment, int, int]] = []
     left = quota
     for segment in segments:
         at = 0
         while at < segment.length:
-            count = min(left, segment.length - at)
+            # Whether a piece with holes lies below a tile is decided for all of it: short ones are decided better.
+            most = left if segment.positions is None else min(left, HOLED_KEYS)
+            count = min(most, segment.length - at)
             pieces.append((segment, at, at + count))
             at, left = at + count, left - count
             if left == 0:

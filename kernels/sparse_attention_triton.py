@@ -18,6 +18,17 @@ _NEVER = tl.constexpr(NEVER)
 
 
 @triton.jit
+def _update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Online softmax: takes in a block of scores, to base 2, and its values."""
+    higher = tl.maximum(high, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(high - anchor)
+    return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q_ptr,  # [rows, q_heads, head_dim]
     k_ptr,  # [slots, kv_heads, head_dim]
@@ -27,6 +38,7 @@ def _attend(  # type: ignore[no-untyped-def]
     items_ptr,
     segments_ptr,
     positions_ptr,
+    bias_ptr,
     row_positions_ptr,
     turns_ptr,
     scale,  # times log2(e)
@@ -71,37 +83,41 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for segment in range(first_segment, first_segment + segments):
-        segment_ptr = segments_ptr + 5 * segment
+        segment_ptr = segments_ptr + 6 * segment
         slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
         first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
+        holes = tl.load(segment_ptr + 5)
         if first > last:
             length = length * 0
         q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
-        listed = own >= 0
-        # Listed positions are loaded a block ahead: no product waits for them.
-        coming = tl.load(positions_ptr + own + n, mask=listed & (n < length), other=_NEVER)
-        for start in range(0, length, BLOCK_KEYS):
-            there = start + n < length
-            position = tl.where(listed, coming, tl.where(there, first + start + n, _NEVER))
+        # Whole blocks below every row of the tile: only what is hidden needs a mask there, and a sum is one.
+        end = first + length
+        if holes:
+            end = tl.load(positions_ptr + own + length - 1, mask=length > 0, other=_NEVER - 1) + 1
+        below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest + 1, length, 0))
+        whole = tl.where(WINDOW > 0, 0, tl.maximum(below, 0) // BLOCK_KEYS * BLOCK_KEYS)
+        bias = tl.load(bias_ptr + own + n, mask=(own >= 0) & (n < whole), other=0.0)
+        for start in range(0, whole, BLOCK_KEYS):
+            k = tl.load(k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None]), mask=(d < HEAD_DIM)[:, None], other=0.0)
+            scores = product(q, k, WIDEN) * scale + bias[None, :]
+            # Loaded a block ahead: no product waits for it.
             stop = start + BLOCK_KEYS
-            coming = tl.load(positions_ptr + own + stop + n, mask=listed & (stop + n < length), other=_NEVER)
+            bias = tl.load(bias_ptr + own + stop + n, mask=(own >= 0) & (stop + n < whole), other=0.0)
+            v = tl.load(v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=channel, other=0.0)
+            high, total, acc = _update(scores, v, high, total, acc, WIDEN)
+            at += BLOCK_KEYS * SLOT_STRIDE
+        for start in range(whole, length, BLOCK_KEYS):
+            there = start + n < length
+            position = tl.load(positions_ptr + own + start + n, mask=there & (own >= 0), other=_NEVER)
+            position = tl.where(there & (own < 0), first + start + n, position)
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
-            # Blocks that lie below every row of the tile, whole and with nothing hidden, need no mask.
-            if listed | (first + stop - 1 > lowest) | (stop > length) | (WINDOW > 0):
-                scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
-            higher = tl.maximum(high, tl.max(scores, 1))
-            # A row that has seen nothing yet has no maximum to subtract.
-            anchor = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores - anchor[:, None])
-            fade = tl.exp2(high - anchor)
-            total = total * fade + tl.sum(weights, 1)
+            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
             v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
             v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
-            acc = acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
-            high = higher
+            high, total, acc = _update(scores, v, high, total, acc, WIDEN)
             at += BLOCK_KEYS * SLOT_STRIDE
 
     inside = valid[:, None] & channel
@@ -213,6 +229,7 @@ def _launch(
         launch.items,
         table.segments,
         table.positions,
+        table.bias,
         table.row_positions,
         table.turns,
         scale * LOG2E,

@@ -20,7 +20,9 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tuning.Tile, **constants: Any) -> Any:
     """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
-    floats = {"lse_ptr", "turns_ptr", "partial_ptr"} | ({"out_ptr"} if constants.get("PARTIAL") else set())
+    floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr"}
+    if constants.get("PARTIAL"):
+        floats.add("out_ptr")
     model = {"q_ptr", "k_ptr", "v_ptr", "out_ptr"}
 
     def kind(name: str) -> str:
