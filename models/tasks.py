@@ -7,8 +7,8 @@ from fusionkv.models import words
 from fusionkv.models.words import NamePool
 
 SYSTEM = "Answer the question using the passages.\n"
-TASKS = ("single", "multikey", "multiquery", "multivalue", "twohop", "chain1", "chain2", "chain3", "coref")
-CROSS_CHUNK = ("multivalue", "twohop", "chain1", "chain2", "chain3", "coref")
+TASKS = ("single", "multikey", "multiquery", "multivalue", "twohop", "chain1", "chain2", "coref")
+CROSS_CHUNK = ("multivalue", "twohop", "chain1", "chain2", "coref")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Size:
     codes: int = 3
     owners: int = 2
     houses: int = 2
-    chains: tuple[int, ...] = (3, 2)  # depth of each chain of scores
+    chains: tuple[int, ...] = (2, 2)  # depth of each chain of scores
     roles: int = 2
     easy: bool = False  # codes of one-token names only
 
