@@ -44,8 +44,8 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     links = Size((3, 3), 0, (12, 18), codes=2, owners=0, houses=2, chains=(1, 1), roles=0, easy=True)
     # Three chains, two holders of a role: a guess between two answers is right half the time, and runs stayed there.
     one = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=2, chains=(1, 1, 1), roles=2)
-    two = Size((5, 5), 0, (26, 36), codes=2, owners=1, houses=2, chains=(2, 2, 2), roles=2)
-    three = Size((6, 7), 1, (30, 44), codes=3, owners=1, houses=2, chains=(2, 2, 2), roles=2)
+    two = Size((5, 5), 0, (26, 36), codes=2, owners=2, houses=2, chains=(2, 2, 2), roles=2)
+    three = Size((6, 7), 1, (30, 44), codes=3, owners=2, houses=2, chains=(2, 2, 2), roles=2)
     return (
         Stage("links", 24, size=links, blind=blind, advance=0.85),
         Stage("one", 24, size=one, blind=later, advance=0.85),
