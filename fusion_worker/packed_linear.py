@@ -13,7 +13,6 @@ class PackedLinear(torch.nn.Module):
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         # No parameter: the tensor is opaque, and has no storage that a state dict could take.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)

@@ -12,11 +12,19 @@ import triton
 import triton.language as tl
 
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import NEVER, Grid, SegmentTable
+from fusionkv.kernels.segment_table import Grid, SegmentTable
 from fusionkv.kernels.segments import Span
-from fusionkv.kernels.tiles_triton import INTERPRETED, LOG2E, load_turned, processors, product, visible
+from fusionkv.kernels.tiles_triton import (
+    INTERPRETED,
+    LOG2E,
+    constants,
+    key_positions,
+    load_turned,
+    processors,
+    product,
+    visible,
+)
 
-_NEVER = tl.constexpr(NEVER)
 _ROWS, _KEYS = 64, 32 if INTERPRETED else 64
 
 
@@ -70,8 +78,7 @@ def _denominators(  # type: ignore[no-untyped-def]
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
         for start in range(0, length, BLOCK_KEYS):
             there = start + n < length
-            position = tl.load(positions_ptr + own + start + n, mask=there & (own >= 0), other=_NEVER)
-            position = tl.where(there & (own < 0), first + start + n, position)
+            position = key_positions(positions_ptr, own, first, start + n, length)
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
@@ -124,8 +131,7 @@ def _columns(  # type: ignore[no-untyped-def]
     first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
     m, n, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_KEYS), tl.arange(0, DIM)
     there = start + n < length
-    position = tl.load(positions_ptr + own + start + n, mask=there & (own >= 0), other=_NEVER)
-    position = tl.where(there & (own < 0), first + start + n, position)
+    position = key_positions(positions_ptr, own, first, start + n, length)
     k_at = k_ptr + (slot + start).to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
     k_at += n[None, :] * SLOT_STRIDE + d[:, None]
     k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
@@ -176,26 +182,12 @@ def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: Span, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
     """As `attention_scores.attention_scores`."""
-    heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
-    groups = heads // kv_heads
+    heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))
     table, blocks, positions, end = _plan(span, rotation, grid, q.device)
     (launch,) = table.launches
-    shape = {
-        "SLOT_STRIDE": k_pool.stride(0),
-        "KV_HEAD_STRIDE": k_pool.stride(1),
-        "HEAD_DIM": dim,
-        "DIM": triton.next_power_of_2(dim),
-        "ROTARY_DIM": rotation.rotary_dim,
-        "INTERLEAVED": rotation.interleaved,
-        "GROUPS": groups,
-        "TILE": launch.tile,
-        "ROWS": max(16, triton.next_power_of_2(launch.tile * groups)),
-        "BLOCK_KEYS": _KEYS,
-        "WINDOW": window or 0,
-        "WIDEN": INTERPRETED,
-    }
+    shape = constants(q, k_pool, rotation, launch.tile, _KEYS, window)
     lse = torch.full((launch.parts, span.rows, heads), float("-inf"), device=q.device)
     _denominators[len(launch.items), kv_heads](
         q,

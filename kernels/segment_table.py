@@ -148,10 +148,10 @@ class _Listing:
                 keys = keys.masked_fill(segment.hidden[start:stop], NEVER)
             self.positions.append(keys)
             own, self._listed = self._listed, self._listed + stop - start
-        # With holes `first` only says whether all of it is in the future: the segment's will do for its pieces.
+        # A kernel takes the first and last position of a piece with holes from its own positions.
         holes = segment.positions is not None
-        first = segment.first if holes else segment.first + start
-        self.segments.append((segment.start + start, stop - start, first, turn, own, int(holes)))
+        assert not holes or segment.hidden is None, "fresh keys have holes, stale ones are hidden: never both"
+        self.segments.append((segment.start + start, stop - start, segment.first + start, turn, own, int(holes)))
 
 
 def _parts(segments: Sequence[Segment], quota: int) -> Iterator[list[tuple[Segment, int, int]]]:
@@ -161,7 +161,7 @@ def _parts(segments: Sequence[Segment], quota: int) -> Iterator[list[tuple[Segme
     for segment in segments:
         at = 0
         while at < segment.length:
-            # Whether a piece with holes lies below a tile is decided for all of it: short ones are decided better.
+            # A piece with holes is above a tile, below it or masked as a whole: short ones are told apart better.
             most = left if segment.positions is None else min(left, HOLED_KEYS)
             count = min(most, segment.length - at)
             pieces.append((segment, at, at + count))

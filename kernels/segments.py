@@ -17,7 +17,8 @@ class Segment:
     first: position of the first slot in the prompt; slot i stands at `first + i` unless `positions` is given.
     shift: `first` minus the position for which the keys were written; 0 for keys in their own place.
     positions: int64 [length], ascending, for slots that don't stand next to each other in the prompt.
-    hidden: bool [length]; True for a stale slot whose token was recomputed elsewhere: nothing attends to it.
+    hidden: bool [length]; True for a stale slot whose token was recomputed elsewhere: nothing attends to it. A
+        segment has `positions` (fresh keys) or `hidden` (stale ones), not both.
     """
 
     start: int
@@ -66,13 +67,9 @@ class Span:
         """What a kernel found out about the span and needs again in the next layer, by whatever it depends on."""
         return {}
 
-    @cached_property
-    def _orders(self) -> dict[Rotation, "Order"]:
-        return {}
-
     def in_order(self, rotation: Rotation) -> "Order":
         """Its keys in prompt order; found once for all layers."""
-        if rotation not in self._orders:
+        if rotation not in self.views:
             length = int(self.positions[-1]) + 1
             slots, shifts = torch.zeros(2, length, dtype=torch.int64, device=self.positions.device).unbind()
             for segment in self.segments:
@@ -80,8 +77,9 @@ class Span:
                 visible = at < length if segment.hidden is None else (at < length) & ~segment.hidden
                 slots[at[visible]] = torch.arange(segment.start, segment.stop, device=slots.device)[visible]
                 shifts[at[visible]] = segment.shift
-            self._orders[rotation] = Order(slots, *rotation.factors(shifts))
-        return self._orders[rotation]
+            self.views[rotation] = Order(slots, *rotation.factors(shifts))
+        order: Order = self.views[rotation]
+        return order
 
 
 class Order(NamedTuple):

@@ -67,7 +67,8 @@ def _blocks(
     k = _compute(rotation.apply(k_pool.index_select(0, slots), cos, sin)).transpose(0, 1).contiguous()
     start = 0
     while start < span.rows:
-        fits = SCORES // (q.shape[1] * (int(span.positions[start]) + 1))
+        sees = int(span.positions[start]) + 1
+        fits = SCORES // (q.shape[1] * (sees if window is None else min(sees, window)))
         rows = slice(start, min(start + max(ROWS[0], min(fits, ROWS[1])), span.rows))
         positions = span.positions[rows]
         # All rows see [low, middle); which of them see what in [middle, high) is written out.

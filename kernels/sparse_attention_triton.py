@@ -10,11 +10,9 @@ import triton
 import triton.language as tl
 
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import NEVER, Grid, Launch, SegmentTable, Spans
-from fusionkv.kernels.tiles_triton import INTERPRETED, LOG2E, load_turned, processors, product, visible
+from fusionkv.kernels.segment_table import Grid, Launch, SegmentTable, Spans
+from fusionkv.kernels.tiles_triton import LOG2E, constants, key_positions, load_turned, processors, product, visible
 from fusionkv.kernels.tuning import Tile, tile_for
-
-_NEVER = tl.constexpr(NEVER)
 
 
 @triton.jit
@@ -86,16 +84,16 @@ def _attend(  # type: ignore[no-untyped-def]
         segment_ptr = segments_ptr + 6 * segment
         slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
         first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
-        holes = tl.load(segment_ptr + 5)
+        end = first + length - 1
+        if tl.load(segment_ptr + 5) == 1:
+            first = tl.load(positions_ptr + own)
+            end = tl.load(positions_ptr + own + length - 1)
         if first > last:
             length = length * 0
         q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
         # Whole blocks below every row of the tile: only what is hidden needs a mask there, and a sum is one.
-        end = first + length
-        if holes:
-            end = tl.load(positions_ptr + own + length - 1, mask=length > 0, other=_NEVER - 1) + 1
-        below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest + 1, length, 0))
+        below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest, length, 0))
         whole = tl.where(WINDOW > 0, 0, tl.maximum(below, 0) // BLOCK_KEYS * BLOCK_KEYS)
         bias = tl.load(bias_ptr + own + n, mask=(own >= 0) & (n < whole), other=0.0)
         for start in range(0, whole, BLOCK_KEYS):
@@ -109,8 +107,7 @@ def _attend(  # type: ignore[no-untyped-def]
             at += BLOCK_KEYS * SLOT_STRIDE
         for start in range(whole, length, BLOCK_KEYS):
             there = start + n < length
-            position = tl.load(positions_ptr + own + start + n, mask=there & (own >= 0), other=_NEVER)
-            position = tl.where(there & (own < 0), first + start + n, position)
+            position = key_positions(positions_ptr, own, first, start + n, length)
             k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
             k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale
@@ -153,11 +150,9 @@ def _merge(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_ptr + at, mask=p < PARTS, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))
     weights = weights / tl.sum(weights, 0)
-    inside = (p < PARTS)[:, None] & (d < HEAD_DIM)[None, :]
-    # Parts that no key of the row lies in were never written, or hold what an empty sum gives.
-    values = tl.load(
-        partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside & (weights > 0.0)[:, None], other=0.0
-    )
+    # Parts that no key of the row lies in were never written.
+    inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
+    values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     out = tl.sum(values * weights[:, None], 0)
     row = tl.load(rows_ptr + partial)
     to = out_ptr + row * out_row_stride + head * out_head_stride + d
@@ -212,14 +207,14 @@ def _launch(
     window: int | None,
 ) -> None:
     heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
-    groups, partial_rows = heads // kv_heads, len(launch.rows)
+    partial_rows = len(launch.rows)
     lse = partial = out
     if launch.parts > 1:
         # -inf: a part that a short span does not have counts nothing.
         lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
         partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
-    rows = max(16, triton.next_power_of_2(launch.tile * groups))
-    few = rows < tile.rows
+    shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
+    few = shape["ROWS"] < tile.rows
     _attend[len(launch.items), kv_heads](
         q,
         k_pool,
@@ -238,19 +233,8 @@ def _launch(
         q.stride(1),
         out.stride(0),
         out.stride(1),
-        SLOT_STRIDE=k_pool.stride(0),
-        KV_HEAD_STRIDE=k_pool.stride(1),
-        HEAD_DIM=dim,
-        DIM=triton.next_power_of_2(dim),
-        ROTARY_DIM=rotation.rotary_dim,
-        INTERLEAVED=rotation.interleaved,
-        GROUPS=groups,
-        TILE=launch.tile,
-        ROWS=rows,
-        BLOCK_KEYS=tile.keys,
-        WINDOW=window or 0,
+        **shape,
         PARTIAL=launch.parts > 1,
-        WIDEN=INTERPRETED,
         num_warps=4 if few else tile.warps,
         num_stages=tile.stages,
     )

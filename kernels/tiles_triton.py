@@ -1,11 +1,16 @@
 """What the Triton kernels share: loading a tile of query rows, turned back for a segment, and scoring keys."""
 
 import functools
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import NEVER
+
+_NEVER = tl.constexpr(NEVER)
 LOG2E = 1.4426950408889634
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
@@ -52,12 +57,41 @@ def product(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
+    """Positions [keys] of slots n of a segment; "never" for hidden ones and those behind its end."""
+    there = n < length
+    position = tl.load(positions_ptr + own + n, mask=there & (own >= 0), other=_NEVER)
+    return tl.where(there & (own < 0), first + n, position)
+
+
+@triton.jit
 def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """bool [rows, keys]: which keys a row sees. A stale slot's position is above every row's."""
     seen = position[None, :] <= q_position[:, None]
     if WINDOW > 0:
         seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
     return seen
+
+
+def constants(
+    q: torch.Tensor, k_pool: torch.Tensor, rotation: Rotation, tile: int, keys: int, window: int | None
+) -> dict[str, Any]:
+    """What every kernel over a batch is compiled for. tile: query rows of a tile; keys: of a block."""
+    groups, dim = q.shape[1] // k_pool.shape[1], q.shape[2]
+    return {
+        "SLOT_STRIDE": k_pool.stride(0),
+        "KV_HEAD_STRIDE": k_pool.stride(1),
+        "HEAD_DIM": dim,
+        "DIM": triton.next_power_of_2(dim),
+        "ROTARY_DIM": rotation.rotary_dim,
+        "INTERLEAVED": rotation.interleaved,
+        "GROUPS": groups,
+        "TILE": tile,
+        "ROWS": max(16, triton.next_power_of_2(tile * groups)),
+        "BLOCK_KEYS": keys,
+        "WINDOW": window or 0,
+        "WIDEN": INTERPRETED,
+    }
 
 
 @functools.cache
