@@ -1,5 +1,6 @@
-"""The one place where a Hugging Face model meets the pool: an attention function and the forward that feeds it."""
+"""The one place where a Hugging Face model meets the pool: an attention function and the forwards that feed it."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
+from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
@@ -31,12 +33,39 @@ class Probe:
     scores: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Shallow:
+    """What rows are once they have been through layer 0, so that some of them can go on from there.
+
+    hidden: [rows, hidden]. first, second: what the attention of layer 0 and of layer 1 was given.
+    """
+
+    hidden: torch.Tensor
+    first: States
+    second: States
+
+    def of(self, rows: torch.Tensor) -> "Ahead":
+        """What the rows of these indices go on from."""
+        return Ahead(self.hidden[rows], self.first.k[rows], self.first.v[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Rows that have been through layer 0: hidden [rows, hidden], and their k, v [rows, kv_heads, head_dim] there."""
+
+    hidden: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
 @dataclass(slots=True)
 class Batch:
     """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
 
-    ids, positions, slots: int64 [rows]; row i stands at positions[i] and its KV is written to pool slot slots[i].
+    ids, positions: int64 [rows]; row i stands at positions[i].
+    slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
     pool: [layers, 2, slots, kv_heads, head_dim].
+    states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
     """
 
     ids: torch.Tensor
@@ -46,6 +75,7 @@ class Batch:
     pool: torch.Tensor
     rotation: Rotation
     probes: Sequence[Probe] = field(default=())
+    states: dict[int, States | None] = field(default_factory=dict)
 
 
 def install(model: Model) -> None:
@@ -75,12 +105,50 @@ def _first_layer_keys(model: Model, start: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def forward(model: Model, batch: Batch) -> torch.Tensor:
-    """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden]."""
-    out = model.network.model(
-        input_ids=batch.ids[None], position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch
-    )
+def forward(model: Model, batch: Batch, ahead: Ahead | None = None) -> torch.Tensor:
+    """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden].
+
+    ahead: the rows, when they have been through layer 0 already.
+    """
+    decoder = model.network.model
+    if ahead is None:
+        rows = {"input_ids": batch.ids[None]}
+    else:
+        decoder, rows = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}
+        batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
+        batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
+    out = decoder(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
     return out.last_hidden_state[0]
+
+
+@torch.inference_mode()
+def shallow(model: Model, batch: Batch) -> Shallow:
+    """Runs layer 0 over the rows, and layer 1 up to its queries, keys and values. Writes what `batch.slots` says."""
+    decoder, place = model.network.model, batch.positions[None]
+    batch.states = {0: None, 1: None}
+    first = _layers(decoder, slice(0, 1))
+    hidden = first(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)[0]
+    layer = decoder.layers[1]
+    layer.self_attn(
+        hidden_states=layer.input_layernorm(hidden),
+        position_embeddings=decoder.rotary_emb(hidden, place),
+        attention_mask=None,
+        fusionkv_batch=batch,
+    )
+    seen = batch.states
+    assert seen[0] is not None
+    assert seen[1] is not None
+    return Shallow(hidden[0], seen[0], seen[1])
+
+
+def _layers(decoder: Any, wanted: slice) -> Any:
+    """The decoder with some of its layers only, sharing their weights; without its last norm when layers follow."""
+    part = copy.copy(decoder)
+    layers = list(decoder.layers)
+    part._modules = {**decoder._modules, "layers": torch.nn.ModuleList(layers[wanted])}
+    if wanted.stop is not None:
+        part._modules["norm"] = torch.nn.Identity()
+    return part
 
 
 @torch.inference_mode()
@@ -102,10 +170,15 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     batch, layer = fusionkv_batch, module.layer_idx
+    rows, fresh = query[0].transpose(0, 1), (key[0].transpose(0, 1), value[0].transpose(0, 1))
+    if layer in batch.states:
+        batch.states[layer] = States(rows, *fresh, scaling, sliding_window)
+        if layer == max(batch.states):
+            return torch.zeros_like(rows)[None], None
     k_pool, v_pool = batch.pool[layer]
-    k_pool.index_copy_(0, batch.slots, key[0].transpose(0, 1))
-    v_pool.index_copy_(0, batch.slots, value[0].transpose(0, 1))
-    rows = query[0].transpose(0, 1)
+    stored = slice(len(batch.ids) - len(batch.slots), None)
+    k_pool.index_copy_(0, batch.slots, fresh[0][stored])
+    v_pool.index_copy_(0, batch.slots, fresh[1][stored])
     for probe in batch.probes:
         if layer in probe.layers:
             scores = attention_scores(rows, k_pool, probe.span, batch.rotation, scaling, sliding_window)

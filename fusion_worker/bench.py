@@ -29,7 +29,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Summary
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
-from fusionkv.fusion_worker.methods import recipes
+from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.servicer import FusionServicer
 
 SYSTEM, QUESTION, CHUNK = 32, 32, 512
@@ -133,7 +133,7 @@ def _row(
 
 async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
     servicer.pool.clear()
-    answering = servicer.answerer.answer(prompt, recipes.find(name), ratio, SamplingParams(max_tokens=1))
+    answering = servicer.answerer.answer(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1))
     async with aclosing(answering) as events:
         async for event in events:
             if isinstance(event, Summary):

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
-from fusionkv.fusion_worker.methods import recipes
+from fusionkv.fusion_worker.methods import modifiers, recipes
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -76,7 +76,7 @@ class FusionServicer:
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        recipe = recipes.find(request.recipe)
+        recipe = modifiers.find(request.recipe)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))

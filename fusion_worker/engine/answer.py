@@ -7,24 +7,21 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
-import torch
 from opentelemetry import metrics, trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.kv_pool import Run
+from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.fuser import Fuser
 from fusionkv.fusion_worker.engine.loader import Loader, clock
 from fusionkv.fusion_worker.engine.locator import CacheFault
-from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages
+from fusionkv.fusion_worker.engine.placement import Placement, Stages
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.engine.text import TextStream
-from fusionkv.fusion_worker.engine.work import Work, lay_out, slots_of
-from fusionkv.fusion_worker.methods.choose import budget, top_k
+from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention
 from fusionkv.fusion_worker.models import Model
-from fusionkv.kernels.segments import Segment
 from fusionkv.protos.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)
@@ -70,6 +67,7 @@ class Answerer:
         self._model = model
         self._engine = engine
         self._loader = loader
+        self._fuser = Fuser(model, engine)
         self._running = asyncio.Semaphore(config.max_requests)
         self._waiting = 0
 
@@ -86,8 +84,8 @@ class Answerer:
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
                 await self._enter(stack)
-            context = await self._prepare(stack, summary, params)
-            async with aclosing(self._decode(context, summary, params, arrived)) as pieces:
+            fused = await self._prepare(stack, summary, params)
+            async with aclosing(self._decode(fused, summary, params, arrived)) as pieces:
                 async for piece in pieces:
                     yield piece
         yield summary
@@ -101,7 +99,7 @@ class Answerer:
         finally:
             self._waiting -= 1
 
-    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> "_Context":
+    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
         prompt, recipe = summary.prompt, summary.recipe
         if recipe.encode is not None:
@@ -111,7 +109,7 @@ class Answerer:
 
             try:
                 loading = self._loader.prompt(prompt, fresh, summary.stages)
-                return await self._select(await stack.enter_async_context(loading), summary)
+                return await self._fuse(await stack.enter_async_context(loading), summary)
             except CacheFault as fault:
                 log.warning("answered by plain prefill: %s", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
@@ -122,70 +120,27 @@ class Answerer:
         with clock(summary.stages, "load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
-        return _Context(placement, (), torch.arange(prompt.tokens), prompt.ids())
+        return self._fuser.plain(placement, prompt)
 
-    async def _select(self, placement: Placement, summary: Summary) -> "_Context":
-        """Chooses the tokens to recompute and lays out what the rows will see."""
-        prompt, recipe = summary.prompt, summary.recipe
-        chunks = [p for p in placement.parts if not p.wanted.is_system]
-        stale = torch.zeros(prompt.question_start, dtype=torch.bool)
-        for part in chunks:
-            if not part.wanted.lossless:
-                stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
-        stale_tokens = int(stale.sum())
-        count = budget(summary.ratio, prompt.context_tokens, stale_tokens)
-        with tracer.start_as_current_span("fusionkv.select"), clock(summary.stages, "select"):
-            if count in (0, stale_tokens):
-                chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
-            else:
-                chosen = top_k(await self._score(placement, chunks, prompt, recipe), stale, count)
-        summary.lossless = prompt.context_tokens - stale_tokens
-        summary.recomputed = count
-        fresh = torch.zeros_like(stale)
-        fresh[chosen] = True
-        seen: tuple[Segment, ...] = ()
-        for part in placement.parts:
-            start = part.wanted.position
-            seen += part.segments(fresh[start : start + len(part.wanted.chunk)].to(self._model.device))
-        positions = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
-        return _Context(placement, seen, positions, prompt.ids()[positions])
-
-    async def _score(
-        self, placement: Placement, chunks: list[Placed], prompt: Prompt, recipe: Recipe
-    ) -> torch.Tensor:
-        """float32 [question_start]: the recipe's score of every context token."""
-        if isinstance(recipe.score, DistanceToStart):
-            starts = [p.wanted.position for p in chunks]
-            stops = [p.wanted.position + len(p.wanted.chunk) for p in chunks]
-            return recipe.score.scores(starts, stops, prompt.question_start)
-        assert isinstance(recipe.score, QuestionAttention)
-        positions = torch.arange(prompt.question_start, prompt.tokens)
-        result = await self._engine.run(
-            Work(
-                ids=torch.tensor(prompt.question).to(self._model.device),
-                positions=positions.to(self._model.device),
-                # The question's keys are written again by the prefill proper: the same slots serve.
-                runs=placement.fresh,
-                seen=tuple(s for part in placement.parts for s in part.segments()),
-                probe=recipe.score.layers(self._model.kv.layers),
-            )
-        )
-        assert result.scores is not None
-        return result.scores[: prompt.question_start].cpu()
+    async def _fuse(self, placement: Placement, summary: Summary) -> Fused:
+        prompt = summary.prompt
+        with tracer.start_as_current_span("fusionkv.select") as span, clock(summary.stages, "select"):
+            fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio)
+            span.set_attribute("fusionkv.rows", fused.scored_rows)
+        summary.lossless = prompt.context_tokens - int(fused.stale.sum())
+        summary.recomputed = len(fused.chosen)
+        return fused
 
     async def _decode(
-        self, context: "_Context", summary: Summary, params: SamplingParams, arrived: float
+        self, fused: Fused, summary: Summary, params: SamplingParams, arrived: float
     ) -> AsyncGenerator[Piece]:
         """Prefills the rows, then draws tokens until the answer ends."""
         sampler = Sampler(params)
         text = TextStream(self._model.tokenizer, params.stop)
-        device, stages = self._model.device, summary.stages
+        stages = summary.stages
         with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
-            span.set_attribute("fusionkv.rows", len(context.ids))
-            work = Work(
-                context.ids.to(device), context.positions.to(device), context.placement.fresh, context.seen, sampler
-            )
-            token = (await self._engine.run(work)).token
+            span.set_attribute("fusionkv.rows", len(fused.ids))
+            token = (await self._engine.run(fused.prefill(sampler))).token
         stages.seconds["ttft"] = time.perf_counter() - arrived
         _record(summary)
         started = time.perf_counter()
@@ -198,7 +153,7 @@ class Answerer:
                 piece = self._read(token, text, summary, params)
                 yield Piece(token, piece)
                 if not summary.finish:
-                    token = (await self._engine.run(context.next(token, sampler, device))).token
+                    token = (await self._engine.run(fused.next([token], sampler))).token
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
@@ -216,33 +171,6 @@ class Answerer:
             summary.finish = "max_tokens"
             piece += text.flush()
         return piece
-
-
-@dataclass(slots=True)
-class _Context:
-    """What a request's rows see: placed parts, and its own fresh tokens in the order of their slots."""
-
-    placement: Placement
-    seen: tuple[Segment, ...]
-    positions: torch.Tensor
-    ids: torch.Tensor
-    slots: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.slots = slots_of(self.placement.fresh)
-
-    def next(self, token: int, sampler: Sampler, device: torch.device) -> Work:
-        """The work for one more token, behind all there is."""
-        used, position = len(self.positions), int(self.positions[-1]) + 1
-        own = lay_out(self.positions.to(device), self.placement.fresh)
-        self.positions = torch.cat([self.positions, torch.tensor([position])])
-        return Work(
-            ids=torch.tensor([token], device=device),
-            positions=torch.tensor([position], device=device),
-            runs=(Run(int(self.slots[used]), 1),),
-            seen=(*self.seen, *own),
-            sampler=sampler,
-        )
 
 
 def _record(summary: Summary) -> None:

@@ -5,10 +5,11 @@ import threading
 
 import torch
 
-from fusionkv.fusion_worker.attention import Batch, Probe, forward, install, logits
+from fusionkv.fusion_worker.attention import Batch, Probe, forward, install, logits, shallow
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
-from fusionkv.fusion_worker.engine.work import Result, Work, settled
+from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
+from fusionkv.fusion_worker.methods.shallow import scores
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
@@ -59,24 +60,48 @@ class Engine:
                 part.work.future.set_exception(error)
 
     def step(self, parts: list[Part]) -> None:
-        """One forward over the parts' rows; finished works get their results."""
-        batch, probes = self._assemble(parts)
-        hidden = forward(self._model, batch)
-        spans = dict(zip(parts, batch.spans, strict=True))
-        tokens = self._sample([p for p in parts if p.last and p.work.sampler], spans, hidden)
-        for part, span in spans.items():
-            if part.last:
-                work = part.work
-                scores = probes[work].scores if work in probes else None
-                mean = hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None
-                work.future.set_result(Result(tokens.get(work), scores, mean))
+        """One forward over the parts' rows, and one for each that goes alone; finished works get their results."""
+        together = [part for part in parts if not part.work.alone]
+        for group in ([together] if together else []) + [[part] for part in parts if part.work.alone]:
+            if group[0].work.shallow:
+                self._look(group[0])
+            else:
+                self._advance(group)
 
-    def _sample(self, parts: list[Part], spans: dict[Part, Span], hidden: torch.Tensor) -> dict[Work, int]:
-        if not parts:
+    def _advance(self, parts: list[Part]) -> None:
+        """Runs the parts' rows through all layers, or all that are left of them."""
+        batch, probes = self._assemble(parts)
+        hidden = forward(self._model, batch, parts[0].work.ahead)
+        last = {part: span for part, span in zip(parts, batch.spans, strict=True) if part.last}
+        predicted = self._predict(last, hidden)
+        for part, span in last.items():
+            work = part.work
+            rows = predicted.get(work)
+            token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
+            scores = probes[work].scores if work in probes else None
+            mean = hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None
+            work.future.set_result(Result(token, rows if work.logits else None, scores, mean))
+
+    def _predict(self, spans: dict[Part, Span], hidden: torch.Tensor) -> dict[Work, torch.Tensor]:
+        """Logits of the last rows of works that are sampled from or want some."""
+        counts = {part.work: max(part.work.logits, part.work.sampler is not None) for part in spans}
+        wanted = {part.work: (span.stop - counts[part.work], span.stop) for part, span in spans.items()}
+        rows = [torch.arange(*wanted[work]) for work, count in counts.items() if count]
+        if not rows:
             return {}
-        rows = torch.tensor([spans[part].stop - 1 for part in parts], device=hidden.device)
-        scores = logits(self._model, hidden[rows])
-        return {p.work: p.work.sampler.draw(row) for p, row in zip(parts, scores, strict=True) if p.work.sampler}
+        found = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
+        return dict(zip([w for w, n in counts.items() if n], found.split([len(r) for r in rows]), strict=True))
+
+    def _look(self, part: Part) -> None:
+        """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
+        work, (batch, _) = part.work, self._assemble([part])
+        assert isinstance(work.probe, ShallowProbe)
+        found = shallow(self._model, batch)
+        (span,) = batch.spans
+        scored = scores(
+            work.probe.score, found.second, self._pool.kv[1], span, self._model.rotation, work.probe.starts
+        )
+        work.future.set_result(Result(scores=scored, shallow=found))
 
     def _assemble(self, parts: list[Part]) -> tuple[Batch, dict[Work, Probe]]:
         spans: list[Span] = []
@@ -88,7 +113,7 @@ class Engine:
             span = Span(at, at + len(positions), positions, (*work.seen, *work.own(part.stop)))
             at = span.stop
             spans.append(span)
-            if work.probe:
+            if work.probe and not isinstance(work.probe, ShallowProbe):
                 probes[work] = Probe(span, work.probe)
         batch = Batch(
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),

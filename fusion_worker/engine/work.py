@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.sampling import Sampler
+from fusionkv.fusion_worker.methods.scoring import ShallowScore
 from fusionkv.kernels.segments import Segment
 
 
@@ -16,13 +18,24 @@ from fusionkv.kernels.segments import Segment
 class Result:
     """What was asked for, the rest None.
 
-    token: id sampled from the last row. scores: float32 [last position + 1]. mean: float32 [hidden], the mean of the
-    rows' last hidden states.
+    token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
+    [last position + 1]. mean: float32 [hidden], the mean of the rows' last hidden states. shallow: the rows behind
+    layer 0.
     """
 
     token: int | None = None
+    logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     mean: torch.Tensor | None = None
+    shallow: Shallow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ShallowProbe:
+    """Scores tokens by their states behind layer 0, and stops there. starts: as for `methods.shallow.scores`."""
+
+    score: ShallowScore
+    starts: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +44,10 @@ class Work:
 
     ids, positions: int64 [rows], positions ascending. runs: where their KV goes, in row order.
     seen: segments of keys that are there already. The rows see each other by `own`.
-    probe: layers whose attention into each position is summed up.
+    unstored: rows at the front whose keys are in `seen`, so that their KV is not written.
+    logits: how many rows, the last ones, are wanted as logits.
+    probe: layers whose attention into each position is summed up; or the shallow score of each token.
+    ahead: the rows, when they have been through layer 0 already.
     A work that is sampled from or probed is small or comes last; only plain prefill is split over steps.
     """
 
@@ -39,9 +55,12 @@ class Work:
     positions: torch.Tensor
     runs: Sequence[Run]
     seen: tuple[Segment, ...] = ()
+    unstored: int = 0
     sampler: Sampler | None = None
-    probe: frozenset[int] = frozenset()
+    logits: int = 0
+    probe: frozenset[int] | ShallowProbe = frozenset()
     mean: bool = False
+    ahead: Ahead | None = None
     done: int = 0
     abandoned: bool = False
     future: "Future[Result]" = field(default_factory=Future)
@@ -51,16 +70,26 @@ class Work:
         return len(self.ids)
 
     @property
+    def shallow(self) -> bool:
+        return isinstance(self.probe, ShallowProbe)
+
+    @property
     def splittable(self) -> bool:
-        return not self.probe and not self.mean
+        return not (self.probe or self.mean or self.logits or self.ahead)
+
+    @property
+    def alone(self) -> bool:
+        """Whether its rows go through other layers than most, so that it takes a step of its own."""
+        return self.shallow or self.ahead is not None
 
     def own(self, stop: int) -> tuple[Segment, ...]:
         """The first `stop` rows as keys."""
-        return lay_out(self.positions[:stop], self.runs)
+        return lay_out(self.positions[self.unstored : stop], self.runs)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """int64 [stop - start]: the pool slots of these rows."""
-        return slots_of(self.runs)[start:stop].to(self.ids.device)
+        """int64: the pool slots of these rows, as many of them as are stored."""
+        first = max(0, start - self.unstored)
+        return slots_of(self.runs)[first : stop - self.unstored].to(self.ids.device)
 
 
 def slots_of(runs: Sequence[Run]) -> torch.Tensor:

@@ -2,7 +2,16 @@
 
 from dataclasses import dataclass
 
-from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention, Score
+from fusionkv.fusion_worker.methods.choose import TOP_K, Choice
+from fusionkv.fusion_worker.methods.scoring import (
+    AttendedDeviation,
+    DistanceToStart,
+    InterChunkAttention,
+    QuestionAttention,
+    Score,
+    ShallowAttention,
+    ValueDeviation,
+)
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -26,6 +35,9 @@ class Recipe:
     score: what makes a stale token worth recomputing; None when the ratio leaves no choice.
     ratio: recomputed context tokens / context tokens, unless a request says otherwise.
     fixed: whether a request may not say otherwise.
+    choose: from scores to tokens.
+    from_layer_1: the chosen tokens go on from the states behind layer 0 that their scores needed; otherwise they run
+        through every layer.
     """
 
     name: str
@@ -34,6 +46,8 @@ class Recipe:
     score: Score | None
     ratio: float
     fixed: bool = False
+    choose: Choice = TOP_K
+    from_layer_1: bool = False
 
     @property
     def neighbours(self) -> int:
@@ -51,14 +65,44 @@ class Recipe:
         return self.ratio if asked is None or self.fixed else asked
 
 
+_ALONE = Isolated()
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("full_attention", "plain prefill of the whole prompt, nothing reused", None, None, 1.0, fixed=True),
+        Recipe("full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", _ALONE, None, 0.0, True),
+        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", _ALONE, DistanceToStart(), 0.2),
         Recipe(
-            "full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", Isolated(), None, 0.0, True
+            "cacheblend",
+            "recomputed where layer 1's values are off most, from layer 1 on (CacheBlend)",
+            _ALONE,
+            ValueDeviation(),
+            0.15,
+            from_layer_1=True,
         ),
-        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", Isolated(), DistanceToStart(), 0.2),
+        Recipe(
+            "kvshare",
+            "as cacheblend, the deviation times all attention into the token (KVShare)",
+            _ALONE,
+            AttendedDeviation(),
+            0.2,
+            from_layer_1=True,
+        ),
+        Recipe(
+            "cache_craft",
+            "recomputed by a token's own attention to chunks before it (Cache-Craft)",
+            _ALONE,
+            InterChunkAttention(),
+            0.15,
+        ),
+        Recipe(
+            "a3",
+            "recomputed by the question's attention at layer 1, from layer 1 on (A3)",
+            _ALONE,
+            ShallowAttention(),
+            0.15,
+            from_layer_1=True,
+        ),
         Recipe(
             "fusionrag",
             "encoded with similar chunks; recomputed by the question's last-layer attention (FusionRAG 3.1, 3.2)",
@@ -69,20 +113,9 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "prophetkv",
             "recomputed by the question's attention over all layers (ProphetKV 4.2, 4.3)",
-            Isolated(),
+            _ALONE,
             QuestionAttention(last_only=False),
             0.2,
         ),
     )
 }
-
-
-def find(name: str) -> Recipe:
-    """The recipe of this name.
-
-    Raises:
-        InvalidArgument: there is none.
-    """
-    if name not in RECIPES:
-        raise InvalidArgument(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
-    return RECIPES[name]

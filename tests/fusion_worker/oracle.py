@@ -150,6 +150,30 @@ class Oracle:
         out = self.network(torch.tensor([question]), past_key_values=_cache_of(kv), output_attentions=True)
         return torch.stack([out.attentions[i][0].float().sum((0, 1)) for i in layers]).sum(0)[: kv[0][0].shape[2]]
 
+    @torch.inference_mode()
+    def scores(self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids) -> torch.Tensor:
+        """float32 [context and system]: how a recipe scores every token, from dense passes over the whole prompt."""
+        ids, context = [*system, *(i for c in chunks for i in c), *question], self.reused(system, chunks)
+        last, layers = len(ids) - len(question), self.network.config.num_hidden_layers
+        starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
+        if recipe == "epic":
+            return torch.cat([torch.zeros(len(system)), *[-torch.arange(len(c)).float() for c in chunks]])
+        if recipe in ("prophetkv", "fusionrag"):
+            return self.attention(context, question, range(layers) if recipe == "prophetkv" else [layers - 1])
+        # Behind layer 0 every token is what full attention makes of it.
+        weights = self.network(torch.tensor([ids]), output_attentions=True).attentions[1][0].sum(0)
+        away = (self.kv(ids)[1][1][0, :, :last] - context[1][1][0]).float()
+        if recipe == "cacheblend":
+            return away.square().sum((0, 2))
+        if recipe == "kvshare":
+            return away.abs().sum((0, 2)) * weights.sum(0)[:last]
+        if recipe == "a3":
+            return weights[last:].sum(0)[:last]
+        assert recipe == "cache_craft"
+        own = torch.bucketize(torch.arange(last), torch.tensor(starts), right=True)
+        other = (own[:, None] != own) & (own > 0)
+        return (weights[:last, :last] * other).sum(1)
+
     def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
         """float32 [vocabulary]: all of `ids` computed densely, but in every layer the KV of context tokens that are
         not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""

@@ -50,18 +50,17 @@ async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle:
     assert tools.error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
 
 
-@pytest.mark.parametrize("recipe", ["epic", "prophetkv", "fusionrag"])
+RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "fusionrag")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
 async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     context = plain.reused(system, chunks)
     first = len(system) + len(chunks[0])
     last = len(system) + sum(map(len, chunks))
-    if recipe == "epic":
-        scores = -torch.cat([torch.zeros(first), *[torch.arange(len(c)).float() for c in chunks[1:]]])
-    else:
-        layers = plain.network.config.num_hidden_layers
-        scores = plain.attention(context, question, range(layers) if recipe == "prophetkv" else [layers - 1]).clone()
+    scores = plain.scores(recipe, system, chunks, question).clone()
     scores[:first] = float("-inf")
     fresh = torch.zeros(last, dtype=torch.bool)
     count = round(0.3 * (last - len(system)))
@@ -71,6 +70,42 @@ async def test_a_third_recomputed(family: str, recipe: str, start: Any, oracle: 
     assert answer.summary.tokens_recomputed == count
     assert tools.error(answer.logits[0], expected) < CLOSE
     assert tools.error(plain.after(context, question), expected) > 100 * CLOSE, "recomputing changed nothing"
+
+
+@pytest.mark.parametrize("recipe", ["a3", "prophetkv", "epic"])
+async def test_tokens_behind_the_first(recipe: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    """Decoding over a context that was recomputed in part, whatever layer it was recomputed from."""
+    system, chunks, question = parts
+    rig, plain = await start("llama"), oracle("llama")
+    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=4)
+    first = len(system) + len(chunks[0])
+    last = len(system) + sum(map(len, chunks))
+    scores = plain.scores(recipe, system, chunks, question).clone()
+    scores[:first] = float("-inf")
+    fresh = torch.zeros(last, dtype=torch.bool)
+    fresh[scores.sort(descending=True, stable=True).indices[: answer.summary.tokens_recomputed]] = True
+    for at, logits in enumerate(answer.logits):
+        ids = [*whole(parts), *answer.ids[:at]]
+        assert tools.error(logits, plain.overlaid(ids, plain.reused(system, chunks), fresh)) < CLOSE
+
+
+async def test_windows_of_chosen_tokens(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start("llama"), oracle("llama")
+    context = plain.reused(system, chunks)
+    first, last = len(system) + len(chunks[0]), len(system) + sum(map(len, chunks))
+    scores = plain.scores("prophetkv", system, chunks, question).clone()
+    scores[:first] = float("-inf")
+    best = scores.sort(descending=True, stable=True).indices[: round(0.5 * (last - len(system)))].tolist()
+    fresh = torch.zeros(last, dtype=torch.bool)
+    for start_of in range(first, last, 4):
+        inside = [p for p in best if start_of <= p < start_of + 4]
+        fresh[inside] = len(inside) >= 3
+    assert 0 < int(fresh.sum()) < len(best), "the windows keep all or nothing, so this test shows nothing"
+    answer = await rig.ask(*parts, recipe="prophetkv+window(4,3)", ratio=0.5)
+    assert answer.summary.recipe == "prophetkv+window(4,3)"
+    assert answer.summary.tokens_recomputed == int(fresh.sum())
+    assert tools.error(answer.logits[0], plain.overlaid(whole(parts), context, fresh)) < CLOSE
 
 
 async def test_bfloat16(family: str, start: Any, oracle: Any, parts: Any) -> None:

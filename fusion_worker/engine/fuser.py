@@ -1,0 +1,150 @@
+"""Makes a prompt's context as its recipe says: scores the stale tokens, chooses some, lays out what the rows see."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.attention import Ahead, Shallow
+from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.placement import Placed, Placement
+from fusionkv.fusion_worker.engine.prompt import Prompt
+from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
+from fusionkv.fusion_worker.methods.choose import budget
+from fusionkv.fusion_worker.methods.recipes import Recipe
+from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention, Score
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kernels.segments import Segment
+from fusionkv.protos.errors import FailedPrecondition
+
+
+@dataclass(slots=True)
+class _Scored:
+    """Scores of all positions before the question; what the rows behind layer 0 are, if that was computed."""
+
+    scores: torch.Tensor
+    rows: int
+    shallow: Shallow | None = None
+
+
+class Fuser:
+    """Chooses what to recompute. Its works run beside those of other requests."""
+
+    def __init__(self, model: Model, engine: Engine) -> None:
+        self._model = model
+        self._engine = engine
+
+    def plain(self, placement: Placement, prompt: Prompt) -> Fused:
+        """Nothing reused: every token is a row."""
+        everything = torch.arange(prompt.question_start)
+        stale = everything >= len(prompt.system)
+        chosen = everything[stale]
+        return self._fused(placement, prompt, (), torch.arange(prompt.tokens), chosen, stale)
+
+    async def fuse(self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float) -> Fused:
+        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed.
+
+        Raises:
+            FailedPrecondition: the model is too shallow for the recipe.
+        """
+        stale = _stale(placement, prompt)
+        stale_tokens = int(stale.sum())
+        count = budget(ratio, prompt.context_tokens, stale_tokens)
+        scored = None
+        if count in (0, stale_tokens):
+            chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
+        else:
+            assert recipe.score is not None
+            scored = await self._score(placement, prompt, recipe.score, stale)
+            chosen = recipe.choose.choose(scored.scores, stale, count)
+        fresh = torch.zeros_like(stale)
+        fresh[chosen] = True
+        seen: tuple[Segment, ...] = ()
+        for part in placement.parts:
+            start = part.wanted.position
+            seen += part.segments(fresh[start : start + len(part.wanted.chunk)].to(self._model.device))
+        positions = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
+        fused = self._fused(placement, prompt, seen, positions, chosen, stale)
+        if scored is not None:
+            fused.scores, fused.scored_rows = scored.scores, scored.rows
+            if recipe.from_layer_1 and scored.shallow is not None:
+                fused.ahead = _go_on(scored.shallow, stale, chosen)
+        return fused
+
+    def _fused(
+        self,
+        placement: Placement,
+        prompt: Prompt,
+        seen: tuple[Segment, ...],
+        positions: torch.Tensor,
+        chosen: torch.Tensor,
+        stale: torch.Tensor,
+    ) -> Fused:
+        ids = prompt.ids()[positions]
+        return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
+
+    async def _score(self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor) -> _Scored:
+        if isinstance(score, DistanceToStart):
+            chunks = [p for p in placement.parts if not p.wanted.is_system]
+            starts = [p.wanted.position for p in chunks]
+            stops = [p.wanted.position + len(p.wanted.chunk) for p in chunks]
+            return _Scored(score.scores(starts, stops, prompt.question_start), rows=0)
+        seen = tuple(s for part in placement.parts for s in part.segments())
+        question = torch.arange(prompt.question_start, prompt.tokens)
+        if isinstance(score, QuestionAttention):
+            result = await self._run(
+                prompt, placement, question, seen, probe=score.layers(self._model.kv.layers), unstored=0
+            )
+        else:
+            if self._model.kv.layers < 2:
+                raise FailedPrecondition(f"{self._model.name} has one layer; the recipe scores tokens at a second")
+            context = stale.nonzero()[:, 0]
+            starts_of = [*prompt.starts[1:], prompt.question_start]
+            probe = ShallowProbe(score, torch.tensor(starts_of, device=self._model.device))
+            rows = torch.cat([context, question])
+            result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
+        assert result.scores is not None
+        rows_computed = len(question) if result.shallow is None else len(result.shallow.hidden)
+        return _Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
+
+    async def _run(
+        self,
+        prompt: Prompt,
+        placement: Placement,
+        positions: torch.Tensor,
+        seen: tuple[Segment, ...],
+        probe: frozenset[int] | ShallowProbe,
+        unstored: int,
+    ) -> Result:
+        device = self._model.device
+        return await self._engine.run(
+            Work(
+                ids=prompt.ids()[positions].to(device),
+                positions=positions.to(device),
+                # The question's keys are written again by the prefill proper: the same slots serve.
+                runs=placement.fresh,
+                seen=seen,
+                unstored=unstored,
+                probe=probe,
+            )
+        )
+
+
+def _stale(placement: Placement, prompt: Prompt) -> torch.Tensor:
+    """bool [question_start]: tokens whose KV is not what full attention gives."""
+    stale = torch.zeros(prompt.question_start, dtype=torch.bool)
+    for part in placement.parts:
+        if not _lossless(part):
+            stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
+    return stale
+
+
+def _lossless(part: Placed) -> bool:
+    return part.wanted.is_system or part.wanted.lossless
+
+
+def _go_on(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> Ahead:
+    """The chosen tokens and the question, out of all stale tokens and the question."""
+    row = stale.cumsum(0) - 1
+    question = torch.arange(int(stale.sum()), len(shallow.hidden))
+    return shallow.of(torch.cat([row[chosen], question]).to(shallow.hidden.device))

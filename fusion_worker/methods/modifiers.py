@@ -1,0 +1,83 @@
+"""Recipes with a slot filled otherwise: any encoding with any score, choosing by windows, and so on."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from fusionkv.fusion_worker.methods.choose import Window
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Isolated, Recipe, SimilarityGuided
+from fusionkv.protos.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class Modifier:
+    """One slot of a recipe filled otherwise: `recipe+name` or `recipe+name(numbers)`.
+
+    defaults: its numbers. least: the lowest value of each.
+    """
+
+    name: str
+    description: str
+    defaults: tuple[int, ...]
+    least: tuple[int, ...]
+    apply: Callable[..., Recipe]
+
+
+def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
+    if least > size:
+        raise InvalidArgument(f"window({size},{least}): a window of {size} tokens never holds {least}")
+    return replace(recipe, choose=Window(size, least))
+
+
+MODIFIERS: dict[str, Modifier] = {
+    modifier.name: modifier
+    for modifier in (
+        Modifier("isolated", "chunks as encoded alone", (), (), lambda r: replace(r, encode=Isolated())),
+        Modifier(
+            "similarity_guided",
+            "chunks as encoded with N similar ones (FusionRAG 3.1)",
+            (10,),
+            (1,),
+            lambda r, n: replace(r, encode=SimilarityGuided(n)),
+        ),
+        Modifier(
+            "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
+        ),
+    )
+}
+_TERM = re.compile(r"([a-z0-9_]{1,32})(?:\(([0-9]{1,6}(?:, ?[0-9]{1,6}){0,3})\))?")
+_MOST = 8  # modifiers of a recipe
+
+
+def find(name: str) -> Recipe:
+    """The recipe of this name, or what `recipe+modifier+modifier(1,2)` makes of one.
+
+    Raises:
+        InvalidArgument: there is none, or a modifier is unknown or does not fit.
+    """
+    base, *terms = name.split("+")
+    if base not in RECIPES:
+        raise InvalidArgument(f"unknown recipe {base!r}; known: {', '.join(RECIPES)}")
+    if len(terms) > _MOST:
+        raise InvalidArgument(f"the recipe has {len(terms)} modifiers; at most {_MOST} are taken")
+    recipe = RECIPES[base]
+    for term in terms:
+        recipe = _modified(recipe, term)
+    return replace(recipe, name=name)
+
+
+def _modified(recipe: Recipe, term: str) -> Recipe:
+    match = _TERM.fullmatch(term)
+    modifier = MODIFIERS.get(match[1]) if match else None
+    if match is None or modifier is None:
+        raise InvalidArgument(f"unknown modifier {term!r} of a recipe; known: {', '.join(MODIFIERS)}, with (numbers)")
+    if recipe.encode is None:
+        raise InvalidArgument(f"{recipe.name} reuses nothing, so there is nothing to modify by {term}")
+    given = [int(number) for number in match[2].split(",")] if match[2] else []
+    numbers = (*given, *modifier.defaults[len(given) :])
+    if len(numbers) != len(modifier.defaults) or any(n < low for n, low in zip(numbers, modifier.least, strict=True)):
+        raise InvalidArgument(
+            f"{term}: {modifier.name} takes {len(modifier.defaults)} numbers, from {modifier.least} on; "
+            f"defaults {modifier.defaults}"
+        )
+    return modifier.apply(recipe, *numbers)
