@@ -71,6 +71,10 @@ class FusionServicer:
                 pb.Recipe(name=r.name, description=r.description, default_ratio=r.ratio, neighbours=r.neighbours)
                 for r in recipes.RECIPES.values()
             ],
+            modifiers=[
+                pb.Modifier(name=m.name, description=m.description, neighbours=m.neighbours)
+                for m in modifiers.MODIFIERS.values()
+            ],
             device=str(model.device),
             dtype=str(model.kv.dtype).removeprefix("torch."),
         )

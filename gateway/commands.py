@@ -237,6 +237,7 @@ async def _worker_stats(address: str) -> dict[str, Any]:
         **{name: getattr(model, name) for name in plain.split()},
         "fingerprint": model.fingerprint.hex(),
         "recipes": recipes,
+        "modifiers": [m.name for m in model.modifiers],
     }
 
 

@@ -1,6 +1,7 @@
 """A question and its passages to one request for a worker."""
 
 import math
+import re
 from collections.abc import Sequence
 
 from fusionkv.gateway.config import GatewayConfig
@@ -13,19 +14,32 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 Passage = tuple[Chunk, float]
 # Characters. What does not belong to the question belongs in a document.
 MOST_QUESTION = 1 << 16
+# A modifier and its first number; the worker reads the rest.
+_TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
 
 def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
-    """The worker's recipe of that name.
+    """The worker's recipe of that name, with what `recipe+modifier(number)` changes about its neighbours.
 
     Raises:
-        InvalidArgument: the worker has none of that name.
+        InvalidArgument: the worker has none of that name, or no such modifier.
     """
-    known = vocabulary.model.recipes
-    for found in known:
-        if found.name == name:
-            return found
-    raise InvalidArgument(f"unknown recipe {name!r}; known: {', '.join(r.name for r in known)}")
+    base, *terms = name.split("+")
+    known = {found.name: found for found in vocabulary.model.recipes}
+    if base not in known:
+        raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(known)}")
+    modifiers = {found.name: found for found in vocabulary.model.modifiers}
+    made = fusion_pb2.Recipe()
+    made.CopyFrom(known[base])
+    made.name = name
+    for term in terms:
+        match = _TERM.fullmatch(term)
+        modifier, number = match.groups() if match else ("", "")
+        if modifier not in modifiers:
+            raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {', '.join(modifiers) or 'none'}")
+        if modifiers[modifier].HasField("neighbours"):
+            made.neighbours = int(number) if number else modifiers[modifier].neighbours
+    return made
 
 
 def check(request: pb.GenerateRequest) -> None:

@@ -13,7 +13,8 @@ from fusionkv.protos.errors import InvalidArgument
 class Modifier:
     """One slot of a recipe filled otherwise: `recipe+name` or `recipe+name(numbers)`.
 
-    defaults: its numbers. least: the lowest value of each.
+    defaults: its numbers. least: the lowest value of each. neighbours: of a chunk's encoding by default, when it
+        decides about that.
     """
 
     name: str
@@ -21,6 +22,7 @@ class Modifier:
     defaults: tuple[int, ...]
     least: tuple[int, ...]
     apply: Callable[..., Recipe]
+    neighbours: int | None = None
 
 
 def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
@@ -32,13 +34,14 @@ def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
 MODIFIERS: dict[str, Modifier] = {
     modifier.name: modifier
     for modifier in (
-        Modifier("isolated", "chunks as encoded alone", (), (), lambda r: replace(r, encode=Isolated())),
+        Modifier("isolated", "chunks as encoded alone", (), (), lambda r: replace(r, encode=Isolated()), 0),
         Modifier(
             "similarity_guided",
             "chunks as encoded with N similar ones (FusionRAG 3.1)",
             (10,),
             (1,),
             lambda r, n: replace(r, encode=SimilarityGuided(n)),
+            10,
         ),
         Modifier(
             "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
@@ -57,7 +60,7 @@ def find(name: str) -> Recipe:
     """
     base, *terms = name.split("+")
     if base not in RECIPES:
-        raise InvalidArgument(f"unknown recipe {base!r}; known: {', '.join(RECIPES)}")
+        raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(RECIPES)}")
     if len(terms) > _MOST:
         raise InvalidArgument(f"the recipe has {len(terms)} modifiers; at most {_MOST} are taken")
     recipe = RECIPES[base]
@@ -70,7 +73,7 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
     match = _TERM.fullmatch(term)
     modifier = MODIFIERS.get(match[1]) if match else None
     if match is None or modifier is None:
-        raise InvalidArgument(f"unknown modifier {term!r} of a recipe; known: {', '.join(MODIFIERS)}, with (numbers)")
+        raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {', '.join(MODIFIERS)}, with (numbers)")
     if recipe.encode is None:
         raise InvalidArgument(f"{recipe.name} reuses nothing, so there is nothing to modify by {term}")
     given = [int(number) for number in match[2].split(",")] if match[2] else []

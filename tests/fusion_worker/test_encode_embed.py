@@ -168,6 +168,10 @@ async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
         "full_attention": (1.0, 0),
         "full_reuse": (0.0, 0),
         "epic": (0.2, 0),
+        "cacheblend": (0.15, 0),
+        "kvshare": (0.2, 0),
+        "cache_craft": (0.15, 0),
+        "a3": (0.15, 0),
         "fusionrag": (0.15, 10),
         "prophetkv": (0.2, 0),
     }

@@ -27,6 +27,7 @@ def vocabulary(max_tokens: int = 100) -> Vocabulary:
             template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
             max_tokens=max_tokens,
             recipes=[PLAIN, NEAR],
+            modifiers=[fusion_pb2.Modifier(name="window"), fusion_pb2.Modifier(name="near", neighbours=3)],
         )
     )
 
@@ -65,6 +66,30 @@ def test_the_request_holds_all_parts() -> None:
     assert made.sampling.SerializeToString() == sampling.SerializeToString()
     assert made.sampling.HasField("seed")
     assert (made.model_fingerprint, made.tenant) == (b"f" * 32, "t")
+
+
+@pytest.mark.parametrize(
+    ("name", "neighbours"),
+    [("plain", 0), ("plain+window", 0), ("near+window(8,5)", 3), ("plain+near", 3), ("plain+window+near(7)", 7)],
+)
+def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
+    found = plan.recipe(name, vocabulary())
+    assert (found.name, found.neighbours, found.default_ratio) == (name, neighbours, 0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("far", "unknown recipe 'far'; known: plain, near"),
+        ("", "unknown recipe ''"),
+        ("plain+far", "unknown modifier 'far' of a recipe; known: window, near"),
+        ("plain+", "unknown modifier ''"),
+        ("plain+near(", "unknown modifier 'near\\('"),
+    ],
+)
+def test_recipes_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        plan.recipe(name, vocabulary())
 
 
 def test_a_recipe_without_neighbours_gets_no_variants() -> None:

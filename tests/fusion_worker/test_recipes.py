@@ -1,0 +1,59 @@
+"""Recipes by name: what a modifier changes, and names that are none."""
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.methods.choose import TopK, Window, top_k
+from fusionkv.fusion_worker.methods.modifiers import find
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Isolated, SimilarityGuided
+from fusionkv.protos.errors import InvalidArgument
+
+
+def test_a_name_without_modifiers_is_a_row_of_the_table() -> None:
+    for name, recipe in RECIPES.items():
+        assert find(name) == recipe
+
+
+def test_modifiers_fill_one_slot_each() -> None:
+    base, made = RECIPES["fusionrag"], find("fusionrag+isolated+window(4, 2)")
+    assert (base.encode, base.choose) == (SimilarityGuided(10), TopK())
+    assert (made.encode, made.choose, made.name) == (Isolated(), Window(4, 2), "fusionrag+isolated+window(4, 2)")
+    assert (made.score, made.ratio, made.from_layer_1) == (base.score, base.ratio, base.from_layer_1)
+    assert find("a3+similarity_guided").neighbours == 10
+    assert find("a3+similarity_guided(3)").neighbours == 3
+    assert find("a3+window").choose == Window(8, 5)
+    assert find("a3+window(16)").choose == Window(16, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("", "unknown recipe ''; known: full_attention, "),
+        ("magic", "unknown recipe 'magic'"),
+        ("a3+magic", "unknown modifier 'magic' of a recipe; known: isolated, "),
+        ("a3+", "unknown modifier ''"),
+        ("a3+window(", "unknown modifier"),
+        ("a3+window()", "unknown modifier"),
+        ("a3+window(1234567)", "unknown modifier"),
+        ("a3+" + "window" * 10_000, "unknown modifier"),
+        ("a3" + "+window" * 9, "9 modifiers; at most 8"),
+        ("a3+window(1,2,3)", "window takes 2 numbers"),
+        ("a3+window(0)", r"from \(1, 1\) on"),
+        ("a3+window(4,5)", "a window of 4 tokens never holds 5"),
+        ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
+        ("full_attention+window", "full_attention reuses nothing"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        find(name)
+
+
+def test_windows_are_counted_from_the_first_stale_token() -> None:
+    stale = torch.tensor([False] * 3 + [True] * 12)
+    scores = torch.tensor([9.0] * 3 + [5, 1, 5, 1, 1, 1, 1, 5, 5, 5, 5, 1])
+    assert top_k(scores, stale, 6).tolist() == [3, 5, 10, 11, 12, 13]
+    # Windows of 4 begin at 3, 7 and 11: the first holds two chosen tokens, the second one, the third three.
+    assert Window(4, 2).choose(scores, stale, 6).tolist() == [3, 5, 11, 12, 13]
+    assert Window(4, 3).choose(scores, stale, 6).tolist() == [11, 12, 13]
+    assert Window(4, 4).choose(scores, stale, 6).tolist() == []
