@@ -36,7 +36,8 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
         match = _TERM.fullmatch(term)
         modifier, number = match.groups() if match else ("", "")
         if modifier not in modifiers:
-            raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {', '.join(modifiers) or 'none'}")
+            named = ", ".join(modifiers) or "none"
+            raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
         if modifiers[modifier].HasField("neighbours"):
             made.neighbours = int(number) if number else modifiers[modifier].neighbours
     return made

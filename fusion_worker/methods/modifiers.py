@@ -73,7 +73,8 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
     match = _TERM.fullmatch(term)
     modifier = MODIFIERS.get(match[1]) if match else None
     if match is None or modifier is None:
-        raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {', '.join(MODIFIERS)}, with (numbers)")
+        named = ", ".join(MODIFIERS)
+        raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
     if recipe.encode is None:
         raise InvalidArgument(f"{recipe.name} reuses nothing, so there is nothing to modify by {term}")
     given = [int(number) for number in match[2].split(",")] if match[2] else []
