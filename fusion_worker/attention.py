@@ -15,6 +15,7 @@ from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.kernels.tempered_attention import Temper, tempered_attention
 from fusionkv.protos.errors import FailedPrecondition
 
 NAME = "fusionkv"
@@ -65,6 +66,7 @@ class Batch:
     ids, positions: int64 [rows]; row i stands at positions[i].
     slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
     pool: [layers, 2, slots, kv_heads, head_dim].
+    tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
     states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
     """
 
@@ -74,7 +76,8 @@ class Batch:
     spans: Spans
     pool: torch.Tensor
     rotation: Rotation
-    probes: Sequence[Probe] = field(default=())
+    probes: Sequence[Probe] = ()
+    tempered: Sequence[tuple[Span, Temper]] = ()
     states: dict[int, States | None] = field(default_factory=dict)
 
 
@@ -183,4 +186,10 @@ def _attend(
         if layer in probe.layers:
             scores = attention_scores(rows, k_pool, probe.span, batch.rotation, scaling, sliding_window)
             probe.scores = scores if probe.scores is None else probe.scores + scores
-    return sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window)[None], None
+    out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window)
+    for span, temper in batch.tempered:
+        part = slice(span.start, span.stop)
+        out[part] = tempered_attention(
+            rows[part], k_pool, v_pool, span, temper, batch.rotation, scaling, sliding_window
+        )
+    return out[None], None

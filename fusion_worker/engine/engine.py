@@ -70,9 +70,9 @@ class Engine:
 
     def _advance(self, parts: list[Part]) -> None:
         """Runs the parts' rows through all layers, or all that are left of them."""
-        batch, probes = self._assemble(parts)
+        batch, spans, probes = self._assemble(parts)
         hidden = forward(self._model, batch, parts[0].work.ahead)
-        last = {part: span for part, span in zip(parts, batch.spans, strict=True) if part.last}
+        last = {part: span for part, span in zip(parts, spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
         for part, span in last.items():
             work = part.work
@@ -94,16 +94,15 @@ class Engine:
 
     def _look(self, part: Part) -> None:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
-        work, (batch, _) = part.work, self._assemble([part])
+        work, (batch, (span,), _) = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
         found = shallow(self._model, batch)
-        (span,) = batch.spans
         scored = scores(
             work.probe.score, found.second, self._pool.kv[1], span, self._model.rotation, work.probe.starts
         )
         work.future.set_result(Result(scores=scored, shallow=found))
 
-    def _assemble(self, parts: list[Part]) -> tuple[Batch, dict[Work, Probe]]:
+    def _assemble(self, parts: list[Part]) -> tuple[Batch, list[Span], dict[Work, Probe]]:
         spans: list[Span] = []
         probes: dict[Work, Probe] = {}
         at = 0
@@ -119,9 +118,10 @@ class Engine:
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
             positions=torch.cat([s.positions for s in spans]),
             slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
-            spans=Spans(spans),
+            spans=Spans([s for s, p in zip(spans, parts, strict=True) if p.work.temper is None]),
             pool=self._pool.kv,
             rotation=self._model.rotation,
             probes=tuple(probes.values()),
+            tempered=[(s, p.work.temper) for s, p in zip(spans, parts, strict=True) if p.work.temper is not None],
         )
-        return batch, probes
+        return batch, spans, probes

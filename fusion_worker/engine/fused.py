@@ -11,6 +11,7 @@ from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.sampling import Sampler
 from fusionkv.fusion_worker.engine.work import Work, lay_out, slots_of
 from fusionkv.kernels.segments import Segment
+from fusionkv.kernels.tempered_attention import Temper
 
 
 @dataclass(slots=True)
@@ -23,6 +24,7 @@ class Fused:
     scores: float32 [context and system] by which they were chosen; None when there was nothing to choose.
     scored_rows: rows that were computed for the scores alone.
     ahead: what the first rows go on from when the scores took them through layer 0.
+    temper: how the rows attend to the context, when not as usual.
     """
 
     placement: Placement
@@ -35,6 +37,7 @@ class Fused:
     scores: torch.Tensor | None = None
     scored_rows: int = 0
     ahead: Ahead | None = None
+    temper: Temper | None = None
     slots: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -50,6 +53,7 @@ class Fused:
             sampler=sampler,
             logits=logits,
             ahead=self.ahead,
+            temper=self.temper,
         )
 
     def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> Work:
@@ -65,4 +69,5 @@ class Fused:
             (*self.seen, *own),
             sampler=sampler,
             logits=logits,
+            temper=self.temper,
         )

@@ -15,6 +15,7 @@ from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention, Score
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
+from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.errors import FailedPrecondition
 
 
@@ -65,6 +66,9 @@ class Fuser:
             seen += part.segments(fresh[start : start + len(part.wanted.chunk)].to(self._model.device))
         positions = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
         fused = self._fused(placement, prompt, seen, positions, chosen, stale)
+        if recipe.attend is not None:
+            low, high = len(prompt.system), prompt.question_start
+            fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             fused.scores, fused.scored_rows = scored.scores, scored.rows
             if recipe.from_layer_1 and scored.shallow is not None:

@@ -12,6 +12,7 @@ from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.sampling import Sampler
 from fusionkv.fusion_worker.methods.scoring import ShallowScore
 from fusionkv.kernels.segments import Segment
+from fusionkv.kernels.tempered_attention import Temper
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Work:
     logits: how many rows, the last ones, are wanted as logits.
     probe: layers whose attention into each position is summed up; or the shallow score of each token.
     ahead: the rows, when they have been through layer 0 already.
+    temper: how the rows attend to their context, when it is not as the model was trained.
     A work that is sampled from or probed is small or comes last; only plain prefill is split over steps.
     """
 
@@ -61,6 +63,7 @@ class Work:
     probe: frozenset[int] | ShallowProbe = frozenset()
     mean: bool = False
     ahead: Ahead | None = None
+    temper: Temper | None = None
     done: int = 0
     abandoned: bool = False
     future: "Future[Result]" = field(default_factory=Future)

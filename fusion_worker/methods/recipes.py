@@ -28,6 +28,14 @@ class SimilarityGuided:
 
 
 @dataclass(frozen=True, slots=True)
+class Tempered:
+    """Attention to the context at another temperature, its mass to the power of `scale` (APE; CacheClip 4.1)."""
+
+    temperature: float
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How a prompt's context is made.
 
@@ -38,6 +46,7 @@ class Recipe:
     choose: from scores to tokens.
     from_layer_1: the chosen tokens go on from the states behind layer 0 that their scores needed; otherwise they run
         through every layer.
+    attend: how question and answer attend to the context; None as the model was trained.
     """
 
     name: str
@@ -48,6 +57,7 @@ class Recipe:
     fixed: bool = False
     choose: Choice = TOP_K
     from_layer_1: bool = False
+    attend: Tempered | None = None
 
     @property
     def neighbours(self) -> int:
@@ -71,6 +81,15 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe("full_attention", "plain prefill of the whole prompt, nothing reused", None, None, 1.0, fixed=True),
         Recipe("full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", _ALONE, None, 0.0, True),
+        Recipe(
+            "ape",
+            "full_reuse, the context attended to at temperature 0.9 and scale 0.9 (APE)",
+            _ALONE,
+            None,
+            0.0,
+            fixed=True,
+            attend=Tempered(0.9, 0.9),
+        ),
         Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", _ALONE, DistanceToStart(), 0.2),
         Recipe(
             "cacheblend",

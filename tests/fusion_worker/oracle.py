@@ -1,5 +1,6 @@
 """Tiny models of every family, and what a worker must answer, in plain transformers."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -149,6 +150,29 @@ class Oracle:
         """float32 [context]: attention of the question into each context token, summed over rows, heads, layers."""
         out = self.network(torch.tensor([question]), past_key_values=_cache_of(kv), output_attentions=True)
         return torch.stack([out.attentions[i][0].float().sum((0, 1)) for i in layers]).sum(0)[: kv[0][0].shape[2]]
+
+    def tempered(self, low: int, high: int, temperature: float, scale: float) -> "Oracle":
+        """The same model, in which keys at `[low, high)` weigh exp(score / temperature) times their sum to the power
+        of scale - 1."""
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
+            groups, first = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+            key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
+            scores = query.double() @ key.transpose(2, 3) * scaling
+            at, row = torch.arange(key.shape[2]), torch.arange(first, key.shape[2])[:, None]
+            window = more.get("sliding_window") or key.shape[2]
+            inside = (at >= low) & (at < high)
+            weights = torch.where(inside, scores / temperature, scores).exp() * ((at <= row) & (at > row - window))
+            mass = (weights * inside).sum(-1, keepdim=True)
+            weights = torch.where(inside & (mass > 0), weights * mass ** (scale - 1), weights)
+            out = weights / weights.sum(-1, keepdim=True) @ value
+            return out.transpose(1, 2).to(query.dtype), None
+
+        name = f"tempered-{low}-{high}"
+        transformers.AttentionInterface.register(name, attend)
+        network = copy.deepcopy(self.network)
+        network.config._attn_implementation = name
+        return Oracle(network)
 
     @torch.inference_mode()
     def scores(self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids) -> torch.Tensor:

@@ -122,3 +122,18 @@ async def test_bfloat16(family: str, start: Any, oracle: Any, parts: Any) -> Non
     none = (await rig.ask(*parts, recipe="full_reuse")).logits[0]
     true = exact.after(exact.reused(system, chunks), question)
     assert away(none, true) < AS_GOOD * away(plain.after(plain.reused(system, chunks), question), true)
+
+
+async def test_context_at_another_temperature(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    """Of APE: weights by its definition, in an untouched model over the reused context."""
+    system, chunks, question = parts
+    rig, plain = await start(family), oracle(family)
+    low, high = len(system), len(system) + sum(map(len, chunks))
+    tempered = plain.tempered(low, high, 0.9, 0.9)
+    context = plain.reused(system, chunks)
+    answer = await rig.ask(*parts, recipe="ape", max_tokens=3)
+    assert answer.summary.tokens_recomputed == 0
+    for at, logits in enumerate(answer.logits):
+        expected = tempered.after(context, [*question, *answer.ids[:at]])
+        assert tools.error(logits, expected) < CLOSE
+    assert tools.error(plain.after(context, question), answer.logits[0]) > 100 * CLOSE, "the temperature does nothing"
