@@ -34,6 +34,17 @@ class Probe:
     scores: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class Votes:
+    """The attention of one span's rows into each position, by layer and KV head.
+
+    layers: float32 [kv_heads, last position + 1] each, when the forward is done.
+    """
+
+    span: Span
+    layers: list[torch.Tensor] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class Shallow:
     """What rows are once they have been through layer 0, so that some of them can go on from there.
@@ -77,6 +88,7 @@ class Batch:
     pool: torch.Tensor
     rotation: Rotation
     probes: Sequence[Probe] = ()
+    votes: Sequence[Votes] = ()
     tempered: Sequence[tuple[Span, Temper]] = ()
     states: dict[int, States | None] = field(default_factory=dict)
 
@@ -186,6 +198,20 @@ def _attend(
         if layer in probe.layers:
             scores = attention_scores(rows, k_pool, probe.span, batch.rotation, scaling, sliding_window)
             probe.scores = scores if probe.scores is None else probe.scores + scores
+    groups = rows.shape[1] // k_pool.shape[1]
+    for votes in batch.votes:
+        by_head = [
+            attention_scores(
+                rows[:, head * groups : (head + 1) * groups],
+                k_pool[:, head : head + 1],
+                votes.span,
+                batch.rotation,
+                scaling,
+                sliding_window,
+            )
+            for head in range(k_pool.shape[1])
+        ]
+        votes.layers.append(torch.stack(by_head))
     out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window)
     for span, temper in batch.tempered:
         part = slice(span.start, span.stop)

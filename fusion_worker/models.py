@@ -46,6 +46,7 @@ class Model:
     """A causal language model ready to serve.
 
     rotation: its RoPE as a difference, for placing chunks.
+    windowed: whether some layer sees no more than a window of positions.
     fingerprint: SHA-256 over configuration, weights and tokenizer.
     """
 
@@ -59,6 +60,7 @@ class Model:
     ends: frozenset[int]
     rotation: Rotation
     kv: KVShape
+    windowed: bool
     vocabulary: int
     max_tokens: int
     fingerprint: bytes
@@ -143,6 +145,8 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=parameter.dtype,
         ),
+        windowed=getattr(config, "sliding_window", None) is not None
+        and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]),
         vocabulary=config.vocab_size,
         max_tokens=max_tokens,
         fingerprint=fingerprint,

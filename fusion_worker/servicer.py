@@ -39,7 +39,7 @@ class FusionServicer:
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)
-        self.answerer = Answerer(config, model, self._engine, self._loader)
+        self.answerer = Answerer(config, model, self.pool, self._engine, self._loader)
         self._encoder = Encoder(self._loader)
         self._embedder = Embedder(model, self._engine, self._loader)
 

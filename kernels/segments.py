@@ -72,11 +72,14 @@ class Span:
         if rotation not in self.views:
             length = int(self.positions[-1]) + 1
             slots, shifts = torch.zeros(2, length, dtype=torch.int64, device=self.positions.device).unbind()
+            found = torch.zeros(length, dtype=torch.bool, device=slots.device)
             for segment in self.segments:
                 at = segment.key_positions(slots.device)
                 visible = at < length if segment.hidden is None else (at < length) & ~segment.hidden
                 slots[at[visible]] = torch.arange(segment.start, segment.stop, device=slots.device)[visible]
                 shifts[at[visible]] = segment.shift
+                found[at[visible]] = True
+            assert found.all(), "a position has no key"
             self.views[rotation] = Order(slots, *rotation.factors(shifts))
         order: Order = self.views[rotation]
         return order

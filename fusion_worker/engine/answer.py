@@ -11,8 +11,10 @@ from opentelemetry import metrics, trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser
+from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader, clock
 from fusionkv.fusion_worker.engine.locator import CacheFault
 from fusionkv.fusion_worker.engine.placement import Placement, Stages
@@ -62,9 +64,10 @@ class Summary:
 class Answerer:
     """Answers prompts: as many at once as the configuration says, the rest wait or are refused."""
 
-    def __init__(self, config: WorkerConfig, model: Model, engine: Engine, loader: Loader) -> None:
+    def __init__(self, config: WorkerConfig, model: Model, pool: KVPool, engine: Engine, loader: Loader) -> None:
         self._config = config
         self._model = model
+        self._pool = pool
         self._engine = engine
         self._loader = loader
         self._fuser = Fuser(model, engine)
@@ -78,7 +81,9 @@ class Answerer:
 
         Raises:
             ResourceExhausted: too many wait, or the prompt does not fit the pool.
+            FailedPrecondition: the model can't follow the recipe.
         """
+        self._fuser.check(recipe)
         arrived = time.perf_counter()
         summary = Summary(prompt, recipe, ratio)
         async with AsyncExitStack() as stack:
@@ -102,10 +107,12 @@ class Answerer:
     async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
         prompt, recipe = summary.prompt, summary.recipe
+        kept = recipe.kept(prompt.context_tokens)
         if recipe.encode is not None:
 
             def fresh(stale: int) -> int:
-                return budget(summary.ratio, prompt.context_tokens, stale) + len(prompt.question) + params.max_tokens
+                chosen = budget(summary.ratio, prompt.context_tokens, stale)
+                return chosen + len(prompt.question) + params.max_tokens + kept
 
             try:
                 loading = self._loader.prompt(prompt, fresh, summary.stages)
@@ -140,20 +147,26 @@ class Answerer:
         stages = summary.stages
         with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
             span.set_attribute("fusionkv.rows", len(fused.ids))
-            token = (await self._engine.run(fused.prefill(sampler))).token
+            kept = 0 if summary.degraded else summary.recipe.kept(summary.prompt.context_tokens)
+            votes = len(summary.prompt.question) if kept else 0
+            result = await self._engine.run(fused.prefill(sampler, votes=votes))
         stages.seconds["ttft"] = time.perf_counter() - arrived
         _record(summary)
         started = time.perf_counter()
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
-            while not summary.finish:
+            while True:
+                token = result.token
                 assert token is not None
                 summary.generated += 1
-                piece = self._read(token, text, summary, params)
-                yield Piece(token, piece)
-                if not summary.finish:
-                    token = (await self._engine.run(fused.next([token], sampler))).token
+                yield Piece(token, self._read(token, text, summary, params))
+                if summary.finish:
+                    break
+                if result.votes is not None:
+                    assert summary.recipe.keep is not None
+                    await evict(fused, summary.recipe.keep, result.votes, self._pool, self._model.rotation)
+                result = await self._engine.run(fused.next([token], sampler))
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()

@@ -2,10 +2,11 @@
 
 import logging
 import threading
+from typing import NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.attention import Batch, Probe, forward, install, logits, shallow
+from fusionkv.fusion_worker.attention import Batch, Probe, Votes, forward, install, logits, shallow
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
@@ -70,41 +71,45 @@ class Engine:
 
     def _advance(self, parts: list[Part]) -> None:
         """Runs the parts' rows through all layers, or all that are left of them."""
-        batch, spans, probes = self._assemble(parts)
-        hidden = forward(self._model, batch, parts[0].work.ahead)
-        last = {part: span for part, span in zip(parts, spans, strict=True) if part.last}
+        step = self._assemble(parts)
+        hidden = forward(self._model, step.batch, parts[0].work.ahead)
+        last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
-        for part, span in last.items():
-            work = part.work
+        for work, span in last.items():
             rows = predicted.get(work)
             token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
-            scores = probes[work].scores if work in probes else None
-            mean = hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None
-            work.future.set_result(Result(token, rows if work.logits else None, scores, mean))
+            result = Result(
+                token=token,
+                logits=rows if work.logits else None,
+                scores=step.probes[work].scores if work in step.probes else None,
+                mean=hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None,
+                votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
+            )
+            work.future.set_result(result)
 
-    def _predict(self, spans: dict[Part, Span], hidden: torch.Tensor) -> dict[Work, torch.Tensor]:
+    def _predict(self, spans: dict[Work, Span], hidden: torch.Tensor) -> dict[Work, torch.Tensor]:
         """Logits of the last rows of works that are sampled from or want some."""
-        counts = {part.work: max(part.work.logits, part.work.sampler is not None) for part in spans}
-        wanted = {part.work: (span.stop - counts[part.work], span.stop) for part, span in spans.items()}
-        rows = [torch.arange(*wanted[work]) for work, count in counts.items() if count]
-        if not rows:
+        counts = {work: max(work.logits, int(work.sampler is not None)) for work in spans}
+        wanted = {work: count for work, count in counts.items() if count}
+        if not wanted:
             return {}
+        rows = [torch.arange(spans[work].stop - count, spans[work].stop) for work, count in wanted.items()]
         found = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
-        return dict(zip([w for w, n in counts.items() if n], found.split([len(r) for r in rows]), strict=True))
+        return dict(zip(wanted, found.split(list(wanted.values())), strict=True))
 
     def _look(self, part: Part) -> None:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
-        work, (batch, (span,), _) = part.work, self._assemble([part])
+        work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
-        found = shallow(self._model, batch)
-        scored = scores(
-            work.probe.score, found.second, self._pool.kv[1], span, self._model.rotation, work.probe.starts
-        )
+        found = shallow(self._model, step.batch)
+        kv, (span,) = self._pool.kv[1], step.spans
+        scored = scores(work.probe.score, found.second, kv, span, self._model.rotation, work.probe.starts)
         work.future.set_result(Result(scores=scored, shallow=found))
 
-    def _assemble(self, parts: list[Part]) -> tuple[Batch, list[Span], dict[Work, Probe]]:
+    def _assemble(self, parts: list[Part]) -> "_Step":
         spans: list[Span] = []
         probes: dict[Work, Probe] = {}
+        votes: dict[Work, Votes] = {}
         at = 0
         for part in parts:
             work = part.work
@@ -114,14 +119,28 @@ class Engine:
             spans.append(span)
             if work.probe and not isinstance(work.probe, ShallowProbe):
                 probes[work] = Probe(span, work.probe)
+            if work.votes:
+                voters = Span(at - work.votes, at, positions[-work.votes :], span.segments)
+                votes[work] = Votes(voters)
+        tempers = [part.work.temper for part in parts]
         batch = Batch(
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
             positions=torch.cat([s.positions for s in spans]),
             slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
-            spans=Spans([s for s, p in zip(spans, parts, strict=True) if p.work.temper is None]),
+            spans=Spans([s for s, t in zip(spans, tempers, strict=True) if t is None]),
             pool=self._pool.kv,
             rotation=self._model.rotation,
             probes=tuple(probes.values()),
-            tempered=[(s, p.work.temper) for s, p in zip(spans, parts, strict=True) if p.work.temper is not None],
+            votes=tuple(votes.values()),
+            tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
         )
-        return batch, spans, probes
+        return _Step(batch, spans, probes, votes)
+
+
+class _Step(NamedTuple):
+    """A batch and, by part or work, what belongs to it."""
+
+    batch: Batch
+    spans: list[Span]
+    probes: dict[Work, Probe]
+    votes: dict[Work, Votes]

@@ -1,15 +1,14 @@
 """A prompt's context as its rows will see it, and the works that compute the rows."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from fusionkv.fusion_worker.attention import Ahead
-from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.sampling import Sampler
-from fusionkv.fusion_worker.engine.work import Work, lay_out, slots_of
+from fusionkv.fusion_worker.engine.work import Work, behind, lay_out
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
 
@@ -38,13 +37,18 @@ class Fused:
     scored_rows: int = 0
     ahead: Ahead | None = None
     temper: Temper | None = None
-    slots: torch.Tensor = field(init=False)
+    _gone: int = 0  # rows at the front that are no keys any more
 
-    def __post_init__(self) -> None:
-        self.slots = slots_of(self.placement.fresh)
+    @property
+    def context_tokens(self) -> int:
+        return sum(len(part.wanted.chunk) for part in self.placement.parts if not part.wanted.is_system)
 
-    def prefill(self, sampler: Sampler | None = None, logits: int = 0) -> Work:
-        """The work for the chosen tokens and the question."""
+    def evict(self, seen: tuple[Segment, ...]) -> None:
+        """From now on rows see these keys and the question's, and no chosen token's."""
+        self.seen, self._gone = seen, len(self.chosen)
+
+    def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> Work:
+        """The work for the chosen tokens and the question. votes: how many rows vote for what is kept."""
         return Work(
             self.ids.to(self.device),
             self.positions.to(self.device),
@@ -54,18 +58,19 @@ class Fused:
             logits=logits,
             ahead=self.ahead,
             temper=self.temper,
+            votes=votes,
         )
 
     def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> Work:
         """The work for more tokens, behind all there is."""
         used, first = len(self.positions), int(self.positions[-1]) + 1
-        own = lay_out(self.positions.to(self.device), self.placement.fresh)
+        own = lay_out(self.positions[self._gone :].to(self.device), behind(self.placement.fresh, self._gone))
         positions = torch.arange(first, first + len(tokens))
         self.positions = torch.cat([self.positions, positions])
         return Work(
             torch.tensor(tokens, device=self.device),
             positions.to(self.device),
-            tuple(Run(int(slot), 1) for slot in self.slots[used : used + len(tokens)]),
+            behind(self.placement.fresh, used),
             (*self.seen, *own),
             sampler=sampler,
             logits=logits,

@@ -35,6 +35,15 @@ class Fuser:
         self._model = model
         self._engine = engine
 
+    def check(self, recipe: Recipe) -> None:
+        """Raises FailedPrecondition when the model can't follow the recipe."""
+        if recipe.needs_layer_1 and self._model.kv.layers < 2:
+            raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
+        if recipe.keep is not None and self._model.windowed:
+            raise FailedPrecondition(
+                f"{self._model.name} sees a window of its context; {recipe.name} would keep tokens outside of it"
+            )
+
     def plain(self, placement: Placement, prompt: Prompt) -> Fused:
         """Nothing reused: every token is a row."""
         everything = torch.arange(prompt.question_start)
@@ -43,11 +52,7 @@ class Fuser:
         return self._fused(placement, prompt, (), torch.arange(prompt.tokens), chosen, stale)
 
     async def fuse(self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float) -> Fused:
-        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed.
-
-        Raises:
-            FailedPrecondition: the model is too shallow for the recipe.
-        """
+        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed."""
         stale = _stale(placement, prompt)
         stale_tokens = int(stale.sum())
         count = budget(ratio, prompt.context_tokens, stale_tokens)
@@ -100,8 +105,6 @@ class Fuser:
                 prompt, placement, question, seen, probe=score.layers(self._model.kv.layers), unstored=0
             )
         else:
-            if self._model.kv.layers < 2:
-                raise FailedPrecondition(f"{self._model.name} has one layer; the recipe scores tokens at a second")
             context = stale.nonzero()[:, 0]
             starts_of = [*prompt.starts[1:], prompt.question_start]
             probe = ShallowProbe(score, torch.tensor(starts_of, device=self._model.device))

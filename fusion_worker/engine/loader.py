@@ -122,6 +122,12 @@ class Loader:
         pool = self._pool
         residents: dict[bytes, Resident] = {}
         placed: list[Placed] = []
+
+        def let_go() -> None:
+            for part in placed:
+                if not part.wanted.is_system and part.wanted.key in residents:
+                    pool.unpin(residents.pop(part.wanted.key))
+
         try:
             async with pool.admission():
                 for key in dict.fromkeys(w.key for w in wanted):
@@ -141,7 +147,7 @@ class Loader:
                         self._start(part, before, stages, namespace)
                 runs = pool.reserve(fresh)
             try:
-                yield Placement(tuple(placed), runs)
+                yield Placement(tuple(placed), runs, let_go)
             finally:
                 pool.release(runs)
         finally:

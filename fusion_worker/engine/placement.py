@@ -1,6 +1,7 @@
 """Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -71,7 +72,11 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A prompt's parts in the pool and fresh slots for what will be computed."""
+    """A prompt's parts in the pool and fresh slots for what will be computed.
+
+    let_go: gives up the chunks, all but the system prompt; for a request that keeps copies of what it needs of them.
+    """
 
     parts: tuple[Placed, ...]
     fresh: tuple[Run, ...]
+    let_go: Callable[[], None]

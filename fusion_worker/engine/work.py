@@ -21,7 +21,7 @@ class Result:
 
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
     [last position + 1]. mean: float32 [hidden], the mean of the rows' last hidden states. shallow: the rows behind
-    layer 0.
+    layer 0. votes: float32 [layers, kv_heads, last position + 1].
     """
 
     token: int | None = None
@@ -29,6 +29,7 @@ class Result:
     scores: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     shallow: Shallow | None = None
+    votes: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class Work:
     probe: layers whose attention into each position is summed up; or the shallow score of each token.
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
+    votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
     A work that is sampled from or probed is small or comes last; only plain prefill is split over steps.
     """
 
@@ -64,6 +66,7 @@ class Work:
     mean: bool = False
     ahead: Ahead | None = None
     temper: Temper | None = None
+    votes: int = 0
     done: int = 0
     abandoned: bool = False
     future: "Future[Result]" = field(default_factory=Future)
@@ -78,7 +81,7 @@ class Work:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.mean or self.logits or self.ahead)
+        return not (self.probe or self.mean or self.logits or self.ahead or self.votes)
 
     @property
     def alone(self) -> bool:
@@ -98,6 +101,17 @@ class Work:
 def slots_of(runs: Sequence[Run]) -> torch.Tensor:
     """int64: every slot of the runs, in order."""
     return torch.cat([torch.arange(run.start, run.start + run.length) for run in runs])
+
+
+def behind(runs: Sequence[Run], count: int) -> tuple[Run, ...]:
+    """The runs without their first `count` slots."""
+    left: list[Run] = []
+    for run in runs:
+        skipped = min(count, run.length)
+        count -= skipped
+        if run.length > skipped:
+            left.append(Run(run.start + skipped, run.length - skipped))
+    return tuple(left)
 
 
 def lay_out(positions: torch.Tensor, runs: Sequence[Run]) -> tuple[Segment, ...]:

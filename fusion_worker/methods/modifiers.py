@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.methods.choose import Window
+from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Isolated, Recipe, SimilarityGuided
 from fusionkv.protos.errors import InvalidArgument
 
@@ -45,6 +46,13 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
+        ),
+        Modifier(
+            "snapkv",
+            "after the first token only N context tokens stay, by layer and head (SnapKV; A3)",
+            (1024,),
+            (1,),
+            lambda r, n: replace(r, keep=SnapKV(n)),
         ),
     )
 }

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from fusionkv.fusion_worker.methods.choose import TOP_K, Choice
+from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.scoring import (
     AttendedDeviation,
     DistanceToStart,
@@ -10,6 +11,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     QuestionAttention,
     Score,
     ShallowAttention,
+    ShallowScore,
     ValueDeviation,
 )
 from fusionkv.protos.errors import InvalidArgument
@@ -46,6 +48,7 @@ class Recipe:
     choose: from scores to tokens.
     from_layer_1: the chosen tokens go on from the states behind layer 0 that their scores needed; otherwise they run
         through every layer.
+    keep: what of the context stays behind the first token; None is all of it.
     attend: how question and answer attend to the context; None as the model was trained.
     """
 
@@ -57,12 +60,22 @@ class Recipe:
     fixed: bool = False
     choose: Choice = TOP_K
     from_layer_1: bool = False
+    keep: SnapKV | None = None
     attend: Tempered | None = None
 
     @property
     def neighbours(self) -> int:
         """Neighbours a chunk should be encoded with ahead of time."""
         return self.encode.neighbours if isinstance(self.encode, SimilarityGuided) else 0
+
+    @property
+    def needs_layer_1(self) -> bool:
+        """Whether tokens are scored by their states behind layer 0."""
+        return isinstance(self.score, ShallowScore)
+
+    def kept(self, context_tokens: int) -> int:
+        """Context tokens kept by layer and head; 0 when all stay as they are."""
+        return self.keep.tokens if self.keep is not None and context_tokens > self.keep.tokens else 0
 
     def ratio_for(self, asked: float | None) -> float:
         """The ratio a request gets.

@@ -168,7 +168,41 @@ class Oracle:
             out = weights / weights.sum(-1, keepdim=True) @ value
             return out.transpose(1, 2).to(query.dtype), None
 
-        name = f"tempered-{low}-{high}"
+        return self._attending("tempered", attend)
+
+    @torch.inference_mode()
+    def kept(self, context: "KV", question: Ids, low: int, count: int) -> list[torch.Tensor]:
+        """bool [kv_heads, context] of each layer: the `count` tokens from `low` on with the most of the question's
+        attention, a mean over five neighbours, and all tokens before `low`."""
+        out = self.network(torch.tensor([question]), past_key_values=_cache_of(context), output_attentions=True)
+        found = []
+        for weights, (keys, _) in zip(out.attentions, context, strict=True):
+            votes = weights[0, :, :, low : keys.shape[2]].sum(1).unflatten(0, (keys.shape[1], -1)).sum(1)
+            padded = torch.nn.functional.pad(votes, (2, 2))
+            smooth = sum(padded[:, i : i + votes.shape[1]] for i in range(5))
+            keep = torch.zeros(keys.shape[1], keys.shape[2], dtype=torch.bool)
+            keep[:, :low] = True
+            for head, row in enumerate(smooth):
+                keep[head, low + row.sort(descending=True).indices[:count]] = True
+            found.append(keep)
+        return found
+
+    def seeing(self, kept: list[torch.Tensor]) -> "Oracle":
+        """The same model, of whose first tokens rows see only those kept, by layer and KV head."""
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
+            groups, first = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
+            keep = kept[module.layer_idx]
+            at, row = torch.arange(key.shape[2]), torch.arange(first, key.shape[2])[:, None]
+            seen = (at <= row)[None].repeat(key.shape[1], 1, 1)
+            seen[:, :, : keep.shape[1]] &= keep[:, None]
+            key, value, seen = (x.repeat_interleave(groups, -3) for x in (key, value, seen))
+            scores = (query.double() @ key.double().transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+            return (scores.softmax(-1) @ value.double()).transpose(1, 2).to(query.dtype), None
+
+        return self._attending("seeing", attend)
+
+    def _attending(self, name: str, attend: Any) -> "Oracle":
         transformers.AttentionInterface.register(name, attend)
         network = copy.deepcopy(self.network)
         network.config._attn_implementation = name
