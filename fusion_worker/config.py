@@ -24,4 +24,8 @@ class WorkerConfig:
     lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
     fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
+    shadow_share: float = setting(0.0, "share of greedy answers made again by full attention if idle", low=0, high=1)
+    shadow_floor: float = setting(
+        0.0, "share of those that must be the same; below it a recipe recomputes more (0: never)", low=0, high=1
+    )
     drain_seconds: float = setting(30.0, "how long answers in flight may take after SIGTERM", low=0)

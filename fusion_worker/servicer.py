@@ -26,7 +26,7 @@ _FINISH = {
     "stop_string": pb.FINISH_REASON_STOP_STRING,
     "max_tokens": pb.FINISH_REASON_MAX_TOKENS,
 }
-_MAX_TENANT = 256
+_MAX_LABEL = 256
 
 
 class FusionServicer:
@@ -49,6 +49,7 @@ class FusionServicer:
 
     async def close(self) -> None:
         """Puts back what waits, ends the engine, closes connections."""
+        await self.answerer.shadow.close()
         await self._loader.close()
         self._engine.close()
         if self._cache is not None:
@@ -88,14 +89,15 @@ class FusionServicer:
             raise InvalidArgument("the question is empty")
         question = self._tokens(request.question.ids, "the question")
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, question, self._tenant(request.tenant))
+        prompt = Prompt(system, chunks, question, self._label(request.tenant, "tenant"))
         params = self._sampling(request.sampling)
         if prompt.tokens + params.max_tokens > self._model.max_tokens:
             raise InvalidArgument(
                 f"the prompt has {prompt.tokens} tokens and asks for {params.max_tokens} more; "
                 f"the model takes {self._model.max_tokens} together"
             )
-        async with aclosing(self.answerer.answer(prompt, recipe, ratio, params)) as events:
+        corpus = self._label(request.corpus, "corpus")
+        async with aclosing(self.answerer.answer(prompt, recipe, ratio, params, corpus)) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=pb.Token(id=event.token, text=event.text))
@@ -107,7 +109,7 @@ class FusionServicer:
         parts = [*request.before, request.chunk]
         chunks = tuple(self._chunk(part.ids, f"chunk {i}") for i, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
-        prompt = Prompt(system, chunks, (), self._tenant(request.tenant))
+        prompt = Prompt(system, chunks, (), self._label(request.tenant, "tenant"))
         if prompt.tokens > self._model.max_tokens:
             raise InvalidArgument(f"{prompt.tokens} tokens to encode; the model takes {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
@@ -144,10 +146,10 @@ class FusionServicer:
         return Chunk(self._tokens(ids, what), tuple(variants))
 
     @staticmethod
-    def _tenant(tenant: str) -> str:
-        if len(tenant) > _MAX_TENANT:
-            raise InvalidArgument(f"the tenant's name is longer than {_MAX_TENANT} characters")
-        return tenant
+    def _label(name: str, what: str) -> str:
+        if len(name) > _MAX_LABEL:
+            raise InvalidArgument(f"the {what}'s name is longer than {_MAX_LABEL} characters")
+        return name
 
     def _sampling(self, sampling: pb.Sampling) -> SamplingParams:
         return SamplingParams(
@@ -182,4 +184,5 @@ def _summary(summary: Summary) -> pb.Summary:
         degraded_reason=summary.degraded,
         recipe=summary.recipe.name,
         ratio=summary.ratio,
+        ratio_raised=summary.raised,
     )

@@ -144,6 +144,8 @@ async def ask(args: argparse.Namespace) -> int:
     console.print(_figures(summary))
     if summary.degraded:
         console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
+    if summary.ratio_raised:
+        console.print(f"ratio raised: {summary.ratio_raised}", style="yellow", markup=False)
     return 0
 
 

@@ -121,6 +121,7 @@ def build(
         ),
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=config.tenant,
+        corpus=request.corpus,
     )
     if request.HasField("ratio"):
         made.ratio = request.ratio

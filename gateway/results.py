@@ -80,6 +80,7 @@ class Summary:
     recipe: str
     ratio: float
     trace_id: str
+    ratio_raised: str
 
 
 @dataclass(frozen=True)

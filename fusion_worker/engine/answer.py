@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
+import torch
 from opentelemetry import metrics, trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -14,12 +15,14 @@ from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser
+from fusionkv.fusion_worker.engine.guard import Guard
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader, clock
 from fusionkv.fusion_worker.engine.locator import CacheFault
 from fusionkv.fusion_worker.engine.placement import Placement, Stages
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.engine.shadow import Sample, Shadow
 from fusionkv.fusion_worker.engine.text import TextStream
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
@@ -44,7 +47,10 @@ class Piece:
 
 @dataclass(slots=True)
 class Summary:
-    """What a request took. Seconds and counts as in fusion.v1.Summary."""
+    """What a request took. Seconds and counts as in fusion.v1.Summary.
+
+    degraded: why the cache was not used. raised: why the ratio is not the one asked for.
+    """
 
     prompt: Prompt
     recipe: Recipe
@@ -55,6 +61,8 @@ class Summary:
     recomputed: int = 0
     generated: int = 0
     degraded: str = ""
+    raised: str = ""
+    first_logits: torch.Tensor | None = None
 
     @property
     def reused(self) -> int:
@@ -71,13 +79,18 @@ class Answerer:
         self._engine = engine
         self._loader = loader
         self._fuser = Fuser(model, engine)
+        self._guard = Guard(config.shadow_floor)
+        self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
+        self._active = 0
         self._running = asyncio.Semaphore(config.max_requests)
         self._waiting = 0
 
     async def answer(
-        self, prompt: Prompt, recipe: Recipe, ratio: float, params: SamplingParams
+        self, prompt: Prompt, recipe: Recipe, ratio: float, params: SamplingParams, corpus: str = ""
     ) -> AsyncGenerator[Piece | Summary]:
         """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
+
+        corpus: where the chunks come from; quality is watched for each apart.
 
         Raises:
             ResourceExhausted: too many wait, or the prompt does not fit the pool.
@@ -86,23 +99,42 @@ class Answerer:
         self._fuser.check(recipe)
         arrived = time.perf_counter()
         summary = Summary(prompt, recipe, ratio)
+        summary.ratio, summary.raised = self._guard.ratio(recipe, corpus, ratio)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
                 await self._enter(stack)
             fused = await self._prepare(stack, summary, params)
-            async with aclosing(self._decode(fused, summary, params, arrived)) as pieces:
+            watched = self._watched(summary, params)
+            answer: list[int] = []
+            async with aclosing(self._decode(fused, summary, params, arrived, watched)) as pieces:
                 async for piece in pieces:
+                    answer.append(piece.token)
                     yield piece
+        if summary.first_logits is not None:
+            self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits))
         yield summary
+
+    def _watched(self, summary: Summary, params: SamplingParams) -> bool:
+        """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""
+        may_differ = summary.recipe.encode is not None and summary.ratio < 1.0 and not summary.degraded
+        return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
     async def _enter(self, stack: AsyncExitStack) -> None:
         if self._running.locked() and self._waiting >= self._config.max_queue:
             raise ResourceExhausted(f"{self._waiting} requests wait already: try again later")
         self._waiting += 1
+        self._active += 1
+        self.shadow.idle.clear()
+        stack.callback(self._leave)
         try:
             await stack.enter_async_context(self._running)
         finally:
             self._waiting -= 1
+
+    def _leave(self) -> None:
+        self._active -= 1
+        if self._active == 0:
+            self.shadow.idle.set()
 
     async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
@@ -139,7 +171,7 @@ class Answerer:
         return fused
 
     async def _decode(
-        self, fused: Fused, summary: Summary, params: SamplingParams, arrived: float
+        self, fused: Fused, summary: Summary, params: SamplingParams, arrived: float, watched: bool
     ) -> AsyncGenerator[Piece]:
         """Prefills the rows, then draws tokens until the answer ends."""
         sampler = Sampler(params)
@@ -149,7 +181,9 @@ class Answerer:
             span.set_attribute("fusionkv.rows", len(fused.ids))
             kept = 0 if summary.degraded else summary.recipe.kept(summary.prompt.context_tokens)
             votes = len(summary.prompt.question) if kept else 0
-            result = await self._engine.run(fused.prefill(sampler, votes=votes))
+            result = await self._engine.run(fused.prefill(sampler, logits=int(watched), votes=votes))
+        if result.logits is not None:
+            summary.first_logits = result.logits[0]
         stages.seconds["ttft"] = time.perf_counter() - arrived
         _record(summary)
         started = time.perf_counter()

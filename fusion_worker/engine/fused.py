@@ -63,7 +63,7 @@ class Fused:
 
     def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> Work:
         """The work for more tokens, behind all there is."""
-        used, first = len(self.positions), int(self.positions[-1]) + 1
+        used, first = len(self.positions), len(self.positions) and int(self.positions[-1]) + 1
         own = lay_out(self.positions[self._gone :].to(self.device), behind(self.placement.fresh, self._gone))
         positions = torch.arange(first, first + len(tokens))
         self.positions = torch.cat([self.positions, positions])

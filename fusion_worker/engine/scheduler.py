@@ -1,4 +1,4 @@
-"""What goes into the next step: one row of every running answer, then prefills in the order they came."""
+"""What goes into the next step: a row of every running answer, then prefills in the order they came."""
 
 import threading
 from collections import deque
@@ -27,6 +27,7 @@ class Scheduler:
         self._budget = max_step_tokens
         self._decodes: deque[Work] = deque()
         self._prefills: deque[Work] = deque()
+        self._background: deque[Work] = deque()
         self._lock = threading.Condition()
         self._closed = False
 
@@ -34,7 +35,8 @@ class Scheduler:
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine has stopped")
-            (self._decodes if work.rows == 1 else self._prefills).append(work)
+            prefills = self._background if work.background else self._prefills
+            (self._decodes if work.rows == 1 else prefills).append(work)
             self._lock.notify()
 
     def close(self) -> None:
@@ -49,17 +51,17 @@ class Scheduler:
         Returns None after `close`.
         """
         with self._lock:
-            while not (self._decodes or self._prefills or self._closed):
+            while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
             if self._closed:
                 return None
             parts = [Part(w, 0, 1) for w in self._decodes if self._starts(w)]
             self._decodes.clear()
             left = self._budget - len(parts)
-            while self._prefills and left > 0:
-                work = self._prefills[0]
+            while left > 0 and (queue := self._prefills or self._background):
+                work = queue[0]
                 if not self._starts(work):
-                    self._prefills.popleft()
+                    queue.popleft()
                     continue
                 rows = work.rows - work.done
                 if rows > left and not work.splittable and parts:
@@ -69,7 +71,7 @@ class Scheduler:
                 work.done += count
                 left -= count
                 if work.done == work.rows:
-                    self._prefills.popleft()
+                    queue.popleft()
             return parts
 
     @staticmethod

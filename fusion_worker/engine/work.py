@@ -52,6 +52,7 @@ class Work:
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
+    background: comes after all prefills that somebody waits for.
     A work that is sampled from or probed is small or comes last; only plain prefill is split over steps.
     """
 
@@ -67,6 +68,7 @@ class Work:
     ahead: Ahead | None = None
     temper: Temper | None = None
     votes: int = 0
+    background: bool = False
     done: int = 0
     abandoned: bool = False
     future: "Future[Result]" = field(default_factory=Future)

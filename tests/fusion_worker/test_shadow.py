@@ -1,0 +1,132 @@
+"""Answers made again by full attention: what is compared, when, and what follows from it."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.engine.guard import SAMPLES, Guard
+from fusionkv.fusion_worker.engine.shadow import Sample
+from fusionkv.fusion_worker.methods.modifiers import find
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 30, 7)], tools.random_ids(6, 99)
+
+
+@pytest.mark.parametrize("question", [1, 6])
+@pytest.mark.parametrize("max_step_tokens", [16, 4096])
+async def test_full_attention_over_the_same_answer(
+    question: int, max_step_tokens: int, start: Any, oracle: Any, parts: Any, tools: Any
+) -> None:
+    rig, plain = await start("llama", shadow_share=1.0, max_step_tokens=max_step_tokens), oracle("llama")
+    system, chunks, asked = parts[0], parts[1], parts[2][:question]
+    seen: list[tuple[Sample, torch.Tensor]] = []
+    again = rig.servicer.answerer.shadow._again
+
+    async def watch(sample: Sample) -> torch.Tensor:
+        seen.append((sample, await again(sample)))
+        return seen[-1][1]
+
+    rig.servicer.answerer.shadow._again = watch
+    answer = await rig.ask(system, chunks, asked, recipe="full_reuse", max_tokens=4)
+    await rig.servicer.answerer.shadow.settle()
+    ((sample, logits),) = seen
+    assert list(sample.tokens) == answer.ids
+    assert tools.error(sample.logits, answer.logits[0]) == 0
+    for at, row in enumerate(logits):
+        whole = [*system, *itertools.chain(*chunks), *asked, *answer.ids[:at]]
+        assert tools.error(row, plain.logits(whole)) < 1e-4
+    await rig.settled()
+
+
+async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
+    rig = await start("llama", shadow_share=1.0)
+    shadow = rig.servicer.answerer.shadow
+    gate, running = await rig.block(*parts, recipe="full_attention", max_tokens=2)
+    await rig.until(lambda: not shadow.idle.is_set())
+    shadow.offer(Sample(*_sample(rig, parts)))
+    await rig.until(lambda: shadow._waiting.qsize() == 0)
+    assert shadow._waiting._unfinished_tasks == 1, "it was made while a request was running"
+    gate.opened.set()
+    await running
+    await shadow.settle()
+
+
+def _sample(rig: Any, parts: Any) -> tuple[Any, ...]:
+    from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+
+    system, chunks, question = parts
+    prompt = Prompt(Chunk(tuple(system)), tuple(Chunk(tuple(c)) for c in chunks), tuple(question))
+    return prompt, find("full_reuse"), "", (1, 2), torch.zeros(rig.model.vocabulary)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"recipe": "full_attention"},
+        {"recipe": "prophetkv", "ratio": 1.0},
+        {"recipe": "full_reuse", "temperature": 0.7},
+    ],
+)
+async def test_what_cannot_differ_is_not_made_again(start: Any, parts: Any, more: dict[str, Any]) -> None:
+    rig = await start("llama", shadow_share=1.0)
+    rig.servicer.answerer.shadow.offer = lambda sample: pytest.fail("offered")
+    await rig.ask(*parts, **more)
+
+
+async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any, parts: Any) -> None:
+    rig = await start("llama", shadow_share=1.0, shadow_floor=0.9)
+    full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
+    ratios, reasons, answers = [], [], []
+    for _ in range(2 * SAMPLES + 1):
+        answer = await rig.ask(*parts, recipe="prophetkv", ratio=0.1, max_tokens=6)
+        ratios.append(round(answer.summary.ratio, 3))
+        reasons.append(answer.summary.ratio_raised)
+        answers.append(answer.ids)
+        await rig.servicer.answerer.shadow.settle()
+    assert answers[0] != full.ids, "the recipe does not stray, so this test shows nothing"
+    assert ratios == [0.1] * SAMPLES + [0.2] * SAMPLES + [1.0]
+    assert answers[-1] == full.ids
+    assert reasons[0] == ""
+    assert reasons[SAMPLES] == "0% of 20 answers were full attention's, below the floor of 90%"
+    # Another corpus and another recipe are where they were.
+    assert (await rig.ask(*parts, recipe="epic", ratio=0.1)).summary.ratio_raised == ""
+
+
+def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
+    guard, epic, reuse = Guard(0.8), find("epic"), find("full_reuse")
+    for _ in range(SAMPLES):
+        guard.record(epic, "a", same=False)
+        guard.record(reuse, "a", same=False)
+        guard.record(epic, "b", same=True)
+    assert guard.ratio(epic, "a", 0.05)[0] == 0.15
+    assert guard.ratio(epic, "a", 0.3)[0] == 0.6
+    assert guard.ratio(epic, "a", 0.5)[0] == 1.0
+    assert guard.ratio(reuse, "a", 0.0)[0] == 1.0, "a recipe of a fixed ratio has nothing in between"
+    assert guard.ratio(epic, "b", 0.05) == (0.05, "")
+    assert guard.ratio(find("epic+window"), "a", 0.05) == (0.05, "")
+
+
+def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
+    guard, epic = Guard(0.8), find("epic")
+    for _ in range(SAMPLES - 1):
+        guard.record(epic, "", same=False)
+    assert guard.ratio(epic, "", 0.1) == (0.1, "")
+    guard = Guard(0.8)
+    for same in (*[True] * 100, *[False] * 4):
+        guard.record(epic, "", same=same)
+    assert guard.ratio(epic, "", 0.1) == (0.1, ""), "16 of the latest 20 are not below the floor"
+    guard.record(epic, "", same=False)
+    raised, why = guard.ratio(epic, "", 0.1)
+    assert raised == 0.2
+    assert why == "75% of 20 answers were full attention's, below the floor of 80%"
+
+
+def test_the_guard_without_a_floor_raises_nothing() -> None:
+    guard = Guard(0.0)
+    for _ in range(3 * SAMPLES):
+        guard.record(find("epic"), "", same=False)
+    assert guard.ratio(find("epic"), "", 0.1) == (0.1, "")
