@@ -5,6 +5,7 @@
 
 import argparse
 import dataclasses
+import fcntl
 import itertools
 import json
 import logging
@@ -36,21 +37,42 @@ class Tile:
 _INTERPRETED = Tile(32, 32, 4, 1)
 
 
-def store() -> Path:
-    """Where measured tiles are kept: FUSIONKV_TILES, or a file in the user's cache folder."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("FUSIONKV_TILES") or home / "fusionkv" / "tiles.json")
-
-
 @cache
 def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     """The measured tile of this GPU, head size and dtype; without one, a tile that fits every GPU since sm_80."""
     if device.type != "cuda":
         return _INTERPRETED
+    return recall(_key(device, head_dim, dtype)) or default(head_dim, dtype)
+
+
+def recall(key: str) -> Tile | None:
+    """The tile remembered under a key; None where there is none, or the file can't be read."""
     try:
-        return Tile(**json.loads(store().read_text())[_key(device, head_dim, dtype)])
+        tile = Tile(**json.loads(_store().read_text())[key])
     except (OSError, ValueError, KeyError, TypeError):
-        return default(head_dim, dtype)
+        return None
+    return tile if all(type(value) is int for value in dataclasses.astuple(tile)) else None
+
+
+def remember(key: str, tile: Tile) -> None:
+    """Keeps a tile under a key, next to those of other keys, for all processes of this user."""
+    path = _store()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A lock of its own: the store is replaced, so that a reader never finds half of it.
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            known = dict(json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            known = {}
+        known[key] = dataclasses.asdict(tile)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(known, indent=1) + "\n")
+        partial.replace(path)
+
+
+def _store() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fusionkv" / "tiles.json"
 
 
 def default(head_dim: int, dtype: torch.dtype) -> Tile:
@@ -98,16 +120,7 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
     if not times:
         raise RuntimeError(f"no tile runs on {torch.cuda.get_device_name(device)} with head size {head_dim}")
     best = min(times, key=times.__getitem__)
-    path = store()
-    try:
-        known = json.loads(path.read_text())
-    except (OSError, ValueError):
-        known = {}
-    known[_key(device, head_dim, dtype)] = dataclasses.asdict(best)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(known, indent=1) + "\n")
-    partial.replace(path)
+    remember(_key(device, head_dim, dtype), best)
     tile_for.cache_clear()
     print(f"{_key(device, head_dim, dtype)}: {best} in {times[best]:.3f} ms; {len(times)} tried", flush=True)
     return best

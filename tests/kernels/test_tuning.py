@@ -1,0 +1,63 @@
+"""Measured tiles: kept under their keys for the next process, whoever else writes, whatever is in the file."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from fusionkv.kernels.tuning import Tile, recall, remember
+
+TILE = Tile(64, 32, 4, 2)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file, in a cache folder that is not there yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
+    return tmp_path / "new" / "fusionkv" / "tiles.json"
+
+
+def remember_many(writer: int) -> None:
+    for i in range(20):
+        remember(f"{writer}.{i}", Tile(writer, i, 4, 2))
+
+
+def test_what_is_remembered_is_recalled() -> None:
+    assert recall("a") is None
+    remember("a", TILE)
+    remember("b", Tile(128, 64, 8, 3))
+    assert (recall("a"), recall("b"), recall("c")) == (TILE, Tile(128, 64, 8, 3), None)
+    remember("a", Tile(16, 16, 4, 1))
+    assert recall("a") == Tile(16, 16, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\xff\x00",
+        b'{"a": ',
+        b"[1]",
+        b"null",
+        b'{"a": 3}',
+        b'{"a": {"rows": 64}}',
+        b'{"a": {"rows": 64, "keys": 32, "warps": 4, "stages": 2, "more": 1}}',
+        b'{"a": {"rows": "64", "keys": 32, "warps": 4, "stages": 2}}',
+    ],
+)
+def test_junk_is_as_good_as_nothing_and_is_written_over(junk: bytes, store: Path) -> None:
+    store.parent.mkdir(parents=True)
+    store.write_bytes(junk)
+    assert recall("a") is None
+    remember("a", TILE)
+    assert recall("a") == TILE
+
+
+def test_two_writers_lose_nothing(store: Path) -> None:
+    # Each opens the lock's file anew, so threads exclude each other as processes do.
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(remember_many, range(2)))
+    for writer in range(2):
+        for i in range(20):
+            assert recall(f"{writer}.{i}") == Tile(writer, i, 4, 2)
+    assert {path.name for path in store.parent.iterdir()} == {"tiles.json", "tiles.lock"}
