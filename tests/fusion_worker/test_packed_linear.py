@@ -14,12 +14,16 @@ CONFIG = Qwen2Config(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
+needs_bfloat16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16"
+)
 
 
 def packed(network: torch.nn.Module) -> list[str]:
     return [name for name, module in network.named_modules() if isinstance(module, PackedLinear)]
 
 
+@needs_bfloat16
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 33, 700])
 def test_the_same_product(rows: int, bias: bool) -> None:
@@ -31,9 +35,8 @@ def test_the_same_product(rows: int, bias: bool) -> None:
     torch.testing.assert_close(found.double(), expected, atol=1e-2, rtol=2**-8)
 
 
+@needs_bfloat16
 def test_every_layer_of_a_bfloat16_model_but_its_head() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU does not compute in bfloat16")
     torch.manual_seed(0)
     network = Qwen2ForCausalLM(CONFIG).to(torch.bfloat16).eval()
     ids = torch.arange(20)[None]
