@@ -18,7 +18,7 @@ class Dense:
         slots, cos, sin = span.in_order(problem.rotation)
         self.positions = span.positions
         self.q = problem.q.transpose(0, 1)[None].contiguous()
-        self.k = problem.rotation.apply(problem.k[slots], cos, sin).transpose(0, 1)[None].contiguous()
+        self.k = problem.rotation.apply(problem.k[slots].transpose(0, 1), cos, sin)[None].contiguous()
         self.v = problem.v[slots].transpose(0, 1)[None].contiguous()
 
     @property

@@ -32,19 +32,27 @@ class Rotation:
         return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
 
     def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [tokens, 1, rotary_dim / 2] each, that turn tokens by int64 [tokens] shifts."""
+        """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that turn tokens by int64 [tokens] shifts.
+
+        In memory the tokens of a channel lie next to each other.
+        """
         different, which = shifts.unique(return_inverse=True)
         pairs = [self._factors(shift, shifts.device) for shift in different.tolist()]
-        cos, sin = (torch.stack(list(column))[which, None] for column in zip(*pairs, strict=True))
+        cos, sin = (torch.stack(list(column), 1)[:, which].t() for column in zip(*pairs, strict=True))
         return cos, sin
 
-    def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """`x` `[..., head_dim]` rotated, in its dtype; cosines and sines of angles fit `[..., rotary_dim / 2]`."""
+    def apply(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`x` `[..., head_dim]` rotated; cosines and sines of angles fit `[..., rotary_dim / 2]`.
+
+        out: where to, in its own dtype; without it a new tensor of x's.
+        """
         half = self.rotary_dim // 2
         split = (slice(0, None, 2), slice(1, None, 2)), (slice(half), slice(half, None))
         first, second = split[0] if self.interleaved else split[1]
         a, b = (x[..., : self.rotary_dim][..., part].float() for part in (first, second))
-        turned = torch.empty_like(x)
+        turned = torch.empty_like(x) if out is None else out
         turned[..., : self.rotary_dim][..., first] = (a * cos).addcmul_(b, sin, value=-1)
         turned[..., : self.rotary_dim][..., second] = (b * cos).addcmul_(a, sin)
         turned[..., self.rotary_dim :] = x[..., self.rotary_dim :]

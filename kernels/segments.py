@@ -88,7 +88,7 @@ class Span:
 class Order(NamedTuple):
     """Where the key of each position lies and how it turns there.
 
-    slots: int64 [positions]. cos, sin: float32 [positions, 1, rotary_dim / 2], for `Rotation.apply`.
+    slots: int64 [positions]. cos, sin: float32 [positions, rotary_dim / 2], for `Rotation.apply`.
     """
 
     slots: torch.Tensor

@@ -1,10 +1,14 @@
-"""Sparse attention on a CPU: keys in prompt order, explicit scores, a block of rows at a time.
+"""Sparse attention on a CPU: keys in prompt order, explicit weights, a block of rows and keys at a time.
 
 With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. From 16 rows on, laying them
-out costs less than turning the rows once a chunk. A bfloat16 matrix product runs two to three times faster
-here than inside the fused attention operator, so a block's scores are written out (8 MB: they stay in the cache).
+out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside the fused
+attention operator, so the weights of a block are written out (1 MB: they stay in the cache).
+
+A weight is 2^(score - guess), where the guess of a row's largest score comes from a few keys. Whatever the guess, it
+cancels out when the sum of the weights is divided by, so no block has to know of another.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,21 +17,33 @@ import torch
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import Span
 
-SCORES = 1 << 22  # held at once
-ROWS = (16, 256)  # of a block: fewer leave the matrix unit idle, more compute too much beyond the diagonal
+WEIGHTS = 1 << 19  # of a block
+# Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
+ROWS, KEYS = (256, 512), (256, 1024)
+SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
 _SAMPLE = 64  # keys that the largest score of a row is guessed from
+_FAR = 2.0**20  # a sum of weights above it: so far off is a guess that bfloat16 rounds the largest by 4%
+
+
+class _Mask(NamedTuple):
+    """What some rows don't see of the keys from `start` on. bias: 0 or -inf [rows, keys]."""
+
+    start: int
+    bias: torch.Tensor
 
 
 class _Block(NamedTuple):
-    """Neighbouring rows and the keys from `low` on that they may see.
+    """Neighbouring rows, and the keys `[low, high)` that any of them sees.
 
-    exponents: scale QK^T less a number per row, -inf where unseen [kv_heads, groups * rows, keys]: softmax makes the
-        weights of it.
+    shared: keys that all of them see. step: keys to compute at a time.
     """
 
     rows: slice
     low: int
-    exponents: torch.Tensor
+    high: int
+    step: int
+    shared: range
+    masks: tuple[_Mask, ...]
 
 
 def attention(
@@ -38,14 +54,18 @@ def attention(
     rotation: Rotation,
     scale: float,
     window: int | None,
+    scores: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim]."""
+    """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim].
+
+    scores: float32 [last position + 1]; the rows' attention into each position is added to it.
+    """
     out = torch.empty_like(q)
-    v = _compute(v_pool.index_select(0, span.in_order(rotation).slots)).transpose(0, 1).contiguous()
-    for rows, low, exponents in _blocks(q, k_pool, span, rotation, scale, window):
-        weights = torch.softmax(exponents, -1, out=exponents)
-        product = torch.bmm(weights, v[:, low : low + weights.shape[-1]])
-        out[rows] = product.view(q.shape[1], -1, q.shape[2]).transpose(0, 1)
+    k = _keys(k_pool, span, rotation)
+    v = v_pool.index_select(0, span.in_order(rotation).slots).transpose(0, 1).to(k.dtype).contiguous()
+    for block in _blocks(span, q.shape[1], window, k):
+        mean = _attend(_fold(q[block.rows], k), k, v, block, scale, scores)
+        out[block.rows] = mean.view(q.shape[1], -1, q.shape[2]).transpose(0, 1)
     return out
 
 
@@ -54,67 +74,122 @@ def attention_scores(
 ) -> torch.Tensor:
     """As `attention_scores.attention_scores`; q is the span's rows alone."""
     scores = torch.zeros(int(span.positions[-1]) + 1)
-    for _, low, exponents in _blocks(q, k_pool, span, rotation, scale, window):
-        columns = torch.softmax(exponents, -1, dtype=torch.float32).sum((0, 1))
-        scores[low : low + len(columns)] += columns
+    k = _keys(k_pool, span, rotation)
+    nothing = k.new_empty(len(k), k.shape[2], 0)
+    for block in _blocks(span, q.shape[1], window, k):
+        _attend(_fold(q[block.rows], k), k, nothing, block, scale, scores)
     return scores
 
 
-def _blocks(
-    q: torch.Tensor, k_pool: torch.Tensor, span: Span, rotation: Rotation, scale: float, window: int | None
-) -> Iterator[_Block]:
-    slots, cos, sin = span.in_order(rotation)
-    k = _compute(rotation.apply(k_pool.index_select(0, slots), cos, sin)).transpose(0, 1).contiguous()
-    start = 0
-    while start < span.rows:
-        sees = int(span.positions[start]) + 1
-        fits = SCORES // (q.shape[1] * (sees if window is None else min(sees, window)))
-        rows = slice(start, min(start + max(ROWS[0], min(fits, ROWS[1])), span.rows))
-        positions = span.positions[rows]
-        # All rows see [low, middle); which of them see what in [middle, high) is written out.
-        low, middle, high = 0, int(positions[0]) + 1, int(positions[-1]) + 1
-        if window is not None:
-            low = middle = max(0, middle - window)
-        keys = torch.arange(middle, high)
-        unseen = keys > positions[:, None]
-        if window is not None:
-            unseen |= keys <= positions[:, None] - window
-        folded = _compute(q[rows]).transpose(0, 1).reshape(len(k), -1, q.shape[2])
-        yield _Block(rows, low, _exponents(folded, k[:, low:high], middle - low, unseen, scale))
-        start = rows.stop
-
-
-def _exponents(q: torch.Tensor, k: torch.Tensor, shared: int, unseen: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scores of rows [kv_heads, groups * rows, head_dim] over keys, the first `shared` of which all rows see.
-
-    A guess of the row's largest score is taken off before a score is rounded: softmax does not see it, and the scores
-    that matter come to lie near 0, where bfloat16 is fine. With scores of standard deviation 3 over 8k keys the
-    output is off by 5e-3 then, by 1.2e-2 without it, and by 2e-3 in the fused operator.
-    """
-    out = q.new_empty(*q.shape[:2], k.shape[1])
-    guess = q.new_zeros(1)
-    if shared >= _SAMPLE:
-        # The first keys are a good sample: in most models they draw the most attention (EPIC).
-        guess = torch.bmm(q, k[:, :_SAMPLE].transpose(1, 2)).amax(-1, keepdim=True).mul_(scale)
-    else:
-        guess = _scores(q, k, shared, unseen, scale, guess, out).amax(-1, keepdim=True)
-    return _scores(q, k, shared, unseen, scale, guess, out)
-
-
-def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    shared: int,
-    unseen: torch.Tensor,
-    scale: float,
-    guess: torch.Tensor,
-    out: torch.Tensor,
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scores: torch.Tensor | None
 ) -> torch.Tensor:
-    torch.baddbmm(guess, q, k.transpose(1, 2), beta=-1, alpha=scale, out=out)
-    out[..., shared:].unflatten(1, (-1, len(unseen))).masked_fill_(unseen, float("-inf"))
+    """Means of the values, float32 [kv_heads, groups * rows, any size]; q and k with their channel for the guess."""
+    # The first keys are a good sample: in most models they draw the most attention (EPIC).
+    sampled = block.shared[:_SAMPLE] if len(block.shared) >= _SAMPLE else range(block.low, block.high)
+    for sample in (sampled, range(block.low, block.high)):
+        _guess(q, k, block, sample, scale)
+        total, mean = torch.zeros(q.shape[:2]), torch.zeros(*q.shape[:2], v.shape[2])
+        parts: list[torch.Tensor] = []
+        for keys in _steps(range(block.low, block.high), block.step):
+            weights = _exponents(q, k, block, keys, scale).exp2_()
+            mean += torch.bmm(weights, v[:, keys.start : keys.stop])
+            if scores is not None:
+                weights = weights.float()
+                parts.append(weights)
+            total += weights.sum(-1)
+        if float(total.max()) < _FAR:
+            break
+    if scores is not None:
+        for keys, part in zip(_steps(range(block.low, block.high), block.step), parts, strict=True):
+            scores[keys.start : keys.stop] += torch.bmm(1 / total[:, None], part).sum((0, 1))
+    return mean.div_(total[..., None])
+
+
+def _steps(keys: range, step: int) -> Iterator[range]:
+    return (keys[i : i + step] for i in range(0, len(keys), step))
+
+
+def _guess(q: torch.Tensor, k: torch.Tensor, block: _Block, sample: range, scale: float) -> None:
+    """Sets the rows' last channel to minus their largest product with a key of the sample.
+
+    So it is taken off before a score is rounded: those that matter come to lie near 0, where bfloat16 is fine.
+    """
+    q[..., -1] = 0
+    parts = [_exponents(q, k, block, keys, scale).amax(-1) for keys in _steps(sample, block.step)]
+    largest = torch.stack(parts).amax(0)
+    q[..., -1] = largest.div_(-scale * math.log2(math.e))
+
+
+def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, scale: float) -> torch.Tensor:
+    """Scores to base 2 less the guess, -inf where unseen [kv_heads, groups * rows, keys]."""
+    out = q.new_empty(*q.shape[:2], len(keys))
+    base2 = scale * math.log2(math.e)
+    out.baddbmm_(q, k[..., keys.start : keys.stop], beta=0, alpha=base2)
+    for start, bias in block.masks:
+        low, high = max(keys.start, start), min(keys.stop, start + bias.shape[1])
+        if low < high:
+            part = out[..., low - keys.start : high - keys.start].unflatten(1, (-1, len(bias)))
+            part += bias[:, low - start : high - start]
     return out
 
 
-def _compute(x: torch.Tensor) -> torch.Tensor:
-    """`x` in a dtype that scores may be held in: float16 would overflow, and few CPUs compute in it."""
-    return x.float() if x.dtype == torch.float16 else x
+def _blocks(span: Span, q_heads: int, window: int | None, k: torch.Tensor) -> list[_Block]:
+    """The span's rows in blocks; the same for all layers."""
+    key = (q_heads, len(k), window, k.dtype)
+    if key not in span.views:
+        span.views[key] = list(_cut(span.positions, q_heads, q_heads // len(k), window, k.dtype))
+    blocks: list[_Block] = span.views[key]
+    return blocks
+
+
+def _cut(
+    positions: torch.Tensor, heads: int, groups: int, window: int | None, dtype: torch.dtype
+) -> Iterator[_Block]:
+    least, most = (max(1, rows // groups) for rows in ROWS)
+    start = 0
+    while start < len(positions):
+        first = int(positions[start])
+        near = int(torch.searchsorted(positions, first + max(SPREAD, first // 16)))
+        stop = min(max(near, start + least), start + most, len(positions))
+        rows, last = positions[start:stop, None], int(positions[stop - 1])
+        low, shared = 0, range(first + 1)
+        ahead = torch.arange(first + 1, last + 1)
+        masks = [_Mask(first + 1, _bias(ahead > rows, dtype))]
+        if window is not None:
+            low, shared = max(0, first - window + 1), range(max(0, last - window + 1), first + 1)
+            behind = torch.arange(low, min(shared.start, last + 1))
+            masks.append(_Mask(low, _bias(behind <= rows - window, dtype)))
+        step = max(KEYS[0], min(WEIGHTS // (heads * len(rows)) // 128 * 128, KEYS[1]))
+        yield _Block(slice(start, stop), low, last + 1, step, shared, tuple(masks))
+        start = stop
+
+
+def _bias(unseen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(unseen.shape, dtype=dtype).masked_fill_(unseen, float("-inf"))
+
+
+def _keys(k_pool: torch.Tensor, span: Span, rotation: Rotation) -> torch.Tensor:
+    """Keys in prompt order, and a channel of ones [kv_heads, head_dim + 1, positions].
+
+    The matrix product wants them so: otherwise it would turn them round for every block of rows.
+    """
+    slots, cos, sin = span.in_order(rotation)
+    heads, dim = k_pool.shape[1:]
+    written = k_pool.index_select(0, slots).flatten(1).t().contiguous().unflatten(0, (heads, dim))
+    k = torch.ones(heads, dim + 1, len(slots), dtype=_compute(k_pool.dtype))
+    rotation.apply(written.transpose(1, 2), cos, sin, out=k[:, :dim].transpose(1, 2))
+    return k
+
+
+def _fold(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Rows [rows, q_heads, head_dim] as [kv_heads, groups * rows, head_dim + 1]; the last channel is not set."""
+    rows, heads, dim = q.shape
+    folded = k.new_empty(len(k), heads // len(k) * rows, dim + 1)
+    folded[..., :dim].unflatten(1, (-1, rows)).copy_(q.transpose(0, 1).unflatten(0, (len(k), -1)))
+    return folded
+
+
+def _compute(dtype: torch.dtype) -> torch.dtype:
+    """What queries of a dtype are computed in: float16 would overflow, and few CPUs compute in it."""
+    return torch.float32 if dtype == torch.float16 else dtype

@@ -241,6 +241,23 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     check(case, dtype, atol, rtol)
 
 
+@pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES, ids=str)
+@pytest.mark.parametrize("times", [3, 10, 30])
+def test_a_key_far_above_the_others(times: int, dtype: torch.dtype, atol: float, rtol: float) -> None:
+    """A late key draws all attention of the rows behind it, however little the keys before it told of that."""
+    request = Request([(100, 0), (60, 31)], [], [])
+    request.positions = list(range(160, 200))
+    case = Case((4, 2), 64, rotary(64, False, False), None, 8, [request])
+    q, k, v, spans = case.tensors(torch.float32)
+    k[spans[0].segments[1].start + 40] = times * case.rotation.turn(q[0, ::2], -31) / 8
+    tensors = [x.to(dtype) for x in (q, k, v)]
+    expected, (total,) = case.expected(*tensors, spans)
+    found = sparse_attention.sparse_attention(*tensors, spans, case.rotation, 64**-0.5)
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+    scores = attention_scores.attention_scores(tensors[0], tensors[1], spans[0], case.rotation, 64**-0.5)
+    torch.testing.assert_close(scores / 160, (total / 160).float(), atol=atol, rtol=rtol)
+
+
 @pytest.mark.parametrize("rows", [2, MOST_ROWS + 10])
 def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
     """The same slots at two places: two shifts, each with its own hidden tokens."""
