@@ -39,7 +39,7 @@ def tempered_attention(
     """
     slots, cos, sin = span.in_order(rotation)
     heads, kv_heads = q.shape[1], k_pool.shape[1]
-    keys = rotation.apply(k_pool.index_select(0, slots), cos, sin).float().transpose(0, 1)
+    keys = rotation.apply(k_pool.index_select(0, slots).transpose(0, 1), cos, sin).float()
     values = v_pool.index_select(0, slots).float().transpose(0, 1)
     folded = q.float().transpose(0, 1).reshape(kv_heads, -1, q.shape[2])
     scores = (folded @ keys.transpose(1, 2) * scale).unflatten(1, (heads // kv_heads, span.rows))

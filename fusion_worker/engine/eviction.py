@@ -44,5 +44,5 @@ def _copy(fused: Fused, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor
     slots, cos, sin = Span(0, 1, positions[-1:], (*fused.seen, *own)).in_order(rotation)
     heads = torch.arange(kv.shape[3], device=device)
     for pool, at in zip(kv, tokens.transpose(1, 2).to(device), strict=True):
-        pool[0].index_copy_(0, to.to(device), rotation.apply(pool[0][slots[at], heads], cos[at, 0], sin[at, 0]))
+        pool[0].index_copy_(0, to.to(device), rotation.apply(pool[0][slots[at], heads], cos[at], sin[at]))
         pool[1].index_copy_(0, to.to(device), pool[1][slots[at], heads])

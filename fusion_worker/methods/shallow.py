@@ -62,7 +62,7 @@ def scores(
 def _keys(states: States, kv: torch.Tensor, span: Span, rotation: Rotation) -> torch.Tensor:
     """[positions, kv_heads, head_dim]: fresh keys where a row has one, the cache's elsewhere, all in their place."""
     slots, cos, sin = span.in_order(rotation)
-    keys = rotation.apply(kv[0].index_select(0, slots), cos, sin)
+    keys = rotation.apply(kv[0].index_select(0, slots).transpose(0, 1), cos, sin).transpose(0, 1).contiguous()
     return keys.index_copy_(0, span.positions, states.k.to(keys.dtype))
 
 
