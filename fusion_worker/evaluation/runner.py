@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.evaluation import metrics
@@ -26,7 +27,7 @@ from fusionkv.fusion_worker.evaluation.deviation import deviation
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
 from fusionkv.fusion_worker.methods.choose import budget
-from fusionkv.fusion_worker.methods.recipes import Isolated
+from fusionkv.fusion_worker.methods.recipes import Isolated, Recipe
 from fusionkv.fusion_worker.models import Model
 from fusionkv.protos.errors import ResourceExhausted
 
@@ -133,20 +134,26 @@ class Runner:
         full, away = await self._full_attention(task, asked, cells, contexts)
         assert full.first is not None
 
-        async def one(cell: Cell) -> _Answer:
-            if cell.recipe.encode is None:
-                return full
-            answer = await self._fused(task, asked, cell, contexts, picture)
-            answer.values |= away.get(cell, {})
+        ratios: dict[Recipe, list[float]] = {}
+        for cell in cells:
+            if cell.recipe.encode is not None:
+                ratios.setdefault(cell.recipe, []).append(cell.ratio)
+        answers = {cell: full for cell in cells if cell.recipe.encode is None}
+        if alone:
+            for cell in cells:
+                if cell not in answers:
+                    answers[cell] = await self._alone(task, asked, cell, contexts, picture)
+        else:
+            recipes = (self._recipe(task, asked, recipe, contexts, ratios[recipe]) for recipe in ratios)
+            for found in await asyncio.gather(*recipes):
+                answers |= found
+            full.seconds = {}
+        for cell, answer in answers.items():
             assert answer.first is not None
             answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
             answer.values["kl"] = metrics.kl(full.first, answer.first)
-            return answer
-
-        answers = [await one(c) for c in cells] if alone else await asyncio.gather(*map(one, cells))
-        for answer in answers:
-            answer.seconds = answer.seconds if alone else {}
-        return list(answers)
+            answer.values |= away.get(cell, {})
+        return [answers[cell] for cell in cells]
 
     async def _full_attention(
         self, task: Task, asked: _Asked, cells: Sequence[Cell], contexts: Contexts
@@ -156,7 +163,7 @@ class Runner:
         async with self._loader.plain(prompt.tokens + self._answer_tokens(task, asked)) as placement:
             answer = _Answer()
             await self._answer(task, asked, self._fuser.plain(placement, prompt), answer)
-            answer.values |= {"agreement": 1.0, "kl": 0.0, "recomputed": prompt.context_tokens, "scored_rows": 0.0}
+            answer.values |= {"recomputed": prompt.context_tokens, "scored_rows": 0}
             away = {}
             for cell in cells:
                 if cell.recipe.encode is not None and cell.ratio == 0:
@@ -164,39 +171,81 @@ class Runner:
                         away[cell] = deviation(self._pool.kv, self._model.rotation, reused, placement.fresh)
             return answer, away
 
-    async def _fused(self, task: Task, asked: _Asked, cell: Cell, contexts: Contexts, picture: bool) -> _Answer:
-        prompt, recipe = asked.prompt, cell.recipe
-        assert recipe.encode is not None
-        fresh = budget(cell.ratio, prompt.context_tokens, prompt.context_tokens) + len(prompt.question)
+    async def _alone(self, task: Task, asked: _Asked, cell: Cell, contexts: Contexts, picture: bool) -> _Answer:
+        """One cell, timed, each step as a worker would take it."""
         answer = _Answer()
-        async with contexts.placed(prompt, recipe.encode, fresh + self._answer_tokens(task, asked)) as placement:
+        async with self._placed(task, asked, cell.recipe, cell.ratio, contexts) as placement:
             with _clock(answer, "select"):
-                fused = await self._fuser.fuse(placement, prompt, recipe, cell.ratio)
+                fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
             await self._answer(task, asked, fused, answer)
         answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
         if picture:
             answer.picture = self._picture(asked, fused)
         return answer
 
+    async def _recipe(
+        self, task: Task, asked: _Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float]
+    ) -> dict[Cell, _Answer]:
+        """A recipe's cells, from one scoring."""
+        scored = None
+        if recipe.score is not None:
+            async with self._placed(task, asked, recipe, 0, contexts) as placement:
+                scored = await self._fuser.score(placement, asked.prompt, recipe)
+
+        async def one(ratio: float) -> _Answer:
+            answer = _Answer()
+            async with self._placed(task, asked, recipe, ratio, contexts) as placement:
+                fused = await self._fuser.fuse(placement, asked.prompt, recipe, ratio, scored)
+                # Layer 0's KV is exact in the cache, so going through it again gives the same rows, and in full steps.
+                fused.ahead = None
+                await self._answer(task, asked, fused, answer, at_once=True)
+            answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
+            return answer
+
+        answers = await asyncio.gather(*map(one, ratios))
+        return {Cell(recipe, ratio): answer for ratio, answer in zip(ratios, answers, strict=True)}
+
+    def _placed(
+        self, task: Task, asked: _Asked, recipe: Recipe, ratio: float, contexts: Contexts
+    ) -> AbstractAsyncContextManager[Placement]:
+        assert recipe.encode is not None
+        prompt = asked.prompt
+        chosen = budget(ratio, prompt.context_tokens, prompt.context_tokens)
+        fresh = chosen + len(prompt.question) + self._answer_tokens(task, asked)
+        return contexts.placed(prompt, recipe.encode, fresh)
+
     @staticmethod
     def _answer_tokens(task: Task, asked: _Asked) -> int:
         return task.max_tokens or len(asked.expected) + 1
 
-    async def _answer(self, task: Task, asked: _Asked, fused: Fused, answer: _Answer) -> None:
-        """Prefills, then feeds in the expected answer or generates one, and scores it."""
-        with _clock(answer, "prefill"):
-            result = await self._engine.run(fused.prefill(logits=1))
-        assert result.logits is not None
-        answer.first = result.logits[0].float().cpu().numpy()
+    async def _answer(
+        self, task: Task, asked: _Asked, fused: Fused, answer: _Answer, at_once: bool = False
+    ) -> None:
+        """Prefills, then feeds in the expected answer or generates one, and scores it.
+
+        at_once: the expected answer is fed in with the question, which saves a step and times nothing.
+        """
+        expected = asked.expected
+        if at_once and expected:
+            logits = (await self._engine.run(_behind(fused, expected).prefill(logits=len(expected) + 1))).logits
+        else:
+            with _clock(answer, "prefill"):
+                logits = (await self._engine.run(fused.prefill(logits=1))).logits
+            if expected:
+                more = (await self._engine.run(fused.next(expected, logits=len(expected)))).logits
+                assert logits is not None
+                assert more is not None
+                logits = torch.cat([logits, more])
+        assert logits is not None
+        answer.first = logits[0].float().cpu().numpy()
+        found = logits.argmax(-1).tolist()
         if task.metrics:
-            text = await self._generate(task, fused, int(answer.first.argmax()))
+            text = await self._generate(task, fused, found[0])
             answer.values |= {name: metrics.TEXT_METRICS[name](text, asked.sample.answers) for name in task.metrics}
-            return
-        # Up to the first wrong token this sees what generating would see, so all right equals generated right.
-        result = await self._engine.run(fused.next(asked.expected, logits=len(asked.expected)))
-        assert result.logits is not None
-        found = [int(answer.first.argmax()), *result.logits.argmax(-1).tolist()]
-        answer.values["exact_match"] = float(tuple(found[:-1]) == asked.expected and found[-1] in self._model.ends)
+        else:
+            # Up to the first wrong token this sees what generating would see, so all right equals generated right.
+            right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
+            answer.values["exact_match"] = float(right)
 
     async def _generate(self, task: Task, fused: Fused, token: int) -> str:
         """The greedy answer's text, from its first token on."""
@@ -206,9 +255,9 @@ class Runner:
             tokens.append(token)
             if task.first_line and "\n" in self._model.tokenizer.decode(tokens).lstrip("\n"):
                 break
-            result = await self._engine.run(fused.next([token], sampler=greedy))
-            assert result.token is not None
-            token = result.token
+            following = (await self._engine.run(fused.next([token], sampler=greedy))).token
+            assert following is not None
+            token = following
         text = self._model.tokenizer.decode(tokens)
         return text.lstrip("\n").split("\n")[0] if task.first_line else text
 
@@ -233,6 +282,13 @@ class Runner:
             )
         answers = list(asked.sample.answers)
         return {"question": asked.sample.question.strip(), "answers": answers, "chunks": chunks}
+
+
+def _behind(fused: Fused, tokens: Sequence[int]) -> Fused:
+    """The same with more tokens behind the question."""
+    first = int(fused.positions[-1]) + 1
+    positions = torch.cat([fused.positions, torch.arange(first, first + len(tokens))])
+    return replace(fused, ids=torch.cat([fused.ids, torch.tensor(tokens)]), positions=positions)
 
 
 @contextmanager
