@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,10 @@ class Task:
     chat: bool = False
     first_line: bool = False
     group: int = 1
+
+    def first(self, count: int) -> "Task":
+        """The task with its first `count` samples alone."""
+        return replace(self, samples=self.samples[:count])
 
     def blocks(self, size: int) -> Iterator["Block"]:
         """The samples, `size` at a time."""
