@@ -1,1 +1,1 @@
-"""`fusionkv eval`: recipes, ratios and tasks in one table, on the engine itself; imports of the package load no torch."""
+"""`fusionkv eval`: recipes, ratios and tasks in one table, measured on the engine itself."""

@@ -1,7 +1,7 @@
 """`fusionkv eval`: what every recipe answers right, at which cost, on tasks and models, with intervals.
 
-Without --data the reference models' own tasks are asked. What was measured is kept in OUT/cells.jsonl and not measured
-again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl after a change to the code.
+Without --data the reference models' own tasks are asked. What was measured is kept in OUT/cells.jsonl and not
+measured again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl after a change to the code.
 """
 
 import argparse
@@ -53,17 +53,33 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("models", type=Path, nargs="*", metavar="MODEL", help="model directories (default: the reference models)")
-    add("--data", type=Path, nargs="+", default=[], metavar="PATH", help="RULER, LongBench or CacheBlend files, or folders")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="RULER, LongBench or CacheBlend files or folders",
+    )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add("--recipes", nargs="+", default=[*RECIPES], metavar="RECIPE", help="recipes, with or without modifiers (default: all)")
-    add("--ratios", nargs="+", type=_ratio, default=RATIOS, metavar="R", help=f"shares to recompute (default: {RATIOS})")
+    add("--recipes", nargs="+", default=[*RECIPES], metavar="RECIPE", help="with or without modifiers (default: all)")
+    add(
+        "--ratios",
+        nargs="+",
+        type=_ratio,
+        default=RATIOS,
+        metavar="R",
+        help=f"shares to recompute (default: {RATIOS})",
+    )
     add("--n", type=_positive, default=500, help="samples a task, at most (default: %(default)s)")
     add("--chunk-tokens", type=_positive, default=512, help="of a context that is one text (default: %(default)s)")
     add("--out", type=Path, default=Path("build/eval"), help="folder of what is measured (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    add("--pool-bytes", type=parse_bytes, default=256 << 20, metavar="BYTES", help="of KV on the device (default: 256MiB)")
+    add(
+        "--pool-bytes", type=parse_bytes, default=256 << 20, metavar="SIZE", help="KV on the device (default: 256MiB)"
+    )
     add("--processes", type=_positive, help="(default: one on a GPU, one a core on a CPU)")
     return parser
 

@@ -107,14 +107,17 @@ def _torn(path: Path) -> bool:
         return stream.read(1) != b"\n"
 
 
-def table(subject: Subject, blocks: Sequence[Block], cells: Sequence[Cell], store: Store) -> Iterator[tuple[Cell, Measured]]:
+def table(
+    subject: Subject, blocks: Sequence[Block], cells: Sequence[Cell], store: Store
+) -> Iterator[tuple[Cell, Measured]]:
     """The cells that are complete, each over all blocks together, samples in order."""
     for cell in cells:
         names = [key(subject, block, cell) for block in blocks]
         if all(name in store for name in names):
             parts = [store[name] for name in names]
-            yield cell, Measured(
-                _joined(p.values for p in parts), _joined(p.seconds for p in parts), parts[0].picture
+            yield (
+                cell,
+                Measured(_joined(p.values for p in parts), _joined(p.seconds for p in parts), parts[0].picture),
             )
 
 

@@ -19,7 +19,10 @@ Encode = Isolated | SimilarityGuided
 
 @dataclass(frozen=True, slots=True)
 class Contexts:
-    """The chunks of a few prompts, encoded and held in the pool. variants: key of a chunk's entry, by how and by digest."""
+    """The chunks of a few prompts, encoded and held in the pool.
+
+    variants: variant and key of a chunk's entry, by how it was encoded and the chunk's digest.
+    """
 
     loader: Loader
     variants: Mapping[tuple[Encode, bytes], tuple[bytes, bytes]]

@@ -1,9 +1,9 @@
 """The papers' datasets in their own files: RULER, LongBench and CacheBlend; which one, the first record says.
 
-    RULER       JSON lines: input, outputs; newer files also answer_prefix. The task is the file's name, or its folder's
-                when the file is called validation or test. github.com/NVIDIA/RULER
-    LongBench   JSON lines: context, input, answers, dataset. github.com/THUDM/LongBench
-    CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. github.com/YaoJiayi/CacheBlend
+RULER       JSON lines: input, outputs; newer files also answer_prefix. The task is the file's name, or its folder's
+            when the file is called validation or test. github.com/NVIDIA/RULER
+LongBench   JSON lines: context, input, answers, dataset. github.com/THUDM/LongBench
+CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. github.com/YaoJiayi/CacheBlend
 """
 
 import json
@@ -21,12 +21,12 @@ _RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fw
 # Metrics and answer tokens of LongBench's datasets.
 _QA, _SUMMARY, _NUMBER = ("f1", "exact_match"), ("rouge_l",), ("number_match",)
 _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
-    **{name: (_QA, 32) for name in ("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq")},
-    **{name: (_QA, 64) for name in ("multifieldqa_en", "multifieldqa_zh")},
-    **{name: (_QA, 128) for name in ("narrativeqa", "qasper")},
-    **{name: (_SUMMARY, 512) for name in ("gov_report", "qmsum", "multi_news", "vcsum")},
-    **{name: (_SUMMARY, 128) for name in ("samsum", "dureader")},
-    **{name: (_NUMBER, 32) for name in ("passage_retrieval_en", "passage_retrieval_zh", "passage_count")},
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq"), (_QA, 32)),
+    **dict.fromkeys(("multifieldqa_en", "multifieldqa_zh"), (_QA, 64)),
+    **dict.fromkeys(("narrativeqa", "qasper"), (_QA, 128)),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), (_SUMMARY, 512)),
+    **dict.fromkeys(("samsum", "dureader"), (_SUMMARY, 128)),
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh", "passage_count"), (_NUMBER, 32)),
 }
 # Tasks by example: they go without a chat template, and a line ends the answer.
 _FEW_SHOT = ("triviaqa", "samsum")
@@ -41,8 +41,8 @@ class DatasetError(ValueError):
 def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
     """The tasks of a file, or of every .jsonl and .json file below a folder.
 
-    prompts: LongBench's own (config/dataset2prompt.json), by dataset, with {context} and {input}. Without them a short
-    instruction stands in.
+    prompts: LongBench's own (config/dataset2prompt.json), by dataset, with {context} and {input}. Without them a
+    short instruction stands in.
 
     Raises:
         DatasetError: no file, or one that is none of the three formats; the message names the file and the record.
@@ -74,7 +74,7 @@ def read_prompts(path: Path) -> dict[str, str]:
     return loaded
 
 
-def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], _: Mapping[str, str]) -> Task:
+def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
     name = _name(path)
     samples = []
     for place, record in records:
@@ -114,7 +114,7 @@ def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompt
     return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, chat=not few, first_line=few)
 
 
-def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], _: Mapping[str, str]) -> Task:
+def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
     name = _name(path)
     summary = name.startswith(("samsum", "multi_news", "multinews"))
     samples = []
@@ -204,4 +204,6 @@ def _names(record: Mapping[str, Any]) -> str:
 
 
 def _offered() -> str:
-    return "F1, ROUGE-L and matching numbers are; leave out code completion (lcc, repobench-p) and classes (trec, lsht)"
+    return (
+        "F1, ROUGE-L and matching numbers are; leave out code completion (lcc, repobench-p) and classes (trec, lsht)"
+    )

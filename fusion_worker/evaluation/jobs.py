@@ -1,10 +1,11 @@
-"""The work of an evaluation, cut into jobs for a few processes: one block of samples of one task under one model each."""
+"""The work of an evaluation, cut into jobs for a few processes: a block of samples of a task, under a model."""
 
 import asyncio
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -121,6 +122,5 @@ class _Bench:
 
 def shipped() -> list[Path]:
     """The directories of the models that come with the project."""
-    import fusionkv.models
-
-    return sorted(file.parent for folder in fusionkv.models.__path__ for file in Path(folder).glob("*/config.json"))
+    folders = Path(str(resources.files("fusionkv.models")))
+    return sorted(file.parent for file in folders.glob("*/config.json"))

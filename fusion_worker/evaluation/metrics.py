@@ -12,9 +12,9 @@ import numpy as np
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
-_CHINESE_SIGNS = "！？｡。＂＃＄％＆＇（）＊＋，－／：；＜＝＞＠［＼］＾＿｀｛｜｝～、〃《》「」『』【】〔〕〖〗〝〞–—‘’“”…‧"
-_NO_SIGNS = str.maketrans("", "", string.punctuation + _CHINESE_SIGNS)
-_NO_ASCII_SIGNS = str.maketrans("", "", string.punctuation)
+_NO_SIGNS = str.maketrans("", "", string.punctuation)
+# Chinese punctuation, which is no word either.
+_WIDE_SIGNS = re.compile(r"[\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
 # A word, or one Chinese, Japanese or Korean character: those are written without spaces.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _ROUGE_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[a-z0-9]+")
@@ -24,7 +24,7 @@ Score = Callable[[str, Sequence[str]], float]
 
 def normalize(text: str) -> str:
     """Lower case, without punctuation, English articles and double spaces (SQuAD's and LongBench's normalisation)."""
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_ASCII_SIGNS)).split())
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_SIGNS)).split())
 
 
 def exact_match(answer: str, expected: Sequence[str]) -> float:
@@ -69,8 +69,7 @@ def number_match(answer: str, expected: Sequence[str]) -> float:
 
 
 TEXT_METRICS: dict[str, Score] = {
-    score.__name__: score
-    for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match)
+    score.__name__: score for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match)
 }
 
 
@@ -81,7 +80,7 @@ def normalised(score: float, full_reuse: float, full_attention: float) -> float:
 
 
 def kl(reference: np.ndarray, logits: np.ndarray) -> float:
-    """KL(reference || logits) in nats of the distributions that two vectors of logits stand for, float [vocabulary]."""
+    """KL(reference || logits) in nats, of the distributions that logits, float [vocabulary], stand for."""
     p, q = _log_softmax(reference), _log_softmax(logits)
     return max(0.0, float((np.exp(p) * (p - q)).sum()))
 
@@ -92,7 +91,7 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def _words(text: str) -> list[str]:
-    return _WORD.findall(normalize(text).translate(_NO_SIGNS))
+    return _WORD.findall(_WIDE_SIGNS.sub("", normalize(text)))
 
 
 def _f1(answer: list[str], expected: list[str]) -> float:

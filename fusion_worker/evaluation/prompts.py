@@ -9,7 +9,7 @@ from fusionkv.fusion_worker.evaluation.samples import Sample
 from fusionkv.fusion_worker.models import Model
 
 # Where a text is cut, best first: behind a line, behind a sentence, at a space.
-_BORDERS = (re.compile(r"\n\s*$"), re.compile(r"[.!?。！？]\s*$"), re.compile(r"\s$"))
+_BORDERS = (re.compile(r"\n\s*$"), re.compile(r"[.!?\u3002\uff01\uff1f]\s*$"), re.compile(r"\s$"))
 
 
 class Prompter:
@@ -46,8 +46,10 @@ class Prompter:
             # LongBench and CacheBlend cut the middle as well: a question's neighbourhood and the start matter most.
             del chunks[len(chunks) // 2]
         if not chunks:
-            raise ValueError(f"a prompt of {len(system) + len(question)} tokens beside its context leaves no room in "
-                             f"{self._room} for a chunk and {answer_tokens} answer tokens")
+            raise ValueError(
+                f"a prompt of {len(system) + len(question)} tokens beside its context leaves no room in "
+                f"{self._room} for a chunk and {answer_tokens} answer tokens"
+            )
         return Prompt(Chunk(system), tuple(Chunk(ids) for ids in chunks), question), count - len(chunks)
 
     def ids(self, text: str) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class Figures:
 def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
     """The report as HTML."""
     figures = Figures.of(rows, judged)
-    sections = [("Worst case over the models", [])] if len(figures.models) > 1 else []
+    sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
     sections += [(model, [model]) for model in figures.models]
     names = figures.recipes
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
@@ -142,12 +142,12 @@ def _pictures(figures: Figures, found: Found) -> Iterable[tuple[str, str, list[t
         tables = [(task, cells) for name, task, cells in found if name == model]
 
         def lost(task: str, model: str = model) -> float:
-            ends = [figures.worst(task, name, r, [model]) for name, r in (("full_attention", 1.0), ("full_reuse", 0.0))]
-            return ends[0].score - ends[1].score if ends[0] and ends[1] and ends[0].score and ends[1].score else 0.0
+            top = figures.worst(task, "full_attention", 1.0, [model])
+            bottom = figures.worst(task, "full_reuse", 0.0, [model])
+            return (top.score or 0.0) - (bottom.score or 0.0) if top and bottom else 0.0
 
         task, cells = max(tables, key=lambda pair: lost(pair[0].name))
-        drawn = [
-            (cell.recipe.name, dict(m.picture)) for cell, m in cells.items() if m.picture and cell.ratio == figures.middle
-        ]
+        shown = [(cell.recipe.name, m.picture) for cell, m in cells.items() if cell.ratio == figures.middle]
+        drawn = [(name, dict(picture)) for name, picture in shown if picture]
         if drawn:
             yield model, task.name, drawn

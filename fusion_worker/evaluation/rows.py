@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.evaluation.statistics import Estimate
 
 _NAMES = {"recomputed": "recomputed_tokens"}
+_SHARES = {*metrics.TEXT_METRICS, "agreement"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def primary(task: Task) -> str:
 def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row]:
     """All rows of a model on a task. Beside what was measured:
 
-    normalised_M            share of what full reuse lost in M that the recipe brings back, 1 is all (FusionRAG eq. 11)
+    normalised_M            share of what full reuse lost in M that the recipe brings back (FusionRAG eq. 11)
     M_minus_full_attention  mean difference sample by sample
     M_minus_best            the same to the best other recipe at the same ratio
     """
@@ -48,9 +49,10 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
     for cell, measured in table.items():
         row = partial(_row, model, task.name, cell)
         for name, values in measured.values.items():
-            yield row(_NAMES.get(name, name), statistics.mean(values))
+            estimate = statistics.mean if name in _SHARES else statistics.average
+            yield row(_NAMES.get(name, name), estimate(values))
         for name, values in measured.seconds.items():
-            yield row(f"{name}_seconds", statistics.mean(values))
+            yield row(f"{name}_seconds", statistics.average(values))
         own = measured.values[judged]
         if full is None or full is measured:
             continue
@@ -64,11 +66,10 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
 
 
 def _rivals(cell: Cell, judged: str, table: Mapping[Cell, Measured]) -> list[Sequence[float]]:
-    return [
-        m.values[judged]
-        for c, m in table.items()
-        if c.ratio == cell.ratio and c.recipe.name != cell.recipe.name and not c.recipe.fixed and not cell.recipe.fixed
-    ]
+    if cell.recipe.fixed:
+        return []
+    rivals = [(c, m) for c, m in table.items() if c.ratio == cell.ratio and not c.recipe.fixed]
+    return [m.values[judged] for c, m in rivals if c.recipe.name != cell.recipe.name]
 
 
 def _normalised(means: np.ndarray) -> np.ndarray:
@@ -76,8 +77,8 @@ def _normalised(means: np.ndarray) -> np.ndarray:
 
 
 def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> Row:
-    numbers = (_known(value) for value in (estimate.score, estimate.low, estimate.high))
-    return Row(model, task, cell.recipe.name, cell.ratio, metric, *numbers, estimate.n)
+    score, low, high = (_known(value) for value in (estimate.score, estimate.low, estimate.high))
+    return Row(model, task, cell.recipe.name, cell.ratio, metric, score, low, high, estimate.n)
 
 
 def _known(value: float) -> float | None:

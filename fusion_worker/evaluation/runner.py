@@ -1,4 +1,4 @@
-"""Measures cells over a block of samples, in process and on the real engine: many samples at once, none twice encoded."""
+"""Measures cells over a block of samples, in process and on the real engine: many samples at once."""
 
 import asyncio
 import time
@@ -196,7 +196,7 @@ class Runner:
             answer = _Answer()
             async with self._placed(task, asked, recipe, ratio, contexts) as placement:
                 fused = await self._fuser.fuse(placement, asked.prompt, recipe, ratio, scored)
-                # Layer 0's KV is exact in the cache, so going through it again gives the same rows, and in full steps.
+                # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
                 await self._answer(task, asked, fused, answer, at_once=True)
             answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
@@ -218,9 +218,7 @@ class Runner:
     def _answer_tokens(task: Task, asked: _Asked) -> int:
         return task.max_tokens or len(asked.expected) + 1
 
-    async def _answer(
-        self, task: Task, asked: _Asked, fused: Fused, answer: _Answer, at_once: bool = False
-    ) -> None:
+    async def _answer(self, task: Task, asked: _Asked, fused: Fused, answer: _Answer, at_once: bool = False) -> None:
         """Prefills, then feeds in the expected answer or generates one, and scores it.
 
         at_once: the expected answer is fed in with the question, which saves a step and times nothing.

@@ -10,8 +10,8 @@ from dataclasses import astuple, dataclass, replace
 class Sample:
     """One prompt and its expected answers.
 
-    instruction: what stands before the context. passages: the context, one chunk each; a `whole` context is one text to
-    be split. question: what stands after the context. opening: how the answer is begun for the model.
+    instruction: what stands before the context. passages: the context, one chunk each; a `whole` context is one text
+    to be split. question: what stands after the context. opening: how the answer is begun for the model.
     """
 
     instruction: str

@@ -47,6 +47,11 @@ def mean(values: Sequence[float]) -> Estimate:
         raise ValueError("no values")
     if all(v in (0.0, 1.0) for v in values):
         return wilson(round(sum(values)), len(values))
+    return average(values)
+
+
+def average(values: Sequence[float]) -> Estimate:
+    """The mean with a bootstrap interval, for what is no share of anything."""
     return bootstrap(lambda means: means[0], values)
 
 
