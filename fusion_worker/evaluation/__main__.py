@@ -1,7 +1,7 @@
 """`fusionkv eval`: what every recipe answers right, at which cost, on tasks and models, with intervals.
 
 Without --data the reference models' own tasks are asked. What was measured is kept in OUT/cells.jsonl and not
-measured again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl after a change to the code.
+measured again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl when the code has changed.
 """
 
 import argparse
