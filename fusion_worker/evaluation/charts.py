@@ -8,7 +8,7 @@ from fusionkv.fusion_worker.evaluation.rows import Row
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 8, 26
 # Ends that every curve lies between: drawn across the chart.
-_ENDS = {"full_attention": "top", "full_reuse": "bottom"}
+ENDS = {"full_attention": "top", "full_reuse": "bottom"}
 
 
 def hue(names: Sequence[str], name: str) -> int:
@@ -21,20 +21,22 @@ def curves(lines: Mapping[str, Sequence[tuple[float, Row]]], names: Sequence[str
 
     lines: each recipe's ratios and rows. names: all recipes, which say a line's class: s0, s1, ...
     """
-    open_ = {name: line for name, line in lines.items() if line and name not in _ENDS}
+    open_ = {name: line for name, line in lines.items() if line and name not in ENDS}
     widest = max((r for line in open_.values() for r, _ in line), default=0.0) or 1.0
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         *(_grid(score) for score in (0, 25, 50, 75, 100)),
         *(_tick(r, widest) for r in sorted({r for line in open_.values() for r, _ in line})),
     ]
-    for name, kind in _ENDS.items():
+    for name, kind in ENDS.items():
         if line := lines.get(name):
             y = _y(line[0][1].score)
+            # Below the line at the top, above it at the bottom, and never outside the chart or over each other.
+            said = y + 11 if kind == "top" else max(y - 3, _TOP + 24)
             parts.append(
                 f'<g class="end"><line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
                 f"<title>{_said(name, *line[0])}</title>"
-                f'<text x="{_WIDTH - _RIGHT}" y="{y + (11 if kind == "top" else -3)}" text-anchor="end">'
+                f'<text x="{_WIDTH - _RIGHT}" y="{said}" text-anchor="end">'
                 f"{name.replace('_', ' ')}</text></g>"
             )
     parts += [_line(name, line, names.index(name), widest) for name, line in open_.items()]

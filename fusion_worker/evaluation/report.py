@@ -46,8 +46,7 @@ class Figures:
     @property
     def ratios(self) -> list[float]:
         """Of the recipes that leave it open."""
-        fixed = {"full_attention", "full_reuse"}
-        return sorted({r for _, _, recipe, r, _ in self.by if recipe not in fixed})
+        return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
 
     def ratios_of(self, task: str, recipe: str) -> list[float]:
         return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
@@ -109,6 +108,7 @@ def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
         ],
         ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),
         costs=_COSTS,
+        ends=charts.ENDS,
         deviations=_deviations(figures),
         pictures=list(_pictures(figures, found)),
         n=sorted({row.n for row in rows if row.metric in judged.values()}),

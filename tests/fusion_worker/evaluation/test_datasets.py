@@ -11,7 +11,7 @@ from fusionkv.fusion_worker.evaluation.datasets import DatasetError, load
 
 NEEDLE = {
     "index": 0,
-    "input": "A number is hidden here. Keep it.\nThe sea is calm.\nThe number of oak is 41.\nWhat is the number of oak?",
+    "input": "A number is hidden here. Keep it.\nThe sea is calm.\nThe number of oak is 41.\nWhat is oak's number?",
     "outputs": ["41"],
     "length": 40,
 }
@@ -40,7 +40,7 @@ def test_ruler(tmp_path: Path) -> None:
     first, second = task.samples
     assert first.instruction == "A number is hidden here. Keep it.\n"
     assert first.passages == ("The sea is calm.\nThe number of oak is 41.",)
-    assert (first.question, first.opening, second.opening) == ("\nWhat is the number of oak?", "", " It is")
+    assert (first.question, first.opening, second.opening) == ("\nWhat is oak's number?", "", " It is")
     assert first.instruction + first.passages[0] + first.question == NEEDLE["input"]
     (qa,) = load(lines(tmp_path / "qa_2.jsonl", NEEDLE))
     assert (qa.name, qa.metrics, qa.max_tokens) == ("ruler/qa_2", ("string_match_part",), 32)
@@ -114,10 +114,10 @@ def test_a_fault_is_named_with_its_place(records: list[Any], message: str, tmp_p
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="no .jsonl or .json file in this folder"):
+    with pytest.raises(DatasetError, match=r"no \.jsonl or \.json file in this folder"):
         load(tmp_path)
-    with pytest.raises(DatasetError, match="gone.jsonl: can't be read"):
+    with pytest.raises(DatasetError, match=r"gone\.jsonl: can't be read"):
         load(tmp_path / "gone.jsonl")
-    with pytest.raises(DatasetError, match="the prompt of 'qmsum' must be a string with {context} once"):
+    with pytest.raises(DatasetError, match=r"the prompt of 'qmsum' must be a string with \{context\} once"):
         datasets.read_prompts(lines(tmp_path / "p.json", {"qmsum": "no context"}))
     assert datasets.read_prompts(lines(tmp_path / "q.json", {"a": "{context}{input}"})) == {"a": "{context}{input}"}

@@ -1,6 +1,7 @@
 """Prompts are those the reference models learned, chunks are the text and nothing else, and all fits."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Pat
         assert (len(prompt.chunks), left_out) == (len(made.pages), 0)
 
 
-# A sentence has 5 to 11 tokens and a line 11 or 18: the last quarter of 40 holds a sentence's end, that of 80 a line's.
+# Sentences have 5 to 11 tokens, lines 11 or 18: the last quarter of 40 holds a sentence's end, that of 80 a line's.
 @pytest.mark.parametrize(("size", "borders"), [(5, ""), (16, ""), (40, ".\n"), (80, "\n"), (1000, "\n")])
 def test_chunks_are_the_text_cut_at_the_best_border(model: Model, size: int, borders: str) -> None:
     prompter = Prompter(model, size, 4096)
@@ -40,7 +41,7 @@ def test_chunks_are_the_text_cut_at_the_best_border(model: Model, size: int, bor
     assert tuple(i for chunk in chunks for i in chunk) == prompter.ids(TEXT)
     assert all(0 < len(chunk) <= size for chunk in chunks)
     ends = [model.tokenizer.decode(chunk) for chunk in chunks]
-    assert all(end[-1] in "\n. " or start[0] in " \n" for end, start in zip(ends, ends[1:], strict=False))
+    assert all(end[-1] in "\n. " or start[0] in " \n" for end, start in itertools.pairwise(ends))
     assert not borders or all(end[-1] in borders for end in ends)
     assert prompter.split("") == []
 
