@@ -85,7 +85,8 @@ class Fuser:
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             fused.scores, fused.scored_rows = scored.scores, scored.rows
-            if recipe.from_layer_1 and scored.shallow is not None:
+            # What is kept is voted for in every layer, layer 0 too, which rows that go on from layer 1 have left.
+            if recipe.from_layer_1 and recipe.keep is None and scored.shallow is not None:
                 fused.ahead = _go_on(scored.shallow, stale, chosen)
         return fused
 

@@ -21,8 +21,10 @@ class Cell:
 
     @property
     def specification(self) -> str:
-        """Names everything that the recipe is made of; its description is none of it."""
-        return hashlib.sha256(repr(dataclasses.replace(self.recipe, description="")).encode()).hexdigest()[:16]
+        """Names what the recipe is made of: not its description, nor slots that it leaves as most recipes do."""
+        slots = [(f.name, getattr(self.recipe, f.name), f.default) for f in dataclasses.fields(self.recipe)]
+        own = {name: repr(value) for name, value, usual in slots if value != usual and name != "description"}
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return f"{self.recipe.name} r={self.ratio:g}"

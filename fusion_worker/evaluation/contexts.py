@@ -33,7 +33,7 @@ class Contexts:
         wanted = self._wanted(prompt, encode)
         # Two admissions: what the first one pins is held by `hold` anyway, so waiting for the second blocks nobody.
         async with self.loader.parts(wanted) as parts, self.loader.plain(fresh) as room:
-            yield Placement(parts.parts, room.fresh)
+            yield Placement(parts.parts, room.fresh, parts.let_go)
 
     def _wanted(self, prompt: Prompt, encode: Encode) -> list[Wanted]:
         namespace = self.loader.namespace(prompt.tenant)

@@ -15,13 +15,13 @@ _BORDERS = (re.compile(r"\n\s*$"), re.compile(r"[.!?\u3002\uff01\uff1f]\s*$"), r
 class Prompter:
     """Makes prompts for one model.
 
-    chunk_tokens: longest chunk of a context that is one text. room: tokens of the longest prompt with its answer.
+    chunk_tokens: longest chunk of a context that is one text.
     """
 
-    def __init__(self, model: Model, chunk_tokens: int, room: int) -> None:
+    def __init__(self, model: Model, chunk_tokens: int) -> None:
         self._model = model
         self._chunk_tokens = chunk_tokens
-        self._room = room
+        self._room = model.max_tokens
         self._control = model.tokenizer
         self._plain = Tokenizer.from_str(model.tokenizer_json.decode())
         self._plain.no_truncation()

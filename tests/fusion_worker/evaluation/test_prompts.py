@@ -25,7 +25,7 @@ def model(reference_model: Path) -> Model:
 
 def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
-    task, prompter = tasks.reference("coref", 3), Prompter(model, 512, 4096)
+    task, prompter = tasks.reference("coref", 3), Prompter(model, 512)
     for sample, made in zip(task.samples, held_out("coref", 3), strict=True):
         prompt, left_out = prompter.prompt(sample, task.chat, 4)
         (expected,) = evaluate.lay_out([made], tokenizer).ids.tolist()
@@ -36,7 +36,7 @@ def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Pat
 # Sentences have 5 to 11 tokens, lines 11 or 18: the last quarter of 40 holds a sentence's end, that of 80 a line's.
 @pytest.mark.parametrize(("size", "borders"), [(5, ""), (16, ""), (40, ".\n"), (80, "\n"), (1000, "\n")])
 def test_chunks_are_the_text_cut_at_the_best_border(model: Model, size: int, borders: str) -> None:
-    prompter = Prompter(model, size, 4096)
+    prompter = Prompter(model, size)
     chunks = prompter.split(TEXT)
     assert tuple(i for chunk in chunks for i in chunk) == prompter.ids(TEXT)
     assert all(0 < len(chunk) <= size for chunk in chunks)
@@ -48,7 +48,7 @@ def test_chunks_are_the_text_cut_at_the_best_border(model: Model, size: int, bor
 
 def test_a_control_token_counts_in_the_chat_template_alone(model: Model) -> None:
     template = dataclasses.replace(model.template, head="<bos>user ", tail="<eos>")
-    prompter = Prompter(dataclasses.replace(model, template=template), 64, 4096)
+    prompter = Prompter(dataclasses.replace(model, template=template), 64)
     sample = Sample("Read <eos>\n", ("one <bos> page",), "Which?", ("x",), opening=" It is")
     prompt, _ = prompter.prompt(sample, True, 1)
     ends, starts = max(model.ends), model.bos
@@ -63,11 +63,11 @@ def test_a_control_token_counts_in_the_chat_template_alone(model: Model) -> None
 
 def test_the_middle_is_left_out_until_the_prompt_fits(model: Model) -> None:
     sample = Sample("Read.\n", tuple(f"{i} is here.\n" for i in range(9)), "Which?", ("x",))
-    whole, _ = Prompter(model, 64, 4096).prompt(sample, False, 1)
+    whole, _ = Prompter(model, 64).prompt(sample, False, 1)
     answer = len(whole.chunks[0]) + 1
-    cut, left_out = Prompter(model, 64, whole.tokens).prompt(sample, False, answer)
+    cut, left_out = Prompter(dataclasses.replace(model, max_tokens=whole.tokens), 64).prompt(sample, False, answer)
     assert left_out == 2
     assert cut.tokens + answer <= whole.tokens
     assert [whole.chunks.index(c) for c in cut.chunks] == [0, 1, 2, 3, 6, 7, 8]
     with pytest.raises(ValueError, match="leaves no room in 20"):
-        Prompter(model, 64, 20).prompt(sample, False, 5)
+        Prompter(dataclasses.replace(model, max_tokens=20), 64).prompt(sample, False, 5)

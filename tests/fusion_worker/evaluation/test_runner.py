@@ -104,8 +104,8 @@ def test_everything_recomputed_is_full_attention_however_it_was_encoded(model: m
 
 
 def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> None:
-    names = ("epic", "cacheblend", "a3", "fusionrag", "prophetkv", "prophetkv+window(8,5)")
-    asked = cells(*((name, r) for name in names for r in (0.1, 0.3)))
+    names = ("epic", "cacheblend", "a3", "fusionrag", "prophetkv", "prophetkv+window(8,5)", "a3+snapkv(100)")
+    asked = [*cells(*((name, r) for name in names for r in (0.1, 0.3))), *cells(("ape", 0.0))]
     task = tasks.reference(TASK, 4)
     a, b, c, d = task.samples
     forth = measure(model, task, asked, picture=True)
@@ -121,8 +121,8 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
         if cell.recipe.name == "prophetkv":
             chosen = [(c["scores"][i], i in c["chosen"]) for c in picture["chunks"] for i in range(len(c["scores"]))]
             assert min(s for s, on in chosen if on) >= max(s for s, on in chosen if not on) - 0.01
-    more, fewer = (forth[cell].values for cell in (asked[-3], asked[-4]))
-    assert [m > f for m, f in zip(more["recomputed"], fewer["recomputed"], strict=True)] == [True] * 4
+    few, many = (forth[cell].values for cell in cells(("prophetkv", 0.1), ("prophetkv", 0.3)))
+    assert [m > f for m, f in zip(many["recomputed"], few["recomputed"], strict=True)] == [True] * 4
 
 
 def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
