@@ -71,6 +71,10 @@ bench: setup ## Speed of the cache service and of the worker on this machine; ro
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
+.PHONY: eval
+eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
+	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)
+
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task
 	@$(PY) -m fusionkv.models.evaluate --n 20 $(ARGS)

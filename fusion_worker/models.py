@@ -106,6 +106,11 @@ def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens:
     return wrap(directory.resolve().name, network.to(device=where).eval(), tokenizer, fingerprint(directory), limit)
 
 
+def on_cpu(device: str) -> bool:
+    """Whether a device of this name, auto included, is the CPU. Raises as `load` does."""
+    return _device(device).type == "cpu"
+
+
 def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

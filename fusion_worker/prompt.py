@@ -14,11 +14,16 @@ _QUESTION = "\x00question\x00"
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """`chunk` holds `{text}` once and `question` holds `{question}` once; `system` is used as it is."""
+    """`chunk` holds `{text}` once and `question` holds `{question}` once; `system` is used as it is.
+
+    head, tail: what the chat template puts before and behind a user's message; empty without one.
+    """
 
     system: str
     chunk: str
     question: str
+    head: str = ""
+    tail: str = ""
 
     @classmethod
     def of(cls, tokenizer: Any) -> "PromptTemplate":
@@ -39,10 +44,11 @@ class PromptTemplate:
             )
             system, rest = rendered.split(_CONTEXT)
             before, after = rest.split(_QUESTION)
+            head = system[: system.index(INSTRUCTION)].removeprefix(tokenizer.bos_token or "")
         except (ValueError, TypeError, TemplateError) as error:
             raise FailedPrecondition(
                 f"the tokenizer's chat template does not take one message of a user ({error}): mend it, or remove it "
                 "to get plain text"
             ) from error
         bos = tokenizer.bos_token or ""
-        return cls(system.removeprefix(bos), "{text}\n\n", f"{before.lstrip()}{{question}}{after}")
+        return cls(system.removeprefix(bos), "{text}\n\n", f"{before.lstrip()}{{question}}{after}", head, after)

@@ -1,4 +1,4 @@
-"""`fusionkv`: runs the services, and talks to a gateway."""
+"""`fusionkv`: runs the services, talks to a gateway, and starts the evaluation."""
 
 import argparse
 import asyncio
@@ -18,6 +18,7 @@ MODULES = {
     "worker": "fusionkv.fusion_worker",
     "gateway": "fusionkv.gateway",
 }
+EVALUATION = "fusionkv.fusion_worker.evaluation"
 _USAGE = 2
 
 
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The service reads its own flags, and is this process from here on.
         # -P: a folder `kernels` in the working directory would be taken for another package of that name.
         os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
+    if given[:1] == ["eval"]:
+        # It computes with the worker's engine, which this process does not load.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", EVALUATION, *given[1:]])
     args = _parser().parse_args(given)
     from fusionkv.gateway import commands, supervisor
 
@@ -133,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     stats.add_argument(
         "--cache", default="", metavar="ADDRESS", help="(default: that of `fusionkv serve`, else 127.0.0.1:7070)"
     )
+
+    # Runs by itself, see `main`; here for the list of commands.
+    commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     return parser
 
 

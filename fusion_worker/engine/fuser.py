@@ -20,7 +20,7 @@ from fusionkv.protos.errors import FailedPrecondition
 
 
 @dataclass(slots=True)
-class _Scored:
+class Scored:
     """Scores of all positions before the question; what the rows behind layer 0 are, if that was computed."""
 
     scores: torch.Tensor
@@ -51,17 +51,26 @@ class Fuser:
         chosen = everything[stale]
         return self._fused(placement, prompt, (), torch.arange(prompt.tokens), chosen, stale)
 
-    async def fuse(self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float) -> Fused:
-        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed."""
+    async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
+        """The recipe's scores, for fusing the same parts at several ratios."""
+        assert recipe.score is not None
+        return await self._score(placement, prompt, recipe.score, _stale(placement, prompt))
+
+    async def fuse(
+        self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
+    ) -> Fused:
+        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed.
+
+        scored: what `score` gave for the same parts; without it they are scored now, if there is a choice.
+        """
         stale = _stale(placement, prompt)
         stale_tokens = int(stale.sum())
         count = budget(ratio, prompt.context_tokens, stale_tokens)
-        scored = None
         if count in (0, stale_tokens):
+            scored = None
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
-            assert recipe.score is not None
-            scored = await self._score(placement, prompt, recipe.score, stale)
+            scored = scored or await self.score(placement, prompt, recipe)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
@@ -76,7 +85,8 @@ class Fuser:
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             fused.scores, fused.scored_rows = scored.scores, scored.rows
-            if recipe.from_layer_1 and scored.shallow is not None:
+            # What is kept is voted for in every layer, layer 0 too, which rows that go on from layer 1 have left.
+            if recipe.from_layer_1 and recipe.keep is None and scored.shallow is not None:
                 fused.ahead = _go_on(scored.shallow, stale, chosen)
         return fused
 
@@ -92,12 +102,12 @@ class Fuser:
         ids = prompt.ids()[positions]
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor) -> _Scored:
+    async def _score(self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor) -> Scored:
         if isinstance(score, DistanceToStart):
             chunks = [p for p in placement.parts if not p.wanted.is_system]
             starts = [p.wanted.position for p in chunks]
             stops = [p.wanted.position + len(p.wanted.chunk) for p in chunks]
-            return _Scored(score.scores(starts, stops, prompt.question_start), rows=0)
+            return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
         seen = tuple(s for part in placement.parts for s in part.segments())
         question = torch.arange(prompt.question_start, prompt.tokens)
         if isinstance(score, QuestionAttention):
@@ -112,7 +122,7 @@ class Fuser:
             result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
         assert result.scores is not None
         rows_computed = len(question) if result.shallow is None else len(result.shallow.hidden)
-        return _Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
+        return Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
 
     async def _run(
         self,

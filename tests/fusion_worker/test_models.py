@@ -201,7 +201,7 @@ def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str, 
     whole = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    assert built == whole.removeprefix("<s>")
+    assert built == template.head + content + template.tail == whole.removeprefix("<s>")
     assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
     assert "<s>" not in template.system
 

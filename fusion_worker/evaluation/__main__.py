@@ -1,0 +1,166 @@
+"""`fusionkv eval`: what every recipe answers right, at which cost, on tasks and models, with intervals.
+
+Without --data the reference models' own tasks are asked. What was measured is kept in OUT/cells.jsonl and not
+measured again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl when the code has changed.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.cores import cores
+from fusionkv.fusion_worker.evaluation import datasets, jobs, report, tasks
+from fusionkv.fusion_worker.evaluation.cells import Cell, Store, Subject, table
+from fusionkv.fusion_worker.evaluation.rows import primary, rows
+from fusionkv.fusion_worker.evaluation.samples import Task
+from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.models import fingerprint, on_cpu
+from fusionkv.models.tasks import CROSS_CHUNK, TASKS
+from fusionkv.protos.errors import FailedPrecondition, ServiceError
+from fusionkv.protos.settings import SettingsError, parse_bytes
+
+RATIOS = (0.05, 0.1, 0.15, 0.2)
+# Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
+_CONTROL_RATIO = 0.15
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    console = Console(stderr=True, highlight=False)
+    try:
+        return _evaluate(args, console)
+    except (ServiceError, SettingsError, OSError, ValueError) as error:
+        print(f"fusionkv eval: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fusionkv eval: interrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusionkv eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("models", type=Path, nargs="*", metavar="MODEL", help="model directories (default: the reference models)")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="PATH",
+        help="RULER, LongBench or CacheBlend files or folders",
+    )
+    add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
+    add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
+    add("--recipes", nargs="+", default=[*RECIPES], metavar="RECIPE", help="with or without modifiers (default: all)")
+    add(
+        "--ratios",
+        nargs="+",
+        type=_ratio,
+        default=RATIOS,
+        metavar="R",
+        help=f"shares to recompute (default: {RATIOS})",
+    )
+    add("--n", type=_positive, default=500, help="samples a task, at most (default: %(default)s)")
+    add("--chunk-tokens", type=_positive, default=512, help="of a context that is one text (default: %(default)s)")
+    add("--out", type=Path, default=Path("build/eval"), help="folder of what is measured (default: %(default)s)")
+    add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
+    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    add(
+        "--pool-bytes", type=parse_bytes, default=256 << 20, metavar="SIZE", help="KV on the device (default: 256MiB)"
+    )
+    add("--processes", type=_positive, help="(default: one on a GPU, one a core on a CPU)")
+    return parser
+
+
+def _evaluate(args: argparse.Namespace, console: Console) -> int:
+    started = time.monotonic()
+    store = Store(args.out / "cells.jsonl")
+    plan = _plan(args)
+    configs = {_subject(directory, args): _config(directory, args) for directory in args.models or jobs.shipped()}
+    todo = [
+        job
+        for subject, config in configs.items()
+        for task, cells in plan
+        for job in jobs.missing(subject, config, task, cells, store)
+    ]
+    _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), store, console)
+    found = [
+        (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, store)))
+        for subject in configs
+        for task, cells in plan
+    ]
+    figures = [row for model, task, cells in found for row in rows(model, task, cells)]
+    judged = {task.name: primary(task) for task, _ in plan}
+    lines = ",\n".join(json.dumps(asdict(row)) for row in figures)
+    (args.out / "report.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    (args.out / "report.html").write_text(report.page(figures, judged, found), encoding="utf-8")
+    console.print(report.summary(figures, judged))
+    minutes = (time.monotonic() - started) / 60
+    console.print(f"{len(figures)} figures in {args.out}/report.json, drawn in report.html; {minutes:.1f} minutes")
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
+    """All tasks, each with its cells."""
+    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *args.recipes])]
+    prompts = datasets.read_prompts(args.prompts) if args.prompts else None
+    asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
+    asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
+    controls = set(TASKS) - set(CROSS_CHUNK)
+    few = [min(args.ratios, key=lambda r: abs(r - _CONTROL_RATIO))]
+    return [(t, jobs.cells_of(t, recipes, few if t.name in controls else sorted(args.ratios))) for t in asked]
+
+
+def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
+    """Does what is to do, and keeps each block as soon as it is done."""
+    left = Counter((job.subject.model, job.block.task.name) for job in todo)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("eval", total=sum(len(job.cells) for job in todo))
+        for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
+            store.append(job.subject, job.block, zip(job.cells, measured, strict=True))
+            name = (job.subject.model, job.block.task.name)
+            progress.update(bar, advance=len(job.cells), description=" ".join(name))
+            left[name] -= 1
+            if not left[name]:
+                console.print(f"{name[0]} {name[1]}: done")
+
+
+def _subject(directory: Path, args: argparse.Namespace) -> Subject:
+    if not (directory / "config.json").is_file():
+        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+    return Subject(directory.resolve().name, fingerprint(directory).hex()[:16], args.dtype, args.chunk_tokens)
+
+
+def _config(directory: Path, args: argparse.Namespace) -> WorkerConfig:
+    return WorkerConfig(model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes)
+
+
+def _ratio(text: str) -> float:
+    value = float(text)
+    if not 0.0 <= value <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is outside 0..1")
+    return value
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Contexts in the pool: every chunk once for each way of encoding, shared by all recipes and ratios of a sample."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, Embedder
+from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.placement import Placement, Wanted
+from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.methods.recipes import Isolated, SimilarityGuided
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kvcache_service import keys
+
+Encode = Isolated | SimilarityGuided
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """The chunks of a few prompts, encoded and held in the pool.
+
+    variants: variant and key of a chunk's entry, by how it was encoded and the chunk's digest.
+    """
+
+    loader: Loader
+    variants: Mapping[tuple[Encode, bytes], tuple[bytes, bytes]]
+
+    @asynccontextmanager
+    async def placed(self, prompt: Prompt, encode: Encode, fresh: int) -> AsyncIterator[Placement]:
+        """One of the prompts with its parts as `encode` made them and `fresh` slots of its own."""
+        wanted = self._wanted(prompt, encode)
+        # Two admissions: what the first one pins is held by `hold` anyway, so waiting for the second blocks nobody.
+        async with self.loader.parts(wanted) as parts, self.loader.plain(fresh) as room:
+            yield Placement(parts.parts, room.fresh, parts.let_go)
+
+    def _wanted(self, prompt: Prompt, encode: Encode) -> list[Wanted]:
+        namespace = self.loader.namespace(prompt.tenant)
+        found = []
+        for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
+            alone = self.loader.locator.alone(prompt, i, start, namespace)
+            if (variant := self.variants.get((encode, part.digest))) and i and not alone.lossless:
+                # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
+                name, key = variant
+                alone = Wanted(part, start, start, alone.path, key, name, alone=False)
+            found.append(alone)
+        return [w for w in found if len(w.chunk)]
+
+
+@asynccontextmanager
+async def hold(
+    model: Model, loader: Loader, embedder: Embedder, prompts: Sequence[Prompt], encodes: Sequence[Encode]
+) -> AsyncIterator[Contexts]:
+    """The prompts' chunks in the pool in every way of `encodes`, until the context is left.
+
+    A chunk's neighbours are the most similar of all the prompts' chunks by the model's own vectors, best first.
+
+    Raises:
+        ResourceExhausted: they don't fit the pool.
+    """
+    variants: dict[tuple[Encode, bytes], tuple[bytes, bytes]] = {}
+    async with AsyncExitStack() as stack:
+        for prompt in prompts:
+            await stack.enter_async_context(Contexts(loader, {}).placed(prompt, Isolated(), 0))
+        guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
+        ranked = await _ranked(model, embedder, prompts) if guided else {}
+        for encode in guided:
+            for prompt in prompts:
+                for chunk in prompt.chunks:
+                    near = _fitting(model, prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
+                    wanted, variants[encode, chunk.digest] = _after(loader, prompt, near, chunk)
+                    await stack.enter_async_context(loader.parts(wanted))
+        yield Contexts(loader, variants)
+
+
+def _after(
+    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
+) -> tuple[list[Wanted], tuple[bytes, bytes]]:
+    """A chunk behind its neighbours, each of those as encoded alone (FusionRAG 3.1); its variant and key."""
+    namespace = loader.namespace(prompt.tenant)
+    before = Prompt(prompt.system, tuple(near), (), prompt.tenant)
+    wanted = [loader.locator.alone(before, i, start, namespace) for i, start in enumerate(before.starts)]
+    variant = keys.neighbours_variant(n.digest for n in near)
+    path = (prompt.system.digest, chunk.digest)
+    key = keys.entry_key(namespace, path, variant)
+    new = Wanted(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
+    return [w for w in (*wanted, new) if len(w.chunk)], (variant, key)
+
+
+async def _ranked(model: Model, embedder: Embedder, prompts: Sequence[Prompt]) -> dict[bytes, list[Chunk]]:
+    """All other chunks for each chunk, by digest, the most similar first."""
+    chunks = list({chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}.values())
+    vectors: list[torch.Tensor] = []
+    for start in range(0, len(chunks), MAX_TEXTS):
+        texts = [model.tokenizer.decode(chunk.ids) for chunk in chunks[start : start + MAX_TEXTS]]
+        vectors += await embedder.embed(texts)
+    similarity = torch.stack(vectors) @ torch.stack(vectors).T
+    similarity.fill_diagonal_(float("-inf"))
+    order = similarity.sort(descending=True, stable=True).indices.tolist()
+    return {chunk.digest: [chunks[j] for j in row[:-1]] for chunk, row in zip(chunks, order, strict=True)}
+
+
+def _fitting(model: Model, system: Chunk, chunk: Chunk, near: Sequence[Chunk]) -> list[Chunk]:
+    """As many neighbours as the model's length takes."""
+    room, fitting = model.max_tokens - len(system) - len(chunk), []
+    for other in near:
+        room -= len(other)
+        if room < 0:
+            break
+        fitting.append(other)
+    return fitting

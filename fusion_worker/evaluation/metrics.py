@@ -1,0 +1,118 @@
+"""How good an answer is: text against expected answers, logits against full attention's, KV against full attention's.
+
+All are per sample; the mean over samples is the score of a cell. Text metrics are between 0 and 1.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_UNPRINTABLE = re.compile(r"[\x00-\x1f]")
+_NO_SIGNS = str.maketrans("", "", string.punctuation)
+# Chinese punctuation, which is no word either.
+_WIDE_SIGNS = re.compile(r"[\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
+# A word, or one Chinese, Japanese or Korean character: those are written without spaces.
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
+_ROUGE_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[a-z0-9]+")
+
+Score = Callable[[str, Sequence[str]], float]
+
+
+def normalize(text: str) -> str:
+    """Lower case, without punctuation, English articles and double spaces (SQuAD's and LongBench's normalisation)."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_SIGNS)).split())
+
+
+def exact_match(answer: str, expected: Sequence[str]) -> float:
+    """1 when the normalised answer is one of the expected ones (SQuAD)."""
+    return float(normalize(answer) in {normalize(e) for e in expected})
+
+
+def f1(answer: str, expected: Sequence[str]) -> float:
+    """Overlap of words after normalising, the best over the expected answers (SQuAD, LongBench's qa_f1_score).
+
+    Chinese text counts by characters; LongBench's own scripts count words found by a segmenter.
+    """
+    return max((_f1(_words(answer), _words(e)) for e in expected), default=0.0)
+
+
+def string_match_all(answer: str, expected: Sequence[str]) -> float:
+    """Share of the expected strings that stand in the answer, case ignored (RULER; all its tasks but QA)."""
+    text = _printable(answer).lower()
+    return sum(e.lower() in text for e in expected) / len(expected)
+
+
+def string_match_part(answer: str, expected: Sequence[str]) -> float:
+    """1 when any of the expected strings stands in the answer, case ignored (RULER's QA tasks)."""
+    text = _printable(answer).lower()
+    return float(any(e.lower() in text for e in expected))
+
+
+def rouge_l(answer: str, expected: Sequence[str]) -> float:
+    """F-measure of the longest common subsequence of words, the best over the expected answers (Lin 2004).
+
+    Words are runs of letters and digits in lower case, not stemmed.
+    """
+    words = _ROUGE_WORD.findall(answer.lower())
+    return max((_rouge_l(words, _ROUGE_WORD.findall(e.lower())) for e in expected), default=0.0)
+
+
+def number_match(answer: str, expected: Sequence[str]) -> float:
+    """Share of the numbers in the answer that are the expected one (LongBench's passage retrieval and count)."""
+    found = re.findall(r"\d+", answer)
+    wanted = {number for e in expected for number in re.findall(r"\d+", e)[:1]}
+    return sum(number in wanted for number in found) / len(found) if found else 0.0
+
+
+TEXT_METRICS: dict[str, Score] = {
+    score.__name__: score for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match)
+}
+
+
+def normalised(score: float, full_reuse: float, full_attention: float) -> float:
+    """Share of what full reuse lost that a recipe brings back (FusionRAG eq. 11); nan when nothing was lost."""
+    lost = full_attention - full_reuse
+    return (score - full_reuse) / lost if lost > 0 else float("nan")
+
+
+def kl(reference: np.ndarray, logits: np.ndarray) -> float:
+    """KL(reference || logits) in nats, of the distributions that logits, float [vocabulary], stand for."""
+    p, q = _log_softmax(reference), _log_softmax(logits)
+    return max(0.0, float((np.exp(p) * (p - q)).sum()))
+
+
+def _log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits.astype(np.float64) - logits.max()
+    return shifted - np.log(np.exp(shifted).sum())
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(_WIDE_SIGNS.sub("", normalize(text)))
+
+
+def _f1(answer: list[str], expected: list[str]) -> float:
+    if not answer or not expected:
+        # SQuAD: an empty answer is right when the expected one is empty as well.
+        return float(answer == expected)
+    common = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * common / (len(answer) + len(expected))
+
+
+def _rouge_l(answer: list[str], expected: list[str]) -> float:
+    if not answer or not expected:
+        return 0.0
+    row = [0] * (len(expected) + 1)
+    for word in answer:
+        before = row
+        row = [0]
+        for i, other in enumerate(expected):
+            row.append(before[i] + 1 if word == other else max(before[i + 1], row[i]))
+    return 2 * row[-1] / (len(answer) + len(expected))
+
+
+def _printable(text: str) -> str:
+    return _UNPRINTABLE.sub("\n", text.strip())

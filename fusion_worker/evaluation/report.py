@@ -1,0 +1,153 @@
+"""The report: one page with curves, tables and what was chosen, that needs nothing else to be read."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment
+from markupsafe import Markup
+from rich.table import Table
+
+from fusionkv.fusion_worker.evaluation import charts
+from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluation.rows import Row
+from fusionkv.fusion_worker.evaluation.samples import Task
+
+# The ratio of the first table and of the pictures, or the next one to it.
+_RATIO = 0.15
+_COSTS = ("recomputed_tokens", "scored_rows", "select_seconds", "prefill_seconds")
+Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Rows by what they say. judged: the metric of each task."""
+
+    judged: Mapping[str, str]
+    by: dict[tuple[str, str, str, float, str], Row] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], judged: Mapping[str, str]) -> "Figures":
+        return cls(judged, {(row.model, row.task, row.recipe, row.r, row.metric): row for row in rows})
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(model for model, *_ in self.by))
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for _, task, *_ in self.by))
+
+    @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(recipe for _, _, recipe, *_ in self.by))
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the recipes that leave it open."""
+        return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
+
+    def ratios_of(self, task: str, recipe: str) -> list[float]:
+        return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
+
+    def worst(self, task: str, recipe: str, r: float, models: Sequence[str] = ()) -> Row | None:
+        """The lowest score over the models; None unless all have one."""
+        asked = models or self.models
+        rows = [self.by.get((model, task, recipe, r, self.judged[task])) for model in asked]
+        known = [row for row in rows if row is not None and row.score is not None]
+        return min(known, key=lambda row: row.score or 0.0) if len(known) == len(asked) else None
+
+    def cost(self, recipe: str, r: float, metric: str) -> float | None:
+        """A cost's mean over models and tasks."""
+        found = [
+            row.score
+            for (_, _, name, ratio, what), row in self.by.items()
+            if (name, ratio, what) == (recipe, r, metric) and row.score is not None
+        ]
+        return sum(found) / len(found) if found else None
+
+    def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[tuple[float, Row]]]:
+        """Each recipe's curve: its ratios and its worst scores."""
+        curves = {}
+        for recipe in self.recipes:
+            points = [(r, self.worst(task, recipe, r, models)) for r in self.ratios_of(task, recipe)]
+            curves[recipe] = [(r, row) for r, row in points if row is not None]
+        return curves
+
+    def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
+        """Recipe, its ratio (its own where it is fixed), and its worst row on every task."""
+        lines = []
+        for recipe in self.recipes:
+            known = {ratio for task in self.tasks for ratio in self.ratios_of(task, recipe)}
+            at = r if r in known else next(iter(known)) if len(known) == 1 else None
+            if at is not None:
+                lines.append((recipe, at, [self.worst(task, recipe, at) for task in self.tasks]))
+        return lines
+
+    @property
+    def middle(self) -> float:
+        return min(self.ratios, key=lambda r: abs(r - _RATIO), default=_RATIO)
+
+
+def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
+    """The report as HTML."""
+    figures = Figures.of(rows, judged)
+    sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
+    sections += [(model, [model]) for model in figures.models]
+    names = figures.recipes
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    )
+    return template.render(
+        figures=figures,
+        styles=[charts.hue(names, name) for name in names],
+        sections=[
+            (title, [(task, Markup(charts.curves(figures.lines(task, models), names))) for task in figures.tasks])
+            for title, models in sections
+        ],
+        ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),
+        costs=_COSTS,
+        ends=charts.ENDS,
+        deviations=_deviations(figures),
+        pictures=list(_pictures(figures, found)),
+        n=sorted({row.n for row in rows if row.metric in judged.values()}),
+    )
+
+
+def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
+    """The table of the middle ratio, for a terminal."""
+    figures = Figures.of(rows, judged)
+    table = Table(title=f"worst case over {len(figures.models)} models, %", box=None, pad_edge=False)
+    for name in ("recipe", "r", *figures.tasks):
+        table.add_column(name, justify="left" if name == "recipe" else "right")
+    for recipe, r, cells in figures.table(figures.middle):
+        scores = ["" if row is None or row.score is None else f"{100 * row.score:.1f}" for row in cells]
+        table.add_row(recipe, f"{r:g}", *scores)
+    return table
+
+
+def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:
+    """Model, recipe and KV deviation by layer, mean over the tasks, of recipes that recompute nothing."""
+    lines: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for (model, _, recipe, _, metric), row in figures.by.items():
+        if metric.startswith("kv_deviation_layer_") and row.score is not None:
+            lines.setdefault((model, recipe), {}).setdefault(metric, []).append(row.score)
+    return [(m, r, [sum(v) / len(v) for v in layers.values()]) for (m, r), layers in lines.items()]
+
+
+def _pictures(figures: Figures, found: Found) -> Iterable[tuple[str, str, list[tuple[str, dict[str, Any]]]]]:
+    """For each model, of the task on which full reuse loses most: what every recipe chose in the first sample."""
+    for model in figures.models:
+        tables = [(task, cells) for name, task, cells in found if name == model]
+
+        def lost(task: str, model: str = model) -> float:
+            top = figures.worst(task, "full_attention", 1.0, [model])
+            bottom = figures.worst(task, "full_reuse", 0.0, [model])
+            return (top.score or 0.0) - (bottom.score or 0.0) if top and bottom else 0.0
+
+        task, cells = max(tables, key=lambda pair: lost(pair[0].name))
+        shown = [(cell.recipe.name, m.picture) for cell, m in cells.items() if cell.ratio == figures.middle]
+        drawn = [(name, dict(picture)) for name, picture in shown if picture]
+        if drawn:
+            yield model, task.name, drawn

@@ -1,0 +1,208 @@
+"""Measures cells over a block of samples, in process and on the real engine: many samples at once."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.embedder import Embedder
+from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.fuser import Fuser
+from fusionkv.fusion_worker.engine.kv_pool import KVPool
+from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.placement import Placement
+from fusionkv.fusion_worker.evaluation import metrics
+from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluation.contexts import Contexts, hold
+from fusionkv.fusion_worker.evaluation.deviation import deviation
+from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock
+from fusionkv.fusion_worker.evaluation.picture import picture as draw
+from fusionkv.fusion_worker.evaluation.prompts import Prompter
+from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
+from fusionkv.fusion_worker.methods.choose import budget
+from fusionkv.fusion_worker.methods.keep import SnapKV
+from fusionkv.fusion_worker.methods.recipes import Isolated, Recipe
+from fusionkv.fusion_worker.models import Model
+from fusionkv.protos.errors import ResourceExhausted
+
+# Groups of samples at once: enough rows for full steps of the engine.
+_MOST_GROUPS = 8
+
+
+class Runner:
+    """One model, one pool, one engine. Made and used inside one event loop."""
+
+    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int) -> None:
+        self._model = model
+        self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+        self._engine = Engine(model, self._pool, config.max_step_tokens)
+        self._loader = Loader(config, model, self._pool, self._engine, None)
+        self._embedder = Embedder(model, self._engine, self._loader)
+        self._fuser = Fuser(model, self._engine)
+        self._examiner = Examiner(model, self._pool, self._engine)
+        self._prompter = Prompter(model, chunk_tokens)
+
+    async def close(self) -> None:
+        await self._loader.close()
+        self._engine.close()
+
+    async def measure(self, block: Block, cells: Sequence[Cell], picture: bool) -> list[Measured]:
+        """The cells over the block's samples, in the order of `cells`.
+
+        The first sample runs alone, one cell after the other, and is timed; the others run together.
+        picture: whether to keep what was chosen in the first sample.
+
+        Raises:
+            ResourceExhausted: a group of samples does not fit the pool.
+            FailedPrecondition: the model can't follow a recipe.
+        """
+        task = block.task
+        for cell in cells:
+            self._fuser.check(cell.recipe)
+        asked = [self._ask(task, sample) for sample in block.samples]
+        groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
+        slots = asyncio.Semaphore(self._at_once(task, groups, cells))
+
+        async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
+            async with slots:
+                return await self._group(task, group, cells, alone, picture)
+
+        first = await one(groups[0], True)
+        others = await asyncio.gather(*(one(group, False) for group in groups[1:]))
+        answers = [answer for group in (first, *others) for answer in group]
+        self._pool.check_integrity(idle=True)
+        return [_together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
+
+    def _ask(self, task: Task, sample: Sample) -> Asked:
+        expected = () if task.metrics else self._prompter.ids(sample.answers[0])
+        prompt, left_out = self._prompter.prompt(sample, task.chat, task.max_tokens or len(expected) + 1)
+        return Asked(task, sample, prompt, expected, left_out)
+
+    def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
+        """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
+        prompts = [asked.prompt for group in groups for asked in group]
+        ways = len({cell.recipe.encode for cell in cells if cell.recipe.encode is not None} | {Isolated()})
+        held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
+        own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group))
+        if held + own > self._pool.capacity:
+            raise ResourceExhausted(
+                f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
+                f"{self._pool.capacity}: raise pool_bytes to {(held + own) * self._model.kv.token_bytes}"
+            )
+        return max(1, min(_MOST_GROUPS, (self._pool.capacity - own) // held))
+
+    async def _group(
+        self, task: Task, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
+    ) -> list[list[Answer]]:
+        encodes = list({cell.recipe.encode: None for cell in cells if cell.recipe.encode is not None})
+        prompts = [asked.prompt for asked in group]
+        async with hold(self._model, self._loader, self._embedder, prompts, encodes) as contexts:
+            done = []
+            if alone:
+                done.append(await self._sample(group[0], cells, contexts, True, picture))
+            rest = (self._sample(asked, cells, contexts, False, False) for asked in group[len(done) :])
+            return [*done, *await asyncio.gather(*rest)]
+
+    async def _sample(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, alone: bool, picture: bool
+    ) -> list[Answer]:
+        """Every cell of one sample; full attention first, since the others are held against it."""
+        full, away = await self._full_attention(asked, cells, contexts)
+        assert full.first is not None
+
+        ratios: dict[Recipe, list[float]] = {}
+        for cell in cells:
+            if cell.recipe.encode is not None:
+                ratios.setdefault(cell.recipe, []).append(cell.ratio)
+        answers = {cell: full for cell in cells if cell.recipe.encode is None}
+        if alone:
+            for cell in cells:
+                if cell not in answers:
+                    answers[cell] = await self._alone(asked, cell, contexts, picture)
+        else:
+            recipes = (self._recipe(asked, recipe, contexts, ratios[recipe]) for recipe in ratios)
+            for found in await asyncio.gather(*recipes):
+                answers |= found
+            full.seconds = {}
+        for cell, answer in answers.items():
+            assert answer.first is not None
+            answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
+            answer.values["kl"] = metrics.kl(full.first, answer.first)
+            answer.values |= away.get(cell, {})
+        return [answers[cell] for cell in cells]
+
+    async def _full_attention(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts
+    ) -> tuple[Answer, dict[Cell, dict[str, float]]]:
+        """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it."""
+        prompt = asked.prompt
+        async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
+            answer = Answer()
+            await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
+            answer.values |= {"recomputed": prompt.context_tokens, "scored_rows": 0}
+            if asked.task.metrics:
+                answer.values["chunks_left_out"] = asked.left_out
+            away = {}
+            for cell in cells:
+                if cell.recipe.encode is not None and cell.ratio == 0:
+                    async with contexts.placed(prompt, cell.recipe.encode, 0) as reused:
+                        away[cell] = deviation(self._pool.kv, self._model.rotation, reused, placement.fresh)
+            return answer, away
+
+    async def _alone(self, asked: Asked, cell: Cell, contexts: Contexts, picture: bool) -> Answer:
+        """One cell, timed, each step as a worker would take it."""
+        answer = Answer()
+        async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
+            with clock(answer, "select"):
+                fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
+            await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
+        answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
+        if picture:
+            answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
+        return answer
+
+    async def _recipe(
+        self, asked: Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float]
+    ) -> dict[Cell, Answer]:
+        """A recipe's cells, from one scoring."""
+        scored = None
+        if recipe.score is not None:
+            async with self._placed(asked, recipe, 0, contexts) as placement:
+                scored = await self._fuser.score(placement, asked.prompt, recipe)
+
+        async def one(ratio: float) -> Answer:
+            answer = Answer()
+            async with self._placed(asked, recipe, ratio, contexts) as placement:
+                fused = await self._fuser.fuse(placement, asked.prompt, recipe, ratio, scored)
+                # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
+                fused.ahead = None
+                await self._examiner.answer(asked, fused, answer, _keep(recipe, asked), timed=False)
+            answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
+            return answer
+
+        answers = await asyncio.gather(*map(one, ratios))
+        return {Cell(recipe, ratio): answer for ratio, answer in zip(ratios, answers, strict=True)}
+
+    def _placed(
+        self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
+    ) -> AbstractAsyncContextManager[Placement]:
+        assert recipe.encode is not None
+        prompt = asked.prompt
+        chosen = budget(ratio, prompt.context_tokens, prompt.context_tokens)
+        fresh = chosen + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
+        return contexts.placed(prompt, recipe.encode, fresh)
+
+
+def _together(answers: Sequence[Answer]) -> Measured:
+    """One cell's samples in order."""
+    values = {name: [a.values[name] for a in answers] for name in answers[0].values}
+    seconds: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.seconds.items():
+            seconds.setdefault(name, []).append(value)
+    return Measured(values, seconds, answers[0].picture)
+
+
+def _keep(recipe: Recipe, asked: Asked) -> SnapKV | None:
+    """What stays of the context, if anything goes."""
+    return recipe.keep if recipe.kept(asked.prompt.context_tokens) else None

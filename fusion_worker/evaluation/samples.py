@@ -1,0 +1,71 @@
+"""What is asked: samples of text, and the tasks that they belong to."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt and its expected answers.
+
+    instruction: what stands before the context. passages: the context, one chunk each; a `whole` context is one text
+    to be split. question: what stands after the context. opening: how the answer is begun for the model.
+    """
+
+    instruction: str
+    passages: tuple[str, ...]
+    question: str
+    answers: tuple[str, ...]
+    opening: str = ""
+    whole: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Samples that are scored together.
+
+    metrics: names in metrics.TEXT_METRICS, of answers that are generated, at most `max_tokens` long. Without any the
+    first expected answer is fed in and compared token by token.
+    chat: whether the prompt goes into the model's chat template. first_line: only the answer's first line counts.
+    group: neighbours of a chunk are looked for in the context of so many samples together.
+    """
+
+    name: str
+    samples: tuple[Sample, ...]
+    metrics: tuple[str, ...] = ()
+    max_tokens: int = 0
+    chat: bool = False
+    first_line: bool = False
+    group: int = 1
+
+    def first(self, count: int) -> "Task":
+        """The task with its first `count` samples alone."""
+        return replace(self, samples=self.samples[:count])
+
+    def blocks(self, size: int) -> Iterator["Block"]:
+        """The samples, `size` at a time."""
+        for start in range(0, len(self.samples), size):
+            yield Block(self, start, min(start + size, len(self.samples)))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Samples `[start, stop)` of a task: what is measured, kept and skipped together."""
+
+    task: Task
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        return self.task.samples[self.start : self.stop]
+
+    @property
+    def digest(self) -> str:
+        """Names the samples' text and how they are scored, whatever file they came from."""
+        task = self.task
+        how = [task.metrics, task.max_tokens, task.chat, task.first_line, task.group]
+        text = json.dumps([how, [astuple(sample) for sample in self.samples]])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]

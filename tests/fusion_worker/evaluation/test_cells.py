@@ -1,0 +1,87 @@
+"""What was measured is found again under what it depends on, and nothing else; a torn file loses one line."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key, table
+from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
+from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.fusion_worker.methods.scoring import QuestionAttention
+
+SUBJECT = Subject("m", "ab", "auto", 512)
+TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
+CELL = Cell(modifiers.find("prophetkv"), 0.1)
+PICTURE = {"chunks": [{"tokens": ["a"], "chosen": [0], "scores": [1.0]}]}
+
+
+def measured(first: int, count: int, picture: bool = False) -> Measured:
+    return Measured(
+        {"kl": [i / 4 for i in range(first, first + count)]}, {"select": [0.5]}, PICTURE if picture else None
+    )
+
+
+def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
+    path = tmp_path / "deep/cells.jsonl"
+    store, (first, second) = Store(path), list(TASK.blocks(BLOCK))
+    store.append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
+    assert list(table(SUBJECT, [first, second], [CELL], store)) == []
+    store.append(SUBJECT, first, [(CELL, measured(0, BLOCK, picture=True))])
+    for found in (store, Store(path)):
+        ((cell, together),) = table(SUBJECT, [first, second], [CELL], found)
+        assert cell == CELL
+        assert together.values["kl"] == measured(0, BLOCK + 5).values["kl"]
+        assert (together.seconds, together.picture) == ({"select": [0.5, 0.5]}, PICTURE)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        key(dataclasses.replace(SUBJECT, fingerprint="ac"), next(TASK.blocks(BLOCK)), CELL),
+        key(dataclasses.replace(SUBJECT, dtype="float16"), next(TASK.blocks(BLOCK)), CELL),
+        key(dataclasses.replace(SUBJECT, chunk_tokens=256), next(TASK.blocks(BLOCK)), CELL),
+        key(SUBJECT, next(TASK.blocks(BLOCK - 1)), CELL),
+        key(SUBJECT, next(dataclasses.replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
+        key(SUBJECT, [*TASK.blocks(BLOCK)][1], CELL),
+        key(SUBJECT, next(TASK.blocks(BLOCK)), Cell(CELL.recipe, 0.2)),
+        key(SUBJECT, next(TASK.blocks(BLOCK)), Cell(modifiers.find("prophetkv+window(8,5)"), 0.1)),
+        key(
+            SUBJECT,
+            next(TASK.blocks(BLOCK)),
+            Cell(dataclasses.replace(CELL.recipe, score=QuestionAttention(last_only=True)), 0.1),
+        ),
+    ],
+)
+def test_whatever_changes_a_figure_changes_its_key(other: tuple[str, ...]) -> None:
+    assert other != key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
+
+
+def test_names_that_change_no_figure_change_no_key() -> None:
+    renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
+    other = key(dataclasses.replace(SUBJECT, model="moved"), next(TASK.blocks(BLOCK)), Cell(renamed, 0.1))
+    assert other == key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
+
+
+def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -> None:
+    path, (first, second) = tmp_path / "cells.jsonl", list(TASK.blocks(BLOCK))
+    store = Store(path)
+    store.append(SUBJECT, first, [(CELL, measured(0, BLOCK))])
+    store.append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
+    path.write_bytes(path.read_bytes()[:-30])
+    config = WorkerConfig()
+    (job,) = missing(SUBJECT, config, TASK, [CELL], Store(path))
+    assert (job.block, job.cells, job.picture) == (second, (CELL,), False)
+    Store(path).append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
+    assert list(missing(SUBJECT, config, TASK, [CELL], Store(path))) == []
+
+
+def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
+    names = ("full_attention", "full_reuse", "prophetkv", "fusionrag")
+    found = cells_of(TASK, [modifiers.find(name) for name in names], (0.1, 0.2))
+    assert [str(cell) for cell in found] == [
+        *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
+        *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
+    ]

@@ -1,0 +1,123 @@
+"""The three formats read as their makers write them, and every fault named with its place."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.fusion_worker.evaluation import datasets
+from fusionkv.fusion_worker.evaluation.datasets import DatasetError, load
+
+NEEDLE = {
+    "index": 0,
+    "input": "A number is hidden here. Keep it.\nThe sea is calm.\nThe number of oak is 41.\nWhat is oak's number?",
+    "outputs": ["41"],
+    "length": 40,
+}
+STORY = {"context": "Ada met Bob.\nBob left.", "input": "Who left?", "answers": ["Bob", "bob"], "dataset": "musique"}
+PAGES = {
+    "ctxs": [{"title": "Oak", "text": "A tree."}, {"title": "", "text": "A lamp."}],
+    "question": "What is oak?",
+    "answers": ["a tree"],
+}
+
+
+def lines(path: Path, *records: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    return path
+
+
+def test_ruler(tmp_path: Path) -> None:
+    (task,) = load(lines(tmp_path / "niah_single_1/validation.jsonl", NEEDLE, {**NEEDLE, "answer_prefix": " It is"}))
+    assert (task.name, task.metrics, task.max_tokens, task.chat) == (
+        "ruler/niah_single_1",
+        ("string_match_all",),
+        128,
+        1,
+    )
+    first, second = task.samples
+    assert first.instruction == "A number is hidden here. Keep it.\n"
+    assert first.passages == ("The sea is calm.\nThe number of oak is 41.",)
+    assert (first.question, first.opening, second.opening) == ("\nWhat is oak's number?", "", " It is")
+    assert first.instruction + first.passages[0] + first.question == NEEDLE["input"]
+    (qa,) = load(lines(tmp_path / "qa_2.jsonl", NEEDLE))
+    assert (qa.name, qa.metrics, qa.max_tokens) == ("ruler/qa_2", ("string_match_part",), 32)
+
+
+def test_a_ruler_input_without_an_instruction_line_is_all_context(tmp_path: Path) -> None:
+    words = " ".join(["abc", "xyz"] * 100)
+    (task,) = load(lines(tmp_path / "fwe.jsonl", {"input": f"{words}\nWhich words?", "outputs": ["abc", "xyz"]}))
+    assert (task.samples[0].instruction, task.samples[0].passages) == ("", (words,))
+
+
+def test_longbench(tmp_path: Path) -> None:
+    (task,) = load(lines(tmp_path / "x.jsonl", STORY, STORY))
+    assert (task.name, task.metrics, task.max_tokens) == ("longbench/musique", ("f1", "exact_match"), 32)
+    sample = task.samples[1]
+    assert (sample.passages, sample.answers, sample.whole) == ((STORY["context"],), ("Bob", "bob"), True)
+    assert sample.question == "\n\nQuestion: Who left?\nAnswer:"
+    (own,) = load(tmp_path / "x.jsonl", {"musique": "Read.\n{context}\nNow: {input}"})
+    assert (own.samples[0].instruction, own.samples[0].question) == ("Read.\n", "\nNow: Who left?")
+    (few,) = load(lines(tmp_path / "s.jsonl", {**STORY, "dataset": "samsum_e", "input": "Dialogue: a"}))
+    assert (few.name, few.metrics, few.chat, few.first_line) == ("longbench/samsum_e", ("rouge_l",), False, True)
+    assert few.samples[0].question == "\n\nDialogue: a"
+
+
+def test_cacheblend(tmp_path: Path) -> None:
+    (task,) = load(lines(tmp_path / "musique_s.json", json.dumps([PAGES], indent=1)))
+    assert (task.name, task.metrics, task.first_line) == ("cacheblend/musique_s", ("f1", "exact_match"), True)
+    assert task.samples[0].passages == ("Oak\n\nA tree.\n\n", "A lamp.\n\n")
+    assert task.samples[0].question.endswith("\nQuestion: What is oak?\nAnswer:")
+    (summary,) = load(lines(tmp_path / "samsum.json", json.dumps([PAGES])))
+    assert (summary.metrics, summary.chat, summary.samples[0].question) == (("rouge_l",), False, "\n\nWhat is oak?")
+
+
+def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
+    lines(tmp_path / "ruler/vt/validation.jsonl", NEEDLE)
+    lines(tmp_path / "data/a.jsonl", STORY)
+    assert [task.name for task in load(tmp_path)] == ["longbench/musique", "ruler/vt"]
+    assert load(tmp_path)[0].first(0).samples == ()
+
+
+def without(record: dict[str, Any], name: str) -> dict[str, Any]:
+    return {k: v for k, v in record.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], r"f\.jsonl: the file holds no record"),
+        (["{\n"], r"f\.jsonl:1: no JSON at column 2: "),
+        ([NEEDLE, "\n", "[1]\n"], r"f\.jsonl:3: expected a JSON object"),
+        (
+            [{"text": "x", "label": 1}],
+            r"f\.jsonl:1: a record of none of the known formats \(ruler has .*text, label$",
+        ),
+        ([NEEDLE, without(NEEDLE, "outputs")], r"f\.jsonl:2: 'outputs' must be a list of strings, and not empty"),
+        ([{**NEEDLE, "outputs": []}], r"f\.jsonl:1: 'outputs' must be"),
+        ([{**NEEDLE, "outputs": [41]}], r"f\.jsonl:1: 'outputs' must be"),
+        ([{**NEEDLE, "input": "one line"}], r"f\.jsonl:1: the input is one line"),
+        ([STORY, {**STORY, "context": ""}], r"f\.jsonl:2: 'context' must be a string that is not empty"),
+        ([STORY, without(STORY, "input")], r"f\.jsonl:2: 'input' must be a string$"),
+        ([{**STORY, "dataset": "lcc"}], r"f\.jsonl:1: dataset 'lcc' is scored in a way that is not offered"),
+        ([json.dumps([PAGES, {**PAGES, "ctxs": []}])], r"f\.jsonl: record 2: 'ctxs' must be a list of objects"),
+        ([json.dumps([{**PAGES, "ctxs": [{"title": "x"}]}])], r"f\.jsonl: record 1: 'ctxs' must be"),
+        ([json.dumps([PAGES, 3])], r"f\.jsonl: record 2: a record must be a JSON object, not int"),
+        (['[{"a": 1},\n {"b"}]'], r"f\.jsonl:2: no JSON at column"),
+    ],
+)
+def test_a_fault_is_named_with_its_place(records: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load(lines(tmp_path / "f.jsonl", *records))
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"no \.jsonl or \.json file in this folder"):
+        load(tmp_path)
+    with pytest.raises(DatasetError, match=r"gone\.jsonl: can't be read"):
+        load(tmp_path / "gone.jsonl")
+    with pytest.raises(DatasetError, match=r"the prompt of 'qmsum' must be a string with \{context\} once"):
+        datasets.read_prompts(lines(tmp_path / "p.json", {"qmsum": "no context"}))
+    assert datasets.read_prompts(lines(tmp_path / "q.json", {"a": "{context}{input}"})) == {"a": "{context}{input}"}

@@ -1,0 +1,72 @@
+"""Every metric against values worked out by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fusionkv.fusion_worker.evaluation import metrics
+from fusionkv.fusion_worker.evaluation.metrics import exact_match, f1, kl, normalised, number_match, rouge_l
+
+
+def test_normalising_drops_case_signs_articles_and_spaces() -> None:
+    assert metrics.normalize("The  Grand-Duke, a man of an Era.") == "grandduke man of era"
+    assert exact_match("the Lamp!", ["rope", "lamp"]) == 1.0
+    assert exact_match("two lamps", ["lamp"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "score"),
+    [
+        ("the green lamp", ["green lamp"], 1.0),
+        ("green lamp of Ada", ["lamp"], 2 / 5),
+        ("lamp lamp", ["lamp"], 2 / 3),  # a word counts as often as it stands in both
+        ("rope", ["lamp"], 0.0),
+        ("rope", ["lamp", "the rope"], 1.0),
+        ("", ["lamp"], 0.0),
+        ("a", ["the"], 1.0),  # nothing is left of either
+        ("北京市", ["北京"], 4 / 5),
+    ],
+)
+def test_f1(answer: str, expected: list[str], score: float) -> None:
+    assert f1(answer, expected) == pytest.approx(score)
+
+
+def test_substrings_as_ruler_matches_them() -> None:
+    answer = " The numbers are 41,\x07 and SEVEN."
+    assert metrics.string_match_all(answer, ["41", "seven", "9", "8"]) == 0.5
+    assert metrics.string_match_part(answer, ["9", "seven"]) == 1.0
+    assert metrics.string_match_part(answer, ["9"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected", "score"),
+    [
+        ("police killed the gunman", "police kill the gunman", 3 / 4),  # Lin 2004, section 3.2
+        ("the gunman kill police", "police kill the gunman", 1 / 2),
+        ("a b c d", "d c b a", 1 / 4),
+        ("a, b; c!", "A B C D", 6 / 7),
+        ("", "a", 0.0),
+    ],
+)
+def test_rouge_l(answer: str, expected: str, score: float) -> None:
+    assert rouge_l(answer, [expected]) == pytest.approx(score)
+    assert rouge_l(answer, ["x", expected]) == pytest.approx(score)
+
+
+def test_numbers() -> None:
+    assert number_match("Paragraph 7, or 12", ["Paragraph 7"]) == 0.5
+    assert number_match("none", ["Paragraph 7"]) == 0.0
+
+
+def test_the_share_brought_back() -> None:
+    assert normalised(0.781, 0.712, 0.852) == pytest.approx(0.492, abs=1e-3)  # FusionRAG's own example
+    assert normalised(0.6, 0.7, 0.8) == pytest.approx(-1.0)
+    assert math.isnan(normalised(0.9, 0.9, 0.9))
+
+
+def test_divergence() -> None:
+    p, q = np.log(np.array([0.5, 0.25, 0.25])), np.log(np.array([0.25, 0.5, 0.25]))
+    assert kl(p, q) == pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))
+    assert kl(p, p + 7) == pytest.approx(0.0, abs=1e-12)
+    assert kl(np.array([1e4, 0.0]), np.array([0.0, 1e4])) == pytest.approx(1e4)

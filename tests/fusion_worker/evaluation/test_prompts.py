@@ -1,0 +1,73 @@
+"""Prompts are those the reference models learned, chunks are the text and nothing else, and all fits."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.evaluation import tasks
+from fusionkv.fusion_worker.evaluation.prompts import Prompter
+from fusionkv.fusion_worker.evaluation.samples import Sample
+from fusionkv.fusion_worker.models import Model
+from fusionkv.models import evaluate
+from fusionkv.models.tasks import held_out
+
+TEXT = "The lake is wide. Ada owns the lamp.\nBen chose the rope. The sky\u00e9 is calm.\n" * 9
+
+
+@pytest.fixture(scope="module")
+def model(reference_model: Path) -> Model:
+    return models.load(reference_model)
+
+
+def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
+    task, prompter = tasks.reference("coref", 3), Prompter(model, 512)
+    for sample, made in zip(task.samples, held_out("coref", 3), strict=True):
+        prompt, left_out = prompter.prompt(sample, task.chat, 4)
+        (expected,) = evaluate.lay_out([made], tokenizer).ids.tolist()
+        assert [*prompt.ids().tolist(), *prompter.ids(sample.answers[0])] == expected
+        assert (len(prompt.chunks), left_out) == (len(made.pages), 0)
+
+
+# Sentences have 5 to 11 tokens, lines 11 or 18: the last quarter of 40 holds a sentence's end, that of 80 a line's.
+@pytest.mark.parametrize(("size", "borders"), [(5, ""), (16, ""), (40, ".\n"), (80, "\n"), (1000, "\n")])
+def test_chunks_are_the_text_cut_at_the_best_border(model: Model, size: int, borders: str) -> None:
+    prompter = Prompter(model, size)
+    chunks = prompter.split(TEXT)
+    assert tuple(i for chunk in chunks for i in chunk) == prompter.ids(TEXT)
+    assert all(0 < len(chunk) <= size for chunk in chunks)
+    ends = [model.tokenizer.decode(chunk) for chunk in chunks]
+    assert all(end[-1] in "\n. " or start[0] in " \n" for end, start in itertools.pairwise(ends))
+    assert not borders or all(end[-1] in borders for end in ends)
+    assert prompter.split("") == []
+
+
+def test_a_control_token_counts_in_the_chat_template_alone(model: Model) -> None:
+    template = dataclasses.replace(model.template, head="<bos>user ", tail="<eos>")
+    prompter = Prompter(dataclasses.replace(model, template=template), 64)
+    sample = Sample("Read <eos>\n", ("one <bos> page",), "Which?", ("x",), opening=" It is")
+    prompt, _ = prompter.prompt(sample, True, 1)
+    ends, starts = max(model.ends), model.bos
+    assert prompt.system.ids[:2] == (starts, starts)
+    assert prompt.system.ids.count(ends) == 0
+    assert prompt.chunks[0].ids.count(starts) == 0
+    opening = prompter.ids(" It is")
+    assert prompt.question == (*prompter.ids("Which?"), ends, *opening)
+    plain, _ = prompter.prompt(sample, False, 1)
+    assert (plain.system.ids.count(starts), plain.question) == (1, (*prompter.ids("Which?"), *opening))
+
+
+def test_the_middle_is_left_out_until_the_prompt_fits(model: Model) -> None:
+    sample = Sample("Read.\n", tuple(f"{i} is here.\n" for i in range(9)), "Which?", ("x",))
+    whole, _ = Prompter(model, 64).prompt(sample, False, 1)
+    answer = len(whole.chunks[0]) + 1
+    cut, left_out = Prompter(dataclasses.replace(model, max_tokens=whole.tokens), 64).prompt(sample, False, answer)
+    assert left_out == 2
+    assert cut.tokens + answer <= whole.tokens
+    assert [whole.chunks.index(c) for c in cut.chunks] == [0, 1, 2, 3, 6, 7, 8]
+    with pytest.raises(ValueError, match="leaves no room in 20"):
+        Prompter(dataclasses.replace(model, max_tokens=20), 64).prompt(sample, False, 5)

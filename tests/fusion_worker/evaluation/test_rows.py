@@ -1,0 +1,168 @@
+"""Rows of two made-up models, worked out by hand, and a report that holds all of them and needs nothing else."""
+
+import math
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from fusionkv.fusion_worker.evaluation import charts, report
+from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluation.rows import Row, rows
+from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.methods import modifiers
+
+TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)
+HARD = '<b>"1" & 2</b>'
+
+
+def exact(*right: int) -> list[float]:
+    return [float(i in right) for i in range(8)]
+
+
+def cell(name: str, r: float) -> Cell:
+    return Cell(modifiers.find(name), r)
+
+
+def picture(chosen: int) -> dict[str, object]:
+    chunks = [{"tokens": [" one", HARD], "chosen": [chosen], "scores": [0.25, 1.0]}]
+    return {"question": "Which?", "answers": [HARD], "chunks": chunks}
+
+
+def measured(right: list[float], tokens: float, pictured: int = -1) -> Measured:
+    values = {"exact_match": right, "recomputed": [tokens] * 8}
+    return Measured(values, {"select": [0.5, 1.5]}, picture(pictured) if pictured >= 0 else None)
+
+
+def table(shift: int) -> dict[Cell, Measured]:
+    reuse = measured(exact(0), 0)
+    reuse.values["kv_deviation_layer_0"] = [0.5] * 8  # type: ignore[index]
+    return {
+        cell("full_attention", 1.0): measured(exact(*range(8)), 100),
+        cell("full_reuse", 0.0): reuse,
+        cell("epic", 0.15): measured(exact(0, 1), 15, pictured=0),
+        cell("prophetkv", 0.15): measured(exact(*range(6 - shift)), 15, pictured=1),
+        cell("prophetkv", 0.2): measured(exact(*range(7 - shift)), 20),
+    }
+
+
+@pytest.fixture
+def figures() -> list[Row]:
+    return [row for shift, model in enumerate(("a", "b")) for row in rows(model, TASK, table(shift))]
+
+
+def find(figures: list[Row], model: str, recipe: str, r: float, metric: str) -> Row:
+    (row,) = (x for x in figures if (x.model, x.recipe, x.r, x.metric) == (model, recipe, r, metric))
+    return row
+
+
+def test_scores_differences_and_shares_brought_back(figures: list[Row]) -> None:
+    exact_match = find(figures, "a", "prophetkv", 0.15, "exact_match")
+    assert (exact_match.task, exact_match.score, exact_match.n) == ("chain2", 0.75, 8)
+    assert (exact_match.low, exact_match.high) == (pytest.approx(0.409, abs=1e-3), pytest.approx(0.929, abs=1e-3))
+    assert find(figures, "a", "prophetkv", 0.15, "exact_match_minus_full_attention").score == -0.25
+    assert find(figures, "b", "prophetkv", 0.15, "normalised_exact_match").score == pytest.approx(4 / 7, abs=1e-6)
+    assert find(figures, "a", "epic", 0.15, "exact_match_minus_best").score == -0.5
+    assert find(figures, "a", "prophetkv", 0.15, "exact_match_minus_best").score == 0.5
+    tokens = find(figures, "a", "prophetkv", 0.2, "recomputed_tokens")
+    assert (tokens.score, tokens.low, tokens.high) == (20.0, 20.0, 20.0)
+    seconds = find(figures, "a", "epic", 0.15, "select_seconds")
+    assert (seconds.score, seconds.n) == (1.0, 2)
+    # Alone at its ratio there is no rival, and full reuse brings nothing back of what it lost itself.
+    absent = {(r.recipe, r.r, r.metric) for r in figures}
+    assert ("prophetkv", 0.2, "exact_match_minus_best") not in absent
+    assert ("full_reuse", 0.0, "normalised_exact_match") not in absent
+
+
+def test_where_nothing_was_lost_nothing_is_brought_back() -> None:
+    same = {c: measured(exact(0, 1), 0) for c in (*table(0),)}
+    row = find(list(rows("a", TASK, same)), "a", "epic", 0.15, "normalised_exact_match")
+    assert (row.score, row.low, row.high) == (None, None, None)
+
+
+def test_the_worst_model_counts(figures: list[Row]) -> None:
+    found = report.Figures.of(figures, {"chain2": "exact_match"})
+    worst = found.worst("chain2", "prophetkv", 0.2)
+    assert worst is not None
+    assert (worst.model, worst.score) == ("b", 0.75)
+    assert found.worst("chain2", "prophetkv", 0.2, ["a"]) == find(figures, "a", "prophetkv", 0.2, "exact_match")
+    one_sided = [row for row in figures if row.model == "a" or row.recipe != "epic"]
+    assert report.Figures.of(one_sided, {"chain2": "exact_match"}).worst("chain2", "epic", 0.15) is None
+    assert found.cost("prophetkv", 0.2, "recomputed_tokens") == 20.0
+    assert [(name, r) for name, r, _ in found.table(0.2)] == [
+        *(("full_attention", 1.0), ("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.2))
+    ]
+
+
+class Page(HTMLParser):
+    """Text and attributes, and whether every element that is opened is closed."""
+
+    VOID = ("meta", "br", "circle", "path", "line", "polyline")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_is_whole_and_holds_everything(figures: list[Row]) -> None:
+    found = [(model, TASK, table(shift)) for shift, model in enumerate(("a", "b"))]
+    text = report.page(figures, {"chain2": "exact_match"}, found)
+    page = Page()
+    page.feed(text)
+    page.close()
+    assert page.open == []
+    assert not {name for name, _ in page.attributes} & {"src", "href", "onload"}
+    assert "http" not in text
+    assert "url(" not in text
+    said = " ".join(page.text)
+    assert said.count(HARD) >= 4, "tokens and answers are escaped"
+    assert "Worst case over the models" in said
+    assert len(re.findall(r'<i class="on"', text)) == 4
+    assert re.search(r"prophetkv\s+0\.15\s+62\.5\s+30\.6\s+to\s+86\.3", said)
+    assert re.search(r"epic: 1 of 2 tokens by chunk", re.sub(r"\s+", " ", said))
+    alone = report.page([r for r in figures if r.model == "a"], {"chain2": "exact_match"}, found[:1])
+    assert "Worst case over the models: score by" not in alone
+
+
+def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
+    found = report.Figures.of(figures, {"chain2": "exact_match"})
+    root = ElementTree.fromstring(charts.curves(found.lines("chain2", ["a"]), found.recipes))
+    (line,) = (e for e in root.iter("polyline") if len((e.get("points") or "").split()) == 2)
+    (x1, y1), (x2, y2) = (map(float, p.split(",")) for p in (line.get("points") or "").split())
+    grid = [float(re.split("[ H]", e.get("d") or "")[1]) for e in root.iter("path") if e.get("class") == "grid"]
+    zero, hundred = max(grid), min(grid)
+    assert (zero - y1) / (zero - hundred) == pytest.approx(0.75, abs=1e-3)
+    assert (zero - y2) / (zero - hundred) == pytest.approx(0.875, abs=1e-3)
+    assert x2 > x1
+    titles = [e.text for e in root.iter("title")]
+    assert "prophetkv, r = 0.15: 75.0 (40.9 to 92.9) (a)" in titles
+    assert len(titles) == 5
+    hues = [charts.hue([str(i) for i in range(12)], str(i)) for i in range(12)]
+    assert min(min((a - b) % 360, (b - a) % 360) for a in hues for b in hues if a != b) > 15
+    assert not math.isnan(sum(hues))
+
+
+def test_the_terminal_gets_the_middle_ratio(figures: list[Row]) -> None:
+    out = StringIO()
+    Console(file=out, width=100).print(report.summary(figures, {"chain2": "exact_match"}))
+    assert re.search(r"worst case over 2 models", out.getvalue())
+    assert re.search(r"prophetkv +0.15 +62.5", out.getvalue())

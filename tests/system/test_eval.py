@@ -1,0 +1,88 @@
+"""`fusionkv eval` as a person starts it: figures, a second run that measures nothing, own files, plain errors."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.system
+FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
+
+
+def fusionkv(*flags: object) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "eval", *map(str, flags)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=240)
+
+
+def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
+    found = json.loads((out / "report.json").read_text())
+    assert all(list(row) == FIELDS for row in found)
+    return {(row["task"], row["recipe"], row["r"], row["metric"]): row for row in found}
+
+
+def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path) -> None:
+    asked = (reference_model, "--out", tmp_path, "--n", 22, "--tasks", "twohop", "single")
+    done = fusionkv(*asked, "--recipes", "prophetkv", "--ratios", 0.1, 0.2, "--processes", 2)
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path)
+    full = found["twohop", "full_attention", 1.0, "exact_match"]
+    reuse = found["twohop", "full_reuse", 0.0, "exact_match"]
+    some = found["twohop", "prophetkv", 0.2, "exact_match"]
+    assert (full["model"], full["n"]) == (reference_model.name, 22)
+    assert reuse["score"] < some["score"] <= full["score"]  # type: ignore[operator]
+    assert found["twohop", "prophetkv", 0.1, "recomputed_tokens"]["n"] == 22
+    assert found["twohop", "prophetkv", 0.1, "prefill_seconds"]["n"] == 2  # one of each block
+    # Where full reuse loses nothing, one ratio is enough.
+    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "prophetkv")} == {0.1}
+    kept = (tmp_path / "cells.jsonl").read_bytes()
+    assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
+    again = fusionkv(*asked, "--recipes", "prophetkv", "epic", "--ratios", 0.1, 0.2)
+    assert again.returncode == 0, again.stderr
+    more = (tmp_path / "cells.jsonl").read_bytes()
+    assert more.startswith(kept)
+    assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
+    after = rows(tmp_path)
+    assert {name: after[name] for name in found} == found
+    assert "epic" in (tmp_path / "report.html").read_text()
+
+
+def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> None:
+    pages = ["Report Balban. The code of Dorfek is 123. The lake is wide.", "Report Balban. Ada owns the lamp."]
+    asked, data = "Report Balban: code of Dorfek?", tmp_path / "data"
+    data.mkdir()
+    blend = [{"ctxs": [{"title": "", "text": p} for p in pages], "question": asked, "answers": ["123"]}] * 2
+    (data / "pages.json").write_text(json.dumps(blend))
+    context = "\n".join(pages * 4)
+    ruler = {"input": f"Answer.\n{context}\nQuestion: {asked}", "outputs": ["1", "2"], "answer_prefix": "\nAnswer:"}
+    (data / "niah_x.jsonl").write_text(json.dumps(ruler) + "\n")
+    story = {"context": context, "input": asked, "answers": ["123"], "dataset": "hotpotqa"}
+    (data / "hotpotqa.jsonl").write_text((json.dumps(story) + "\n") * 3)
+    flags = ("--recipes", "fusionrag", "cacheblend", "--ratios", 0.2, "--chunk-tokens", 48, "--processes", 1)
+    done = fusionkv(reference_model, "--out", tmp_path, "--data", data, *flags)
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path)
+    metrics = {"cacheblend/pages": "f1", "ruler/niah_x": "string_match_all", "longbench/hotpotqa": "f1"}
+    for (task, metric), n in zip(metrics.items(), (2, 1, 3), strict=True):
+        for recipe, r in (("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("cacheblend", 0.2)):
+            row = found[task, recipe, r, metric]
+            assert row["n"] == n
+            assert 0.0 <= row["score"] <= 1.0  # type: ignore[operator]
+    assert found["longbench/hotpotqa", "full_attention", 1.0, "kl"]["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["nowhere"], "nowhere holds no config.json"),
+        (["--recipes", "magic"], "unknown recipe 'magic'"),
+        (["--data", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
+        (["--n", "2", "--tasks", "single", "--pool-bytes", "2MiB", "--recipes", "epic"], "raise pool_bytes to"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
+    done = fusionkv("--out", tmp_path, *flags)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("fusionkv eval: ")
+    assert message in done.stderr
