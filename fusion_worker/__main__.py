@@ -36,7 +36,9 @@ async def _serve(config: WorkerConfig) -> None:
 
     torch.set_num_threads(config.threads or cores())
     model = models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
-    servicer = FusionServicer(config, model)
+    # On the CPU, whose threads are idle while a GPU works.
+    auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
+    servicer = FusionServicer(config, model, auxiliary)
     handler = rpc.handlers(SERVICE, servicer)
     await rpc.serve(
         "fusionkv-worker",

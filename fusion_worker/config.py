@@ -24,6 +24,8 @@ class WorkerConfig:
     lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
     fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
+    auxiliary: str = setting("", "directory of a small second model that chooses tokens (recipe cacheclip)")
+    auxiliary_pool_bytes: int = setting(1 << 28, "size of its KV pool in host memory", bytes=True, low=1 << 20)
     shadow_share: float = setting(0.0, "share of greedy answers made again by full attention if idle", low=0, high=1)
     shadow_floor: float = setting(
         0.0, "share of those that must be the same; below it a recipe recomputes more (0: never)", low=0, high=1

@@ -6,6 +6,7 @@ from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Answerer, Piece, Summary
+from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.encoder import Encoder
 from fusionkv.fusion_worker.engine.engine import Engine
@@ -32,26 +33,31 @@ _MAX_LABEL = 256
 class FusionServicer:
     """One model, one pool, one engine. Made inside the event loop that serves it."""
 
-    def __init__(self, config: WorkerConfig, model: Model) -> None:
+    def __init__(self, config: WorkerConfig, model: Model, auxiliary: Model | None = None) -> None:
         self._config = config
         self._model = model
         self._cache = CacheClient(config.cache) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)
-        self.answerer = Answerer(config, model, self.pool, self._engine, self._loader)
+        self.auxiliary = Auxiliary(config, model, auxiliary, self._cache) if auxiliary is not None else None
+        self.answerer = Answerer(config, model, self.pool, self._engine, self._loader, self.auxiliary)
         self._encoder = Encoder(self._loader)
         self._embedder = Embedder(model, self._engine, self._loader)
 
     async def settle(self) -> None:
         """Waits until every load has ended and every chunk encoded so far is stored or dropped."""
         await self._loader.settle()
+        if self.auxiliary is not None:
+            await self.auxiliary.settle()
 
     async def close(self) -> None:
         """Puts back what waits, ends the engine, closes connections."""
         await self.answerer.shadow.close()
         await self._loader.close()
         self._engine.close()
+        if self.auxiliary is not None:
+            await self.auxiliary.close()
         if self._cache is not None:
             await self._cache.close()
 

@@ -11,10 +11,11 @@ import torch
 from opentelemetry import metrics, trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.fused import Fused
-from fusionkv.fusion_worker.engine.fuser import Fuser
+from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.guard import Guard
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader, clock
@@ -72,13 +73,21 @@ class Summary:
 class Answerer:
     """Answers prompts: as many at once as the configuration says, the rest wait or are refused."""
 
-    def __init__(self, config: WorkerConfig, model: Model, pool: KVPool, engine: Engine, loader: Loader) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        model: Model,
+        pool: KVPool,
+        engine: Engine,
+        loader: Loader,
+        auxiliary: Auxiliary | None = None,
+    ) -> None:
         self._config = config
         self._model = model
         self._pool = pool
         self._engine = engine
         self._loader = loader
-        self._fuser = Fuser(model, engine)
+        self._fuser = Fuser(model, engine, auxiliary)
         self._guard = Guard(config.shadow_floor)
         self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
         self._active = 0
@@ -146,9 +155,10 @@ class Answerer:
                 chosen = budget(summary.ratio, prompt.context_tokens, stale)
                 return chosen + len(prompt.question) + params.max_tokens + kept
 
+            early = self._fuser.score_early(prompt, recipe, summary.ratio)
             try:
                 loading = self._loader.prompt(prompt, fresh, summary.stages)
-                return await self._fuse(await stack.enter_async_context(loading), summary)
+                return await self._fuse(await stack.enter_async_context(loading), summary, early)
             except CacheFault as fault:
                 log.warning("answered by plain prefill: %s", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
@@ -156,15 +166,19 @@ class Answerer:
                 summary.stages = Stages(seconds=summary.stages.seconds)
                 _degraded.add(1, {"fusionkv.recipe": recipe.name})
                 trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
+            finally:
+                if early is not None:
+                    early.cancel()
         with clock(summary.stages, "load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
         return self._fuser.plain(placement, prompt)
 
-    async def _fuse(self, placement: Placement, summary: Summary) -> Fused:
+    async def _fuse(self, placement: Placement, summary: Summary, early: "asyncio.Task[Scored] | None") -> Fused:
         prompt = summary.prompt
         with tracer.start_as_current_span("fusionkv.select") as span, clock(summary.stages, "select"):
-            fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio)
+            scored = await early if early is not None else None
+            fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
             span.set_attribute("fusionkv.rows", fused.scored_rows)
         summary.lossless = prompt.context_tokens - int(fused.stale.sum())
         summary.recomputed = len(fused.chosen)

@@ -1,10 +1,12 @@
 """Makes a prompt's context as its recipe says: scores the stale tokens, chooses some, lays out what the rows see."""
 
+import asyncio
 from dataclasses import dataclass
 
 import torch
 
 from fusionkv.fusion_worker.attention import Ahead, Shallow
+from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
@@ -12,7 +14,7 @@ from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.methods.scoring import DistanceToStart, QuestionAttention, Score
+from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention, DistanceToStart, QuestionAttention, Score
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
@@ -31,14 +33,19 @@ class Scored:
 class Fuser:
     """Chooses what to recompute. Its works run beside those of other requests."""
 
-    def __init__(self, model: Model, engine: Engine) -> None:
+    def __init__(self, model: Model, engine: Engine, auxiliary: Auxiliary | None = None) -> None:
         self._model = model
         self._engine = engine
+        self._auxiliary = auxiliary
 
     def check(self, recipe: Recipe) -> None:
         """Raises FailedPrecondition when the model can't follow the recipe."""
         if recipe.needs_layer_1 and self._model.kv.layers < 2:
             raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
+        if isinstance(recipe.score, AuxiliaryAttention) and self._auxiliary is None:
+            raise FailedPrecondition(
+                f"{recipe.name} chooses tokens by a small second model: start the worker with --auxiliary DIRECTORY"
+            )
         if recipe.keep is not None and self._model.windowed:
             raise FailedPrecondition(
                 f"{self._model.name} sees a window of its context; {recipe.name} would keep tokens outside of it"
@@ -50,6 +57,15 @@ class Fuser:
         stale = everything >= len(prompt.system)
         chosen = everything[stale]
         return self._fused(placement, prompt, (), torch.arange(prompt.tokens), chosen, stale)
+
+    def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
+        """Scores that need nothing of the primary's KV, computed while that loads; None when there are no such."""
+        if not isinstance(recipe.score, AuxiliaryAttention) or not 0.0 < ratio < 1.0:
+            return None
+        task = asyncio.create_task(self._score_by_auxiliary(prompt))
+        # When loading fails, nobody asks for them any more.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return task
 
     async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
         """The recipe's scores, for fusing the same parts at several ratios."""
@@ -108,6 +124,8 @@ class Fuser:
             starts = [p.wanted.position for p in chunks]
             stops = [p.wanted.position + len(p.wanted.chunk) for p in chunks]
             return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
+        if isinstance(score, AuxiliaryAttention):
+            return await self._score_by_auxiliary(prompt)
         seen = tuple(s for part in placement.parts for s in part.segments())
         question = torch.arange(prompt.question_start, prompt.tokens)
         if isinstance(score, QuestionAttention):
@@ -123,6 +141,10 @@ class Fuser:
         assert result.scores is not None
         rows_computed = len(question) if result.shallow is None else len(result.shallow.hidden)
         return Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
+
+    async def _score_by_auxiliary(self, prompt: Prompt) -> Scored:
+        assert self._auxiliary is not None
+        return Scored(await self._auxiliary.scores(prompt), rows=0)
 
     async def _run(
         self,

@@ -24,6 +24,7 @@ from fusionkv.fusion_worker.evaluation.rows import primary, rows
 from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import fingerprint, on_cpu
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.errors import FailedPrecondition, ServiceError
@@ -32,6 +33,8 @@ from fusionkv.protos.settings import SettingsError, parse_bytes
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
 _CONTROL_RATIO = 0.15
+# Recipes that need no second model.
+_BY_ITSELF = [name for name, recipe in RECIPES.items() if not isinstance(recipe.score, AuxiliaryAttention)]
 
 
 def main() -> int:
@@ -63,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add("--recipes", nargs="+", default=[*RECIPES], metavar="RECIPE", help="with or without modifiers (default: all)")
+    add("--recipes", nargs="+", default=_BY_ITSELF, metavar="RECIPE", help="with or without modifiers (default: all)")
     add(
         "--ratios",
         nargs="+",

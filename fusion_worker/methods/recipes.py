@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from fusionkv.fusion_worker.methods.choose import TOP_K, Choice
+from fusionkv.fusion_worker.methods.choose import TOP_K, Choice, Window
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.scoring import (
     AttendedDeviation,
+    AuxiliaryAttention,
     DistanceToStart,
     InterChunkAttention,
     QuestionAttention,
@@ -148,6 +149,14 @@ RECIPES: dict[str, Recipe] = {
             _ALONE,
             QuestionAttention(last_only=False),
             0.2,
+        ),
+        Recipe(
+            "cacheclip",
+            "recomputed by a small second model's attention, in windows of 8 that hold 5 (CacheClip 3)",
+            _ALONE,
+            AuxiliaryAttention(),
+            0.2,
+            choose=Window(),
         ),
     )
 }

@@ -55,6 +55,11 @@ class InterChunkAttention:
     """
 
 
+@dataclass(frozen=True, slots=True)
+class AuxiliaryAttention:
+    """Last-layer attention of the question into each token in a small second model (CacheClip 3.3)."""
+
+
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
 ShallowScore = ValueDeviation | AttendedDeviation | ShallowAttention | InterChunkAttention
-Score = DistanceToStart | QuestionAttention | ShallowScore
+Score = DistanceToStart | QuestionAttention | AuxiliaryAttention | ShallowScore

@@ -156,13 +156,18 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
     numbers = itertools.count(1)
 
     async def make(
-        family: str, dtype: torch.dtype = torch.float32, max_tokens: int = 2048, replace: Any = None, **config: Any
+        family: str,
+        dtype: torch.dtype = torch.float32,
+        max_tokens: int = 2048,
+        replace: Any = None,
+        auxiliary: Any = None,
+        **config: Any,
     ) -> Rig:
         ours = copy.deepcopy(network(family, dtype))
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **config}
-        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made), made, drawn, numbers, gates))
+        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made, auxiliary), made, drawn, numbers, gates))
         return rigs[-1]
 
     yield make

@@ -1,0 +1,38 @@
+"""From one tokenizer's tokens to another's, by the characters that they cover (CacheClip 3.4)."""
+
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# Characters `[start, stop)` of a text.
+CharacterSpan = tuple[int, int]
+
+
+def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[CharacterSpan]]:
+    """The text of some tokens and, for each token, the characters it covers.
+
+    Tokens that only together make a character cover it each; those that make none at the end cover nothing.
+    """
+    stream = DecodeStream(skip_special_tokens=False)
+    text, spans, open_tokens = "", list[CharacterSpan](), 0
+    for token in ids:
+        open_tokens += 1
+        piece = stream.step(tokenizer, token)
+        if piece is not None:
+            spans += [(len(text), len(text) + len(piece))] * open_tokens
+            text, open_tokens = text + piece, 0
+    return text, spans + [(len(text), len(text))] * open_tokens
+
+
+def carry_over(scores: torch.Tensor, spans: Sequence[CharacterSpan], to: Sequence[CharacterSpan]) -> torch.Tensor:
+    """float32 [len(to)]: for each token of the other tokenizer the best score among those it shares a character with.
+
+    scores: float32 [len(spans)]. Both lists cover the same text in order. A token that shares nothing scores 0.
+    """
+    best = [0.0] * (max((stop for _, stop in (*spans, *to)), default=0))
+    for (start, stop), score in zip(spans, scores.tolist(), strict=True):
+        for at in range(start, stop):
+            best[at] = max(best[at], score)
+    return torch.tensor([max(best[start:stop], default=0.0) for start, stop in to])

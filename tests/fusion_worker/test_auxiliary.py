@@ -1,0 +1,128 @@
+"""CacheClip's second model: another tokenizer, its own KV in the same cache service, scores by character."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.methods.mapping import carry_over, spans_of
+from fusionkv.protos.errors import FailedPrecondition
+
+CLOSE = 1e-4
+SYSTEM = "Answer from the text."
+CHUNKS = (
+    "The lake of Velkorda is blue and deep.",
+    "Nobody owns the copper lantern; the mayor of Tanvan chose it.",
+    "The code of Bervek is 535, the code of Tanvan is 88.",
+)
+QUESTION = "What is the code of Tanvan?"
+
+
+@pytest.fixture(scope="module")
+def other_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces of a few characters, learnt from the texts above."""
+    raw = Tokenizer(models.BPE(unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
+    raw.train_from_iterator([SYSTEM, *CHUNKS, QUESTION], trainers.BpeTrainer(vocab_size=110, special_tokens=["?"]))
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="?")
+
+
+@pytest.fixture
+def second(tools: Any, other_tokenizer: PreTrainedTokenizerFast) -> Any:
+    """A model of another family with that tokenizer."""
+    network = copy.deepcopy(tools.network("qwen3"))
+    return worker_models.wrap("second", network, other_tokenizer, b"second".ljust(32), 2048)
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    """The prompt in bytes: one token for each character."""
+    tokenizer = tools.byte_tokenizer().backend_tokenizer
+    system, question, *chunks = (tokenizer.encode(text).ids for text in (SYSTEM, QUESTION, *CHUNKS))
+    return system, chunks, question
+
+
+def expected_scores(oracle: Any, tokenizer: PreTrainedTokenizerFast, chunk: str) -> list[float]:
+    """For each character of a chunk the best score of the second model's tokens over it, from dense attention."""
+
+    def encode(text: str) -> Any:
+        return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+
+    system, found = encode(SYSTEM).input_ids, encode(chunk)
+    context = oracle.kv([*system, *found.input_ids])
+    scores = oracle.attention(context, encode(QUESTION).input_ids, [2])[len(system) :].tolist()
+    best = [0.0] * len(chunk)
+    for score, (start, stop) in zip(scores, found.offset_mapping, strict=True):
+        for at in range(start, stop):
+            best[at] = max(best[at], score)
+    return best
+
+
+async def test_tokens_are_chosen_by_the_second_model(
+    start: Any, oracle: Any, tools: Any, parts: Any, second: Any, other_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    system, chunks, question = parts
+    rig, plain = await start("llama", auxiliary=second), oracle("llama")
+    scores = [score for chunk in CHUNKS for score in expected_scores(oracle("qwen3"), other_tokenizer, chunk)]
+    first, last = len(SYSTEM) + len(CHUNKS[0]), len(SYSTEM) + sum(map(len, CHUNKS))
+    position = {p: scores[p - len(SYSTEM)] for p in range(first, last)}
+    best = sorted(position, key=lambda p: (-position[p], p))[: round(0.4 * sum(map(len, CHUNKS)))]
+    fresh = torch.zeros(last, dtype=torch.bool)
+    for window in range(first, last, 8):
+        inside = [p for p in best if window <= p < window + 8]
+        fresh[inside] = len(inside) >= 5
+    assert 0 < int(fresh.sum()) < len(best), "the windows keep all or nothing, so this test shows nothing"
+    answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
+    whole = [*system, *itertools.chain(*chunks), *question]
+    assert answer.summary.tokens_recomputed == int(fresh.sum())
+    assert tools.error(answer.logits[0], plain.overlaid(whole, plain.reused(system, chunks), fresh)) < CLOSE
+
+
+@pytest.mark.system
+async def test_its_kv_is_kept_in_the_same_cache_service(
+    cache_service: str, start: Any, tools: Any, tenant: str, parts: Any, second: Any
+) -> None:
+    first = await start("llama", auxiliary=second, cache=cache_service)
+    before = await first.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
+    await first.stored()
+    other = await start("llama", auxiliary=second, cache=cache_service)
+    counted = []
+    other.servicer.auxiliary._loader.locator.alone = lambda *_: counted.append(1)  # a part the cache service lacks
+    again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
+    assert counted == []
+    assert again.ids == before.ids
+    assert tools.error(again.logits[0], before.logits[0]) < CLOSE
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_without_a_choice_it_is_not_asked(start: Any, parts: Any, second: Any, ratio: float) -> None:
+    rig = await start("llama", auxiliary=second)
+    rig.servicer.auxiliary.scores = lambda prompt: pytest.fail("asked")
+    assert (await rig.ask(*parts, recipe="cacheclip", ratio=ratio)).ids
+
+
+async def test_a_worker_without_one_says_so(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    with pytest.raises(FailedPrecondition, match="start the worker with --auxiliary DIRECTORY"):
+        await rig.ask(*parts, recipe="cacheclip")
+
+
+def test_spans_of_tokens_that_make_half_a_character(tools: Any) -> None:
+    tokenizer = tools.byte_tokenizer().backend_tokenizer
+    # Three bytes of one sign, a letter, and the first of two bytes.
+    ids = tokenizer.encode("\u20aca").ids + tokenizer.encode("\u00fc").ids[:1]
+    text, spans = spans_of(tokenizer, ids)
+    assert text == "\u20aca"
+    assert spans == [(0, 1), (0, 1), (0, 1), (1, 2), (2, 2)]
+
+
+def test_a_token_takes_the_best_score_it_touches() -> None:
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    carried = carry_over(scores, [(0, 2), (2, 5), (5, 6)], [(0, 1), (1, 3), (3, 4), (4, 6), (6, 6)])
+    assert carried.tolist() == [3.0, 3.0, 1.0, 2.0, 0.0]
