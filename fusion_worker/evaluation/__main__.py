@@ -92,12 +92,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     store = Store(args.out / "cells.jsonl")
     plan = _plan(args)
     configs = {_subject(directory, args): _config(directory, args) for directory in args.models or jobs.shipped()}
-    todo = [
-        job
-        for subject, config in configs.items()
-        for task, cells in plan
-        for job in jobs.missing(subject, config, task, cells, store)
-    ]
+    todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, store)]
     _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), store, console)
     found = [
         (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, store)))
@@ -128,17 +123,22 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
 
 def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
     """Does what is to do, and keeps each block as soon as it is done."""
-    left = Counter((job.subject.model, job.block.task.name) for job in todo)
+    left = Counter((job.subject.model, part.block.task.name) for job in todo for part in job.parts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("eval", total=sum(len(job.cells) for job in todo))
+        bar = progress.add_task("samples x cells", total=sum(_size(job) for job in todo))
         for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
-            store.append(job.subject, job.block, zip(job.cells, measured, strict=True))
-            name = (job.subject.model, job.block.task.name)
-            progress.update(bar, advance=len(job.cells), description=" ".join(name))
-            left[name] -= 1
-            if not left[name]:
-                console.print(f"{name[0]} {name[1]}: done")
+            for part, found in zip(job.parts, measured, strict=True):
+                store.append(job.subject, part.block, zip(part.cells, found, strict=True))
+                name = (job.subject.model, part.block.task.name)
+                left[name] -= 1
+                if not left[name]:
+                    console.print(f"{name[0]} {name[1]}: done")
+            progress.advance(bar, _size(job))
+
+
+def _size(job: jobs.Job) -> int:
+    return sum(len(part.block.samples) * len(part.cells) for part in job.parts)
 
 
 def _subject(directory: Path, args: argparse.Namespace) -> Subject:

@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.evaluation.runner import Runner
 from fusionkv.fusion_worker.evaluation.samples import Block, Task
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.models import evaluate
-from fusionkv.models.tasks import held_out
+from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.errors import ResourceExhausted
 
 TASK, COUNT = "chain2", 6
@@ -39,7 +39,7 @@ def measure(
     async def run() -> list[Measured]:
         runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512)
         try:
-            return await runner.measure(Block(task, 0, len(task.samples)), asked, picture)
+            return await runner.measure(Block(task, 0, len(task.samples)), asked, True, picture)
         finally:
             await runner.close()
 
@@ -58,7 +58,8 @@ def oracle(reference_model: Path) -> dict[str, np.ndarray]:
     """By models/evaluate.py, which shares no code with the engine: exact, KL and KV deviation of full reuse."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
     network = Qwen2ForCausalLM.from_pretrained(reference_model, dtype=torch.float32).eval()
-    p = evaluate.lay_out(held_out(TASK, COUNT), tokenizer)
+    stories = [Story(made.pages, (question,)) for made, question in tasks.asked(TASK, COUNT)]
+    p = evaluate.lay_out(stories, tokenizer)
     place = torch.arange(p.ids.shape[1]).expand_as(p.ids)
     with torch.inference_mode():
         full, states = evaluate.forward(network, p.ids, place, p.visible)
