@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add("--recipes", nargs="+", default=_BY_ITSELF, metavar="RECIPE", help="with or without modifiers (default: all)")
+    add(
+        "--recipes", nargs="+", metavar="RECIPE", help="with or without modifiers (default: all that can be followed)"
+    )
+    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
         "--ratios",
         nargs="+",
@@ -112,7 +115,8 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
-    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *args.recipes])]
+    wanted = args.recipes or (RECIPES if args.auxiliary else _BY_ITSELF)
+    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *wanted])]
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
     asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
@@ -142,13 +146,21 @@ def _size(job: jobs.Job) -> int:
 
 
 def _subject(directory: Path, args: argparse.Namespace) -> Subject:
+    auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
+    return Subject(directory.resolve().name, _fingerprint(directory), args.dtype, args.chunk_tokens, auxiliary)
+
+
+def _fingerprint(directory: Path) -> str:
     if not (directory / "config.json").is_file():
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
-    return Subject(directory.resolve().name, fingerprint(directory).hex()[:16], args.dtype, args.chunk_tokens)
+    return fingerprint(directory).hex()[:16]
 
 
 def _config(directory: Path, args: argparse.Namespace) -> WorkerConfig:
-    return WorkerConfig(model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes)
+    auxiliary = str(args.auxiliary or "")
+    return WorkerConfig(
+        model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes, auxiliary=auxiliary
+    )
 
 
 def _ratio(text: str) -> float:

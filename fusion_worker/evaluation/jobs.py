@@ -117,9 +117,10 @@ class _Bench:
         self.key = (config, chunk_tokens)
         self._loop = asyncio.new_event_loop()
         model = models.load(config.model, config.device, config.dtype)
+        auxiliary = models.load(Path(config.auxiliary), "cpu") if config.auxiliary else None
 
         async def make() -> Runner:
-            return Runner(model, config, chunk_tokens)
+            return Runner(model, config, chunk_tokens, auxiliary)
 
         self._runner = self._loop.run_until_complete(make())
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fuser import Fuser
@@ -33,17 +34,20 @@ _MOST_GROUPS = 8
 class Runner:
     """One model, one pool, one engine. Made and used inside one event loop."""
 
-    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int) -> None:
+    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config.max_step_tokens)
         self._loader = Loader(config, model, self._pool, self._engine, None)
         self._similarity = Similarity(model, Embedder(model, self._engine, self._loader))
-        self._fuser = Fuser(model, self._engine)
+        self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
+        self._fuser = Fuser(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
         self._prompter = Prompter(model, chunk_tokens)
 
     async def close(self) -> None:
+        if self._auxiliary is not None:
+            await self._auxiliary.close()
         await self._loader.close()
         self._engine.close()
 

@@ -59,6 +59,13 @@ def test_whatever_changes_a_figure_changes_its_key(other: tuple[str, ...]) -> No
     assert other != key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
 
 
+def test_a_second_model_counts_where_it_is_asked() -> None:
+    block, other = next(TASK.blocks(BLOCK)), dataclasses.replace(SUBJECT, auxiliary="cd")
+    clip = Cell(modifiers.find("cacheclip"), 0.1)
+    assert key(SUBJECT, block, clip) != key(other, block, clip)
+    assert key(SUBJECT, block, CELL) == key(other, block, CELL)
+
+
 def test_names_that_change_no_figure_change_no_key() -> None:
     renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
     other = key(dataclasses.replace(SUBJECT, model="moved"), next(TASK.blocks(BLOCK)), Cell(renamed, 0.1))
