@@ -75,6 +75,10 @@ bench: setup ## Speed of the cache service and of the worker on this machine; ro
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)
 
+.PHONY: quality
+quality: setup ## Writes docs/quality.md's tables from the report of `make eval`
+	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md
+
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task
 	@$(PY) -m fusionkv.models.evaluate --n 20 $(ARGS)
