@@ -67,7 +67,8 @@ docs: setup ## Writes what follows from the code: settings, one line a file, the
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 
 .PHONY: bench
-bench: setup ## Speed of the cache service and of the worker on this machine; rows in build/bench/
+bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
+	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
