@@ -10,7 +10,7 @@ import grpc
 import xxhash
 from opentelemetry import propagate, trace
 
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -138,11 +138,13 @@ class CacheClient:
         tokens: int,
         base: int,
         data: memoryview,
+        offered: bool = False,
         timeout: float,
     ) -> tuple[bytes, bool]:
         """Stores one entry; gives its key and whether it was stored (False: it existed, nothing was done).
 
-        `data` must not change until this returns.
+        An entry that is `offered`, not encoded on purpose, is stored only if there is a use for it (the contract says
+        when). `data` must not change until this returns.
         """
         data = data.cast("B")
         if len(data) > _HASH_INLINE_BYTES:
@@ -157,6 +159,7 @@ class CacheClient:
             tokens=tokens,
             base=base,
             checksum=checksum,
+            offered=offered,
         )
 
         response = await self._put(header, data, timeout)

@@ -8,7 +8,7 @@ import grpc
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
@@ -23,6 +23,11 @@ _KINDS = {
     HitKind.EXACT: pb.HIT_KIND_EXACT,
     HitKind.ALTERNATIVE: pb.HIT_KIND_ALTERNATIVE,
     HitKind.MISS: pb.HIT_KIND_MISS,
+}
+_OUTCOMES = {
+    "stored": pb.PutResponse.OUTCOME_STORED,
+    "exists": pb.PutResponse.OUTCOME_EXISTS,
+    "superfluous": pb.PutResponse.OUTCOME_SUPERFLUOUS,
 }
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 # Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
@@ -111,11 +116,12 @@ class KVCacheServicer:
             self._puts -= 1
             if writer is not None:
                 writer.abort()
-        self._store.counters.add("puts", kind="stored" if stored else "exists")
+        superfluous = record.offered and self._store.residents.get(record.key) is None
+        outcome = "stored" if stored else "superfluous" if superfluous else "exists"
+        self._store.counters.add("puts", kind=outcome)
         if stored:
             self._store.counters.add("bytes.put", record.size)
-        outcome = pb.PutResponse.OUTCOME_STORED if stored else pb.PutResponse.OUTCOME_EXISTS
-        return pb.PutResponse(outcome=outcome, key=record.key)
+        return pb.PutResponse(outcome=_OUTCOMES[outcome], key=record.key)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         self._store.leases.release(request.lease)
@@ -197,6 +203,7 @@ class KVCacheServicer:
             header.tokens,
             header.base,
             header.checksum,
+            offered=header.offered,
         )
 
     def _check_path(self, namespace: bytes, path: Iterable[bytes]) -> None:

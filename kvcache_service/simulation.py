@@ -23,7 +23,7 @@ from rich.table import Table
 
 from fusionkv.kvcache_service import keys, record
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.prefix_cache import PrefixCache
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Place

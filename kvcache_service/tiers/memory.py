@@ -3,7 +3,7 @@
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
@@ -49,8 +49,8 @@ class MemoryTier(Tier):
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         pass
 
-    def recover(self) -> list[Recovered]:
-        return []
+    def recover(self) -> Iterator[Recovered]:
+        return iter(())
 
     def close(self) -> None:
         # The mapping goes with its last view, which a frame on its way out may still hold.
