@@ -69,6 +69,7 @@ docs: setup ## Writes what follows from the code: settings, one line a file, the
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
 	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json
+	@$(PY) -m fusionkv.kvcache_service.scale --json build/bench/scale.json
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 

@@ -104,45 +104,24 @@ class Index:
 
     def replicas(self, record: Record) -> list[int]:
         """The rows of all plain entries of a record's chunk behind its system prompt."""
-        return self._members(record.namespace, record.system, record.chunk, b"")
+        group = _group_of(record.namespace, record.system, record.chunk, b"")
+        if group in self._crowds:
+            return [row for _, row in self._crowds[group]]
+        row = self._only(group, record.namespace, record.system, record.chunk, b"")
+        return [] if row is None else [row]
 
     def _alternative(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> int | None:
         for variant in (*variants, b""):
-            rows = self._members(namespace, path[0], path[-1], variant, near=b"".join(reversed(path)))
-            if rows:
-                return rows[0]
-        return None
-
-    def _members(
-        self, namespace: bytes, system: bytes, chunk: bytes, variant: bytes, near: bytes | None = None
-    ) -> list[int]:
-        """A group's rows; with a trail to be `near`, only the one that shares the longest suffix with it.
-
-        Where nothing but the chunk is shared, the entry encoded without other chunks before it comes first: it
-        carries nothing of theirs.
-        """
-        group = _group_of(namespace, system, chunk, variant)
-        crowd = self._crowds.get(group)
-        if crowd is None:
-            row = self._only(group, namespace, system, chunk, variant)
-            return [] if row is None else [row]
-        if near is None:
-            return [row for _, row in crowd]
-        at = bisect_left(crowd, (near, -1))
-        trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: _common(member[0], near))
-        if _common(trail, near) == 1:
-            alone = (chunk + system, -1)
-            at = bisect_left(crowd, alone)
-            if at < len(crowd) and crowd[at][0] == alone[0]:
-                row = crowd[at][1]
-        return [row]
-
-    def _only(self, group: bytes, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> int | None:
-        for row in self._single.rows(group):
-            record = self.rows.record(row)
-            if (record.namespace, record.system, record.chunk, record.variant) == (namespace, system, chunk, variant):
+            group = _group_of(namespace, path[0], path[-1], variant)
+            crowd = self._crowds.get(group)
+            row = _nearest(crowd, path) if crowd else self._only(group, namespace, path[0], path[-1], variant)
+            if row is not None:
                 return row
         return None
+
+    def _only(self, group: bytes, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> int | None:
+        rows = self._single.rows(group)
+        return next((row for row in rows if self.rows.belongs(row, namespace, system, chunk, variant)), None)
 
     def check_integrity(self) -> None:
         """Every entry is found by its key, is in exactly the group that it belongs to, and no group holds more."""
@@ -169,6 +148,23 @@ def _group(record: Record) -> bytes:
 
 def _group_of(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bytes:
     return variant_key(replica_key(namespace, system, chunk), variant)
+
+
+def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
+    """The row of a sorted group that shares the longest suffix with a path.
+
+    Where nothing but the chunk is shared, the entry encoded without other chunks before it comes first: it carries
+    nothing of theirs.
+    """
+    near = b"".join(reversed(path))
+    at = bisect_left(crowd, (near, -1))
+    trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: _common(member[0], near))
+    if _common(trail, near) == 1:
+        alone = path[-1] + path[0]
+        at = bisect_left(crowd, (alone, -1))
+        if at < len(crowd) and crowd[at][0] == alone:
+            row = crowd[at][1]
+    return row
 
 
 def _common(a: bytes, b: bytes) -> int:

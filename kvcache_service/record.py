@@ -80,6 +80,15 @@ def encode(record: Record, offset: int) -> bytes:
     return body + xxhash.xxh3_64_digest(record.key + body)
 
 
+def place(key: bytes, value: bytes) -> tuple[int, int] | None:
+    """Offset and size alone, at a quarter of the cost of `decode`; None where that raises."""
+    if len(value) < _HEAD.size + 8 or xxhash.xxh3_64_digest(key + value[:-8]) != value[-8:]:
+        return None
+    version, depth, flags, size, *_, offset = _HEAD.unpack_from(value)
+    names = DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
+    return (offset, size) if version == _VERSION and len(value) == _HEAD.size + names + 8 else None
+
+
 def decode(key: bytes, value: bytes) -> tuple[Record, int]:
     """The record and the offset of its bytes.
 

@@ -141,13 +141,14 @@ class Residents:
     def settle(self, entry: Resident, tier: Tier, place: Place) -> None:
         """Turns a reserved place into a copy of an entry."""
         del self._reserved[tier.name, place.offset]
-        self.adopt(entry, tier, place)
-
-    def adopt(self, entry: Resident, tier: Tier, place: Place) -> None:
-        """Turns a place that a tier recovered into a copy of an entry."""
         entry.places[tier.name] = place
         if entry.row is not None:
             self._enter(entry.row, tier.name, place)
+
+    def recover(self) -> None:
+        """Takes over what the home tier has from before."""
+        for found in self.home.recover():
+            self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
 
     def publish(self, entry: Resident) -> None:
         """Makes an entry visible; its bytes are in the home tier."""

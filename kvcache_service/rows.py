@@ -128,6 +128,13 @@ class Rows:
             offered=bool(flags & _OFFERED),
         )  # fmt: skip
 
+    def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
+        """Whether a row is of this chunk behind this system prompt, encoded in this way."""
+        at = row * _FIXED.size + DIGEST_BYTES
+        names, (known, behind) = self._fixed[at : at + 2 * DIGEST_BYTES], self._behinds[self._behind[row]]
+        wanted = chunk + (variant or bytes(DIGEST_BYTES))
+        return names == wanted and known == namespace and behind.endswith(system)
+
     def in_namespace(self, namespace: bytes) -> list[int]:
         """The rows of a namespace; 10 ms at 10 million rows."""
         numbers = self._behinds.of(namespace)

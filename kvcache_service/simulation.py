@@ -71,11 +71,15 @@ class Outcome:
 
 
 class Service:
-    """The cache service's store and a worker's use of it: one Lookup a query, one Put for each miss."""
+    """The cache service's store and a worker's use of it: one Lookup a query, one Put for each miss.
 
-    def __init__(self, capacity: int) -> None:
+    A miss is encoded after the system prompt alone, as the worker does it, or `in_place`, behind the whole path.
+    """
+
+    def __init__(self, capacity: int, *, in_place: bool = False) -> None:
         tier = WithoutBytes(capacity * ALIGNMENT)
         self._store = Store(Config(), [tier])
+        self._in_place = in_place
 
     def __len__(self) -> int:
         return len(self._store.residents)
@@ -84,8 +88,8 @@ class Service:
         found, lease = self._store.lookup(NAMESPACE, path, [()] * len(path), 30.0)
         for i, (kind, _) in enumerate(found):
             if kind is HitKind.MISS:
-                # As the worker encodes what nobody has: after the system prompt alone.
-                await self._put([SYSTEM, path[i]] if i else [SYSTEM])
+                alone = i and not self._in_place
+                await self._put([SYSTEM, path[i]] if alone else list(path[: i + 1]))
         self._store.leases.release(lease)
         return [kind for kind, _ in found]
 
@@ -95,7 +99,8 @@ class Service:
 
     async def _put(self, path: list[bytes]) -> None:
         data = path[-1]
-        entry = record.make(NAMESPACE, path, b"", len(data), 512, 0, xxhash.xxh3_128_digest(data))
+        checksum = xxhash.xxh3_128_digest(data)
+        entry = record.make(NAMESPACE, path, b"", len(data), 512, 0, checksum, offered=True)
         writer = self._store.write(entry)
         assert writer is not None
         await writer.write(memoryview(data))
@@ -143,6 +148,7 @@ async def compare(workload: Workload, marks: Sequence[int], backtracking: bool) 
     capacity = 1 + workload.knowledge + workload.queries * workload.chunks
     caches: dict[str, Service | Baseline] = {"service": Service(capacity), "prefix": Baseline(backtrack=False)}
     if backtracking:
+        caches["in_place"] = Service(capacity, in_place=True)
         caches["backtracking"] = Baseline(backtrack=True)
     outcomes = {name: await simulate(workload, cache, marks) for name, cache in caches.items()}
     rows = []

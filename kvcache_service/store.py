@@ -64,14 +64,7 @@ class Store:
     async def open(self) -> None:
         """Takes over what the home tier has from before. Nothing else may run meanwhile."""
         home = self.residents.home
-
-        def take_over() -> None:
-            for found in home.recover():
-                entry = Resident(found.record, found.heat)
-                self.residents.adopt(entry, home, found.place)
-                self.residents.publish(entry)
-
-        await self.in_thread(take_over)
+        await self.in_thread(self.residents.recover)
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
 
     async def close(self) -> None:

@@ -98,8 +98,7 @@ class DiskTier(Tier):
         """
         lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
         found: list[array[int]] = [array("q"), array("q")]
-        for _, known, _ in self._ledger.load():
-            offset, size = (known[1], known[0].size) if known is not None else (-1, 0)
+        for offset, size in self._ledger.places():
             if offset % SEGMENT_BYTES + size > lengths.get(offset // SEGMENT_BYTES, 0):
                 offset = -1
             found[0].append(offset)

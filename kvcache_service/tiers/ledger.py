@@ -9,7 +9,7 @@ from pathlib import Path
 
 import lmdb
 
-from fusionkv.kvcache_service.record import Record, decode, encode
+from fusionkv.kvcache_service.record import Record, decode, encode, place
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,12 @@ class Ledger:
                     known = None
                 yield key, known, _HEAT.unpack(heat)[0] if heat and len(heat) == _HEAT.size else 0.0
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Offset and size of each record, in the order of `load`; (-1, 0) for an unreadable one."""
+        with self._errors(), self._env.begin() as txn:
+            for key, value in txn.cursor(db=self._records):
+                yield place(key, value) or (-1, 0)
+
     def close(self) -> None:
         with self._errors():
             self._env.sync(True)
@@ -86,7 +92,5 @@ class Ledger:
 
 
 def _offset(key: bytes, value: bytes) -> int | None:
-    try:
-        return decode(key, value)[1]
-    except ValueError:
-        return None
+    known = place(key, value)
+    return None if known is None else known[0]

@@ -43,11 +43,12 @@ def test_the_same_chunks_in_document_order_are_one_path() -> None:
     assert all(len(same) == 1 for same in paths.values())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("workload", [SMALL, replace(SMALL, topics=1, sorted=True)])
-def test_the_service_computes_each_chunk_once(workload: Workload) -> None:
+def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
     asked = {chunk for query in workload for chunk in query[1:]}
     known = set(workload.corpus())
-    done = outcome(workload, Service(2000))
+    done = outcome(workload, Service(2000, in_place=in_place))
     assert done.stored == len(asked | known)
     assert done.missed == len(asked - known)
     assert done.redundant == 0

@@ -1,0 +1,35 @@
+"""The scale bench: what it stores is what it says it asks for, and a restart has all of it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from fusionkv.kvcache_service import scale
+
+
+def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "LOOKUPS", 20)
+    # It asserts itself that every path is found as meant, and that as many entries come back.
+    row = asyncio.run(scale.measure(tmp_path, 3000))
+    assert row.chunks == 3000
+    assert 0 < row.bytes_per_chunk < 10_000
+    assert set(row.lookup_us) == {"exact", "alternative", "miss"}
+    assert all(0 < median <= high for median, high in row.lookup_us.values())
+
+
+def test_the_store_that_it_fills_is_whole(tmp_path: Path) -> None:
+    async def check() -> None:
+        store = scale.make_store(tmp_path, 2000)
+        await store.open()
+        scale.fill(store, 2000)
+        store.check_integrity()
+        assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
+        await store.close()
+        again = scale.make_store(tmp_path, 2000)
+        await again.open()
+        again.check_integrity()
+        assert len(again.residents) == 2000
+        await again.close()
+
+    asyncio.run(check())
