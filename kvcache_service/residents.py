@@ -13,6 +13,7 @@ from fusionkv.kvcache_service.index import Index
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import aligned
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -132,6 +133,16 @@ class Residents:
                 self._counters.add("demotions", tier=tier.name)
         self._reserved[tier.name, place.offset] = place.size
         return place, evicted
+
+    def surplus(self, tier: Tier, limit_bytes: int, most: int) -> list[Resident]:
+        """The coldest entries that nobody holds, at most `most`, without which a tier uses up to `limit_bytes`."""
+        rows: list[int] = []
+        excess = tier.used_bytes - limit_bytes
+        with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
+            while excess > 0 and len(rows) < most and (row := next(coldest, None)) is not None:
+                rows.append(row)
+                excess -= aligned(self.index.rows.size(row))
+        return [self._resident(row) for row in rows]
 
     def cancel(self, tier: Tier, place: Place) -> None:
         """Gives a reserved place back."""

@@ -199,6 +199,28 @@ def test_demand_is_bounded_and_remembers_the_last() -> None:
     assert demand.count((700).to_bytes(8)) == 0
 
 
+def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
+    replicas = Replicas(blocks=100, high_watermark=0.9, low_watermark=0.5)
+    for i in range(90):
+        replicas.now += 600
+        replicas.put([SYSTEM, bytes([i]) * 32])
+    replicas.loop.run_until_complete(replicas.store.make_room())
+    home = replicas.store.residents.home
+    assert home.used_bytes == 90 * BLOCK, "not over the high watermark"
+    replicas.put([SYSTEM, bytes([90]) * 32])
+    found, lease = replicas.store.lookup(NAMESPACE, [SYSTEM, bytes([0]) * 32], [(), ()], 30.0)
+    held = found[1][1]
+    replicas.find([SYSTEM, bytes([1]) * 32])
+    replicas.loop.run_until_complete(replicas.store.make_room())
+    left = {entry.record.chunk[0] for entry in replicas.store.residents}
+    assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
+    assert held is not None
+    assert held.visible
+    assert replicas.store.counters.get("evictions", "memory") == 41
+    replicas.store.leases.release(lease)
+    replicas.close()
+
+
 def test_under_pressure_uploads_of_one_query_go_first() -> None:
     """60% of the chunks from a knowledge base, 30% shared, 10% unique; room for little more than the former two."""
     workload = Workload(queries=1500, chunks=6, knowledge=60, shared=60, zipf=0.5, seed=3)
