@@ -12,6 +12,7 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
@@ -50,6 +51,7 @@ class KVCacheServicer:
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._config = config
+        self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
         self._puts = 0
         self._fetches = 0
         self._started = time.monotonic()
@@ -66,7 +68,7 @@ class KVCacheServicer:
             request.namespace, path, [list(element.variants) for element in request.path], lease_ms / 1000
         )
         hits = [pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None) for kind, entry in found]
-        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0)
+        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         _check_digests([request.key], "the key")
@@ -179,6 +181,7 @@ class KVCacheServicer:
             checksum=record.checksum,
             tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
             variant=record.variant,
+            arena_offset=entry.places["memory"].offset if "memory" in entry.places else None,
         )
 
     def _record(self, first: pb.PutRequest | memoryview | None) -> records.Record:
