@@ -73,6 +73,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
+.PHONY: plots
+plots: setup ## Draws the plots of docs/performance.md from build/bench/
+	@$(PY) scripts/plots.py
+
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task
 	@$(PY) -m fusionkv.models.evaluate --n 20 $(ARGS)

@@ -48,7 +48,9 @@ def test_the_same_chunks_in_document_order_are_one_path() -> None:
 def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
     asked = {chunk for query in workload for chunk in query[1:]}
     known = set(workload.corpus())
-    done = outcome(workload, Service(2000, in_place=in_place))
+    service = Service(2000, in_place=in_place)
+    done = outcome(workload, service)
+    service.store.check_integrity()
     assert done.stored == len(asked | known)
     assert done.missed == len(asked - known)
     assert done.redundant == 0
