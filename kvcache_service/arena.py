@@ -99,6 +99,10 @@ class Window:
                 self._name, self._bytes = handed, view
         return self._bytes if self._name == name else None
 
+    def opened(self, lease: int) -> bool:
+        """Whether a memory tier is seen, and a lease is held."""
+        return self._bytes is not None and self._held(lease)
+
     async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
         """Copies bytes of the memory tier; False when the lease was not held until the end of that."""
         if not self._held(lease):

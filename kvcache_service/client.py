@@ -117,7 +117,8 @@ class CacheClient:
         into = into.cast("B")
         if len(into) != entry.size:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
-        if entry.shared is not None and await self._window.copied(entry.shared, entry.lease, into):
+        shared = entry.shared or await self._risen(entry, timeout)
+        if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
         hasher, at = xxhash.xxh3_128(), 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
@@ -142,6 +143,17 @@ class CacheClient:
             with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
                 await self.delete([entry.key], timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
+
+    async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
+        """The bytes of a leased entry after the service took them up into memory; None if they are not seen there."""
+        if not self._window.opened(entry.lease):
+            return None
+        try:
+            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), timeout)
+        except ServiceError:
+            return None  # the stream, which comes next, says what is wrong
+        arena = await self._window.open(response.arena)
+        return None if arena is None else _shared(response.entries[0], arena, entry.size)
 
     async def put(
         self,
@@ -272,7 +284,7 @@ def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str,
             request_serializer=getattr(pb, f"{name}Request").SerializeToString,
             response_deserializer=getattr(pb, f"{name}Response").FromString,
         )
-        for name in ("Lookup", "Release", "Delete", "Stats")
+        for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats")
     }
     stubs["Fetch"] = channel.unary_stream(
         _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
@@ -291,8 +303,12 @@ def _hit(hit: pb.Hit, lease: int, shared: memoryview | None) -> Hit:
     if not hit.HasField("entry"):
         return Hit(_KINDS[hit.kind], None)
     e = hit.entry
-    there = None
-    if shared is not None and e.HasField("arena_offset") and e.arena_offset + e.size_bytes <= len(shared):
-        there = shared[e.arena_offset : e.arena_offset + e.size_bytes]
+    there = None if shared is None else _shared(e, shared, e.size_bytes)
     entry = Entry(e.key, e.size_bytes, e.tokens, e.base, e.checksum, _TIERS[e.tier], e.variant, there, lease)
     return Hit(_KINDS[hit.kind], entry)
+
+
+def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
+    """An entry's bytes in the arena, if it is there."""
+    inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
+    return arena[at.arena_offset : at.arena_offset + size] if inside else None

@@ -1,5 +1,6 @@
 """The RPCs: requests checked, handed to the store, answered."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 
@@ -85,6 +86,21 @@ class KVCacheServicer:
         context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
         async for frame in reader.frames():
             yield frame
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
+        _check_digests(request.keys, "a key")
+        if len(request.keys) > self._config.max_path:
+            raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
+        if self._fetches >= self._config.max_fetches:
+            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
+        self._fetches += 1
+        try:
+            await asyncio.gather(*map(self._store.rise, request.keys))
+        finally:
+            self._fetches -= 1
+        found = map(self._store.residents.get, request.keys)
+        entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in found]
+        return pb.PrefetchResponse(entries=entries, arena=self._arena)
 
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
@@ -181,7 +197,7 @@ class KVCacheServicer:
             checksum=record.checksum,
             tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
             variant=record.variant,
-            arena_offset=entry.places["memory"].offset if "memory" in entry.places else None,
+            arena_offset=_arena_offset(entry),
         )
 
     def _record(self, first: pb.PutRequest | memoryview | None) -> records.Record:
@@ -215,6 +231,11 @@ class KVCacheServicer:
         if not 1 <= len(path) <= self._config.max_path:
             raise InvalidArgument(f"a path of {len(path)} elements; 1 to {self._config.max_path} are allowed")
         _check_digests(path, "a digest of the path")
+
+
+def _arena_offset(entry: Resident | None) -> int | None:
+    place = entry and entry.places.get(MemoryTier.name)
+    return place.offset if place else None
 
 
 async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: Writer) -> bool:

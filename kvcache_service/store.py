@@ -218,6 +218,13 @@ class Store:
             raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
         return Reader(self, entry)
 
+    async def rise(self, key: bytes) -> bool:
+        """Brings an entry up to a fast tier; whether it is there then."""
+        if self.residents.get(key) is None:
+            return False
+        with contextlib.closing(self.read(key)) as reader:
+            return await reader.rise()
+
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes entries, also from what survives a restart, before it returns; gives how many there were.
 

@@ -114,6 +114,22 @@ async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tools: Any, 
     assert (await service.find(tools.digest("T"))).hits[0].entry.shared is None, "over TCP"
 
 
+async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tools: Any, tmp_path: Path) -> None:
+    service = await start(memory=1 * MIB, disk=64 * MIB)
+    s, t = tools.digest("S"), tools.digest("T")
+    first, second = tools.payload("first", MIB), tools.payload("second", MIB)
+    await service.put([s], first)
+    service.clock.now += 1000
+    await service.put([t], second)
+    async with nearby(service, tools, tmp_path / "s") as near:
+        entry = (await near.find(s)).hits[0].entry
+        assert (entry.tier, entry.shared) == ("disk", None)
+        assert await near.fetched(entry) == (first, 0)
+        assert service.store.counters.get("promotions", "memory") == 1
+        other = (await near.find(t)).hits[0].entry
+        assert await near.fetched(other) == (second, MIB), "no room: the first is leased"
+
+
 async def test_without_a_doorway_bytes_are_streamed(start: Any, tools: Any, tmp_path: Path, caplog: Any) -> None:
     service = await start()
     s, data = tools.digest("S"), tools.payload("x", 1000)
