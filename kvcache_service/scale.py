@@ -1,9 +1,9 @@
 """What an index of many chunks costs: `python -m fusionkv.kvcache_service.scale`.
 
-For each number of chunks, in a process of its own: a store with a memory and a disk tier is filled, asked for paths
-of 20 chunks, closed and opened again. The segment files are sparse: entries have their places and no bytes, all else
-is as in service. Of 1,000 chunks 979 are encoded right after the system prompt, 20 behind each other as one path, and
-one has a second replica. All times are processor times of the process: other work on the machine is not in them.
+For each number of chunks, in a process of its own: the files of a disk tier are written, a store is opened on them,
+asked for paths of 20 chunks, and given some more. The segment files are sparse: entries have their places and no
+bytes, all else is as in service. Of 1,000 chunks 979 are encoded right after the system prompt, 20 behind each other as
+one path, and one has a second replica. All times are processor times: other work on the machine is not in them.
 """
 
 import argparse
@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -28,9 +30,9 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
-from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+from fusionkv.kvcache_service.tiers.ledger import Ledger
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 
 NAMESPACE = keys.namespace(b"scale", {}, "")
@@ -38,6 +40,7 @@ SYSTEM = keys.chunk_digest([0])
 PATH = 20  # chunks of a path that is asked for
 GROUP = 1000
 LOOKUPS = 5000
+ADDED = 5000
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Row:
     """Memory of the process; the disk tier's index is a file, mapped, and not part of it."""
     index_file_bytes_per_chunk: float
     add_us: float
-    """A chunk made visible: its place, the disk tier's record, the index."""
+    """A chunk made visible: its place, the disk tier's record, the index, its key."""
     lookup_us: dict[str, tuple[float, float]]
     """Median and 99th percentile of a path found exactly, in other ways but for its first chunk, and not at all."""
     restart_seconds: float
@@ -64,13 +67,17 @@ def chunk(number: int) -> bytes:
     return keys.chunk_digest([1, number])
 
 
-def paths(chunks: int) -> Iterator[list[bytes]]:
-    """Paths of the entries to store."""
-    for group in range(chunks // GROUP):
-        whole = path_of(group)
-        yield from (whole[: 2 + i] for i in range(PATH))
-        yield from ([SYSTEM, chunk(group * GROUP + i)] for i in range(PATH, GROUP - 1))
-        yield [SYSTEM, chunk(group * GROUP + PATH), chunk(group * GROUP + PATH + 1)]
+def record_at(number: int) -> record.Record:
+    """The entry that a number stands for."""
+    group, i = divmod(number, GROUP)
+    if i < PATH:
+        path = path_of(group)[: 2 + i]
+    elif i < GROUP - 1:
+        path = [SYSTEM, chunk(number)]
+    else:
+        path = [SYSTEM, chunk(group * GROUP + PATH), chunk(group * GROUP + PATH + 1)]
+    checksum = number.to_bytes(record.CHECKSUM_BYTES)
+    return record.make(NAMESPACE, path, b"", ALIGNMENT - number % 100, 512, 0, checksum)
 
 
 def anonymous_bytes() -> int:
@@ -79,25 +86,42 @@ def anonymous_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
+def capacity(chunks: int) -> int:
+    return (chunks + ADDED) * ALIGNMENT + SEGMENT_BYTES
+
+
+def write_files(directory: Path, chunks: int) -> None:
+    """What a disk tier of so many entries leaves behind. Records come in the order of their keys: each page once."""
+    (directory / "segments").mkdir(parents=True)
+    for segment in range(capacity(chunks) // SEGMENT_BYTES + 1):
+        with open(directory / "segments" / f"{segment:06d}.kv", "wb") as file:
+            file.truncate(SEGMENT_BYTES)
+    firsts = array("Q", (int.from_bytes(record_at(number).key[:8]) for number in range(chunks)))
+    order = np.argsort(np.frombuffer(firsts, np.uint64))
+    ledger = Ledger(directory / "index", 2 * capacity(chunks), sync=False)
+    for at in range(0, chunks, GROUP):
+        numbers = order[at : at + GROUP].tolist()
+        ledger.put((record_at(number), number * ALIGNMENT, float(number)) for number in numbers)
+    ledger.close()
+
+
 def make_store(directory: Path, chunks: int) -> Store:
-    capacity = chunks * ALIGNMENT + SEGMENT_BYTES
-    tiers = [MemoryTier(1 << 20), DiskTier(directory, capacity)]
-    return Store(Config(disk_bytes=capacity), tiers)
+    tiers = [MemoryTier(1 << 20), DiskTier(directory, capacity(chunks))]
+    return Store(Config(disk_bytes=capacity(chunks)), tiers)
 
 
-def fill(store: Store, chunks: int) -> None:
+def add(store: Store, chunks: int) -> float:
+    """Adds entries as a Put does, but for their bytes; microseconds each."""
     residents = store.residents
     home = residents.home
-    for offset in range(0, chunks * ALIGNMENT + SEGMENT_BYTES, SEGMENT_BYTES):
-        home.write(Place(offset, SEGMENT_BYTES), SEGMENT_BYTES - 1, [memoryview(b"\0")])
-    for number, path in enumerate(paths(chunks)):
-        checksum = number.to_bytes(record.CHECKSUM_BYTES)
-        new = record.make(NAMESPACE, path, b"", ALIGNMENT - number % 100, 512, 0, checksum)
-        entry = Resident(new, float(number))
-        place, _ = residents.reserve(home, new.size)
-        home.commit(new, place, entry.heat)
+    start = time.process_time()
+    for number in range(chunks, chunks + ADDED):
+        entry = Resident(record_at(number), float(number))
+        place, _ = residents.reserve(home, entry.record.size)
+        home.commit(entry.record, place, entry.heat)
         residents.settle(entry, home, place)
         residents.publish(entry)
+    return (time.process_time() - start) / ADDED * 1e6
 
 
 def ask(store: Store, chunks: int) -> dict[str, tuple[float, float]]:
@@ -124,26 +148,20 @@ def ask(store: Store, chunks: int) -> dict[str, tuple[float, float]]:
 
 
 async def measure(directory: Path, chunks: int) -> Row:
+    write_files(directory, chunks)
+    index_file = (directory / "index" / "data.mdb").stat().st_blocks * 512
     gc.collect()
     before, store = anonymous_bytes(), make_store(directory, chunks)
-    await store.open()
     start = time.process_time()
-    fill(store, chunks)
-    add = time.process_time() - start
-    gc.collect()
-    memory = anonymous_bytes() - before
-    took = ask(store, chunks)
-    await store.close()
-    index_file = (directory / "index" / "data.mdb").stat().st_blocks * 512
-    del store
-    gc.collect()
-    start = time.process_time()
-    store = make_store(directory, chunks)
     await store.open()
     restart = time.process_time() - start
     assert len(store.residents) == chunks
+    gc.collect()
+    memory = anonymous_bytes() - before
+    took = ask(store, chunks)
+    added = add(store, chunks)
     await store.close()
-    return Row(chunks, memory / chunks, index_file / chunks, add / chunks * 1e6, took, restart)
+    return Row(chunks, memory / chunks, index_file / chunks, added, took, restart)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

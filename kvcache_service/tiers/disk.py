@@ -81,7 +81,7 @@ class DiskTier(Tier):
     def commit(self, record: Record, place: Place, heat: float) -> None:
         if self._sync:
             os.fdatasync(self._at(place, 0)[0])
-        self._ledger.put(record, place.offset, heat)
+        self._ledger.put([(record, place.offset, heat)])
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
         self._ledger.delete([(key, place.offset) for key, place in entries])

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
@@ -36,10 +36,11 @@ class Ledger:
             self._records = self._env.open_db(b"records")
             self._heats = self._env.open_db(b"heat")
 
-    def put(self, record: Record, offset: int, heat: float) -> None:
+    def put(self, entries: Iterable[tuple[Record, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:
-            txn.put(record.key, encode(record, offset), db=self._records)
-            txn.put(record.key, _HEAT.pack(heat), db=self._heats)
+            for record, offset, heat in entries:
+                txn.put(record.key, encode(record, offset), db=self._records)
+                txn.put(record.key, _HEAT.pack(heat), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Deletes keys that are recorded at the given offset still, or that are unreadable."""

@@ -10,6 +10,7 @@ from fusionkv.kvcache_service import scale
 
 def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale, "LOOKUPS", 20)
+    monkeypatch.setattr(scale, "ADDED", 100)
     # It asserts itself that every path is found as meant, and that as many entries come back.
     row = asyncio.run(scale.measure(tmp_path, 3000))
     assert row.chunks == 3000
@@ -18,18 +19,18 @@ def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < median <= high for median, high in row.lookup_us.values())
 
 
-def test_the_store_that_it_fills_is_whole(tmp_path: Path) -> None:
+def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "ADDED", 100)
+
     async def check() -> None:
+        scale.write_files(tmp_path, 2000)
         store = scale.make_store(tmp_path, 2000)
         await store.open()
-        scale.fill(store, 2000)
         store.check_integrity()
         assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
+        scale.add(store, 2000)
+        store.check_integrity()
+        assert len(store.residents) == 2100
         await store.close()
-        again = scale.make_store(tmp_path, 2000)
-        await again.open()
-        again.check_integrity()
-        assert len(again.residents) == 2000
-        await again.close()
 
     asyncio.run(check())
