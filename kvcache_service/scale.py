@@ -2,8 +2,8 @@
 
 For each number of chunks, in a process of its own: the files of a disk tier are written, a store is opened on them,
 asked for paths of 20 chunks, and given some more. The segment files are sparse: entries have their places and no
-bytes, all else is as in service. Of 1,000 chunks 979 are encoded right after the system prompt, 20 behind each other as
-one path, and one has a second replica. All times are processor times: other work on the machine is not in them.
+bytes, all else is as in service. Of 1,000 chunks 979 are encoded right after the system prompt, 20 behind each other
+as one path, and one has a second replica. Times are processor times: other work on the machine is not in them.
 """
 
 import argparse
