@@ -36,7 +36,7 @@ class FusionServicer:
     def __init__(self, config: WorkerConfig, model: Model, auxiliary: Model | None = None) -> None:
         self._config = config
         self._model = model
-        self._cache = CacheClient(config.cache) if config.cache else None
+        self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)

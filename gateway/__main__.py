@@ -32,13 +32,14 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.workers import WorkerPool
 
     retrieval = await EmbeddedRetrieval.open(config.data_dir)
-    servicer = GatewayServicer(config, retrieval, WorkerPool(config.workers))
+    servicer = GatewayServicer(config, retrieval, WorkerPool(config.workers, config.client_tls()))
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
         {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
+        tls=config.server_tls,
     )
 
 

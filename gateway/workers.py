@@ -15,6 +15,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.tls import ClientTLS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -29,8 +30,8 @@ class WorkerPool:
     those are likely in its device pool. All workers run one model; one that runs another is passed over.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._workers = [WorkerClient(address) for address in addresses]
+    def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
+        self._workers = [WorkerClient(address, tls) for address in addresses]
         self._in_flight = dict.fromkeys(addresses, 0)
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()

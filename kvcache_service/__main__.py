@@ -70,7 +70,11 @@ async def run(config: Config) -> None:
     try:
         servicer = KVCacheServicer(store, config)
         await rpc.serve(
-            NAME, config.listen, {SERVICE.full_name: handler(servicer)}, drain_seconds=config.drain_seconds
+            NAME,
+            config.listen,
+            {SERVICE.full_name: handler(servicer)},
+            drain_seconds=config.drain_seconds,
+            tls=config.server_tls,
         )
     finally:
         sweeper.cancel()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.settings import setting
+from fusionkv.protos.tls import ServerTLS
 
 GIB = 1 << 30
 
@@ -30,3 +31,13 @@ class Config:
     max_lease_ms: int = setting(600_000, "longest lease", low=1)
     half_life_seconds: float = setting(600.0, "time in which the weight of an access halves", low=1e-3)
     drain_seconds: float = setting(10.0, "time for calls in flight to end after SIGTERM", low=0)
+    tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
+    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
+    tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
+
+    def __post_init__(self) -> None:
+        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def server_tls(self) -> ServerTLS | None:
+        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
