@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 
-from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.errors import InvalidArgument
@@ -83,9 +82,9 @@ def build(
     recipe: fusion_pb2.Recipe,
     passages: Sequence[Passage],
     vocabulary: Vocabulary,
-    config: GatewayConfig,
+    tenant: str,
 ) -> fusion_pb2.GenerateRequest:
-    """The worker's request for these passages, in this order.
+    """The worker's request for these passages, in this order, for the KV of `tenant`.
 
     Raises:
         InvalidArgument: the prompt and its answer are longer than the model takes.
@@ -120,9 +119,14 @@ def build(
             stop=sampling.stop,
         ),
         model_fingerprint=vocabulary.model.fingerprint,
-        tenant=config.tenant,
+        tenant=tenant,
         corpus=request.corpus,
     )
     if request.HasField("ratio"):
         made.ratio = request.ratio
     return made
+
+
+def tokens(request: fusion_pb2.GenerateRequest) -> int:
+    """Length of a request's prompt."""
+    return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)

@@ -12,7 +12,7 @@ from google.protobuf import descriptor, message_factory
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fusionkv.protos import telemetry
+from fusionkv.protos import errors, telemetry
 from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
@@ -100,7 +100,7 @@ def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any
     async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
         telemetry.record_error(error)
         if isinstance(error, ServiceError):
-            await context.abort(error.status, str(error))
+            await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
         log.exception("unforeseen error in %s", method.__qualname__)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
