@@ -27,10 +27,8 @@ class Clock:
         return self.now
 
 
-@given(
-    st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50)
-)
-def test_no_more_than_a_minutes_worth_beside_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
+@given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
+def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
     clock = Clock()
     bucket = Bucket(clock)
     taken = last = 0
@@ -145,15 +143,20 @@ def test_a_gateway_refuses_what_is_over_and_says_when(
         quotas.write_text("[tenants.acme]\nrequests_per_minute = 1\n[tenants.other]\ntokens_per_minute = 50\n")
         for client, what in ((acme, "1 requests"), (other, "50 tokens")):
             with pytest.raises(ResourceExhausted, match=f"quota of {what} a minute") as raised:
-                for _ in range(1000):  # the file is looked at once a second
-                    client.ask("c", "What?", max_tokens=3)
+                ask_until_refused(client)
             assert 0 < (raised.value.retry_after or 0) <= 3600
     # What any caller of any language reads: trailing metadata.
     with rpc.dial_sync(gateway.address) as channel, pytest.raises(grpc.RpcError) as refused:
-        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-        stub.List(pb.ListRequest(), metadata=[("authorization", "Bearer acme")], timeout=20)
+        gateway_pb2_grpc.GatewayServiceStub(channel).List(
+            pb.ListRequest(), metadata=[("authorization", "Bearer acme")], timeout=20
+        )
     hint = dict(refused.value.trailing_metadata())["retry-after-ms"]  # type: ignore[attr-defined]
     assert 0 < int(hint) <= 60_000
+
+
+def ask_until_refused(client: Client) -> None:
+    for _ in range(1000):  # the file is looked at once a second
+        client.ask("c", "What?", max_tokens=3)
 
 
 @pytest.mark.system
