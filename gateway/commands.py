@@ -268,7 +268,8 @@ def _cache_address() -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, list):
-        return "\n".join(", ".join(f"{k} {v}" for k, v in item.items()) for item in value)
+        rows = [i if isinstance(i, str) else ", ".join(f"{k} {v}" for k, v in i.items()) for i in value]
+        return "\n".join(rows)
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

@@ -21,7 +21,7 @@ _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MOST_NAME = 512
+MOST_NAME = 512
 Piece = tuple[str, list[int]]  # a chunk's text and its token ids
 
 
@@ -141,10 +141,10 @@ class Ingest:
 def check_corpus(name: str) -> None:
     """Raises InvalidArgument unless the name is one for a corpus."""
     if not _CORPUS.fullmatch(name):
-        raise InvalidArgument(f"bad corpus name {name!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise InvalidArgument(f"bad corpus name {name[:80]!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
 
 
 def check_document(name: str) -> None:
     """Raises InvalidArgument unless the name is one for a document."""
-    if not name or len(name) > _MOST_NAME or not name.isprintable():
-        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {_MOST_NAME} printable characters")
+    if not name or len(name) > MOST_NAME or not name.isprintable():
+        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {MOST_NAME} printable characters")

@@ -13,6 +13,9 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 Passage = tuple[Chunk, float]
 # Characters. What does not belong to the question belongs in a document.
 MOST_QUESTION = 1 << 16
+MOST_RECIPE = 256
+# As the worker takes them, but told before anything is retrieved.
+_MOST_STOPS, _MOST_STOP = 16, 256
 # A modifier and its first number; the worker reads the rest.
 _TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
@@ -23,6 +26,8 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
     Raises:
         InvalidArgument: the worker has none of that name, or no such modifier.
     """
+    if len(name) > MOST_RECIPE:
+        raise InvalidArgument(f"the recipe's name has {len(name)} characters; at most {MOST_RECIPE} are taken")
     base, *terms = name.split("+")
     known = {found.name: found for found in vocabulary.model.recipes}
     if base not in known:
@@ -52,8 +57,8 @@ def check(request: pb.GenerateRequest) -> None:
         raise InvalidArgument(f"temperature is {sampling.temperature:g}: it must be 0 (greedy) or more")
     if not 0 <= sampling.top_p <= 1:
         raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be in 0..1")
-    if any(not stop for stop in sampling.stop):
-        raise InvalidArgument("a stop string is empty")
+    if len(sampling.stop) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP for stop in sampling.stop):
+        raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of 1 to {_MOST_STOP} characters are taken")
 
 
 def check_question(question: str) -> None:

@@ -19,6 +19,8 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 # Variants stored in one commit; an interruption repeats at most this many lookups of what is encoded already.
 _TOGETHER = 32
+# The papers use 10; a search for more than a few hundred takes longer than the encoding.
+_MOST_NEIGHBOURS = 256
 
 
 class Precompute:
@@ -42,6 +44,8 @@ class Precompute:
         vocabulary = await self._workers.model()
         default = _count(request.recipe, self._config.recipe, vocabulary)
         count = request.neighbours or default
+        if count > _MOST_NEIGHBOURS:
+            raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
         progress = pb.PrecomputeResponse(total=sum(d.chunks for d in documents))
         yield _copy(progress)
         for document in documents:

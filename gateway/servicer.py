@@ -9,7 +9,7 @@ import grpc
 from opentelemetry import metrics
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest import Ingest, check_corpus
+from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.pipeline import Pipeline, passage
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.precompute import Precompute
@@ -26,6 +26,8 @@ _failures = _meter.create_counter("fusionkv.gateway.failures", description="fail
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
 _PAGE = 100
 _MOST_PAGE = 1000
+# A document's name in hexadecimal, with four bytes for a character.
+_MOST_TOKEN = 2 * 4 * MOST_NAME
 # Longer than any question, so a forgotten deadline on a large document still ends.
 _NO_DEADLINE = 1e6
 
@@ -65,6 +67,8 @@ class GatewayServicer:
         with self._admitted("Delete"):
             tenant = await self._tenant()
             check_corpus(request.corpus)
+            if request.name:
+                check_document(request.name)
             documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
@@ -173,6 +177,10 @@ def _item(item: Item) -> pb.Item:
 def _read_token(token: str) -> str:
     """The name that a page token stands for: the last one of the page before."""
     try:
+        if len(token) > _MOST_TOKEN:
+            raise ValueError("longer than any name")
         return bytes.fromhex(token).decode()
     except ValueError as error:
-        raise InvalidArgument(f"bad page token {token!r}: send the one of the reply before, unchanged") from error
+        raise InvalidArgument(
+            f"bad page token {token[:80]!r}: send the one of the reply before, unchanged"
+        ) from error

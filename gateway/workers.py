@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Texts of one Embed: enough for full batches, few enough that a request never waits long behind a document.
 EMBED_BATCH = 32
+# Of a text; a vector is of its first 512 tokens, which no usual text needs more for.
+EMBED_CHARACTERS = 1 << 14
 # Another worker may do what this one can't now.
 _ELSEWHERE = (Unavailable, ResourceExhausted, FailedPrecondition)
 
@@ -61,7 +63,7 @@ class WorkerPool:
         """Unit vectors, float32 `[text, dim]`, in batches one after the other."""
         parts = []
         for start in range(0, len(texts), EMBED_BATCH):
-            batch = texts[start : start + EMBED_BATCH]
+            batch = [text[:EMBED_CHARACTERS] for text in texts[start : start + EMBED_BATCH]]
             parts.append(await self._anywhere(functools.partial(WorkerClient.embed, texts=batch, timeout=timeout)))
         return np.concatenate(parts)
 
