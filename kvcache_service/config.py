@@ -22,6 +22,9 @@ class Config:
         "flush to the device before a Put is acknowledged: entries then survive a power loss too; without it they "
         "survive any end of the process, and the disk tier starts empty after a crash of the machine",
     )
+    disk_keys: Path | None = setting(
+        None, "keys (64 hex digits a line) that the disk tier is encrypted with: the first writes, all read"
+    )
     max_entry_bytes: int = setting(GIB, "largest entry", bytes=True, low=1, high=GIB)
     max_path: int = setting(256, "most elements of a path", low=1, high=65535)
     max_puts: int = setting(64, "most Puts at once", low=1)
