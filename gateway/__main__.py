@@ -5,6 +5,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from fusionkv.gateway import access
 from fusionkv.gateway.bearer import BearerInterceptor, Verifier
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
@@ -43,7 +44,7 @@ async def _serve(config: GatewayConfig) -> None:
 
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Those there are, so that damage is told at start and the figures are whole.
-    for name in (config.tenant, *(sorted(path.name for path in folder.iterdir()) if folder.exists() else [])):
+    for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
         await tenants.get(name)
     servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()))
     await rpc.serve(

@@ -38,9 +38,6 @@ class KeyFile:
         """The key of that id; without an id the only key, if there is but one."""
         return _find(self._keys.value, id)
 
-    async def close(self) -> None:
-        """Nothing is open."""
-
 
 class KeyURL:
     """Keys from a URL, fetched on first use."""
@@ -75,11 +72,6 @@ class KeyURL:
                 "the keys that tokens are checked with can't be fetched now; try again", retry_after=_LEAST_SECONDS
             )
         return _find(self._keys, id)
-
-    async def close(self) -> None:
-        """Ends a fetch that is under way."""
-        if self._fetching is not None:
-            self._fetching.cancel()
 
     async def _fetch(self) -> None:
         try:

@@ -209,7 +209,6 @@ async def test_keys_are_fetched_once_and_again_when_one_is_new(issuer: Issuer, s
     else:
         pytest.fail("a withdrawn key is still taken")
     assert issuer.asked == 3
-    await keys.close()
 
 
 @pytest.mark.parametrize("failure", ["down", "error", "redirect", "garbage", "huge"])
@@ -231,7 +230,6 @@ async def test_known_keys_outlive_a_failing_issuer_for_an_hour(issuer: Issuer, s
     with pytest.raises(Unavailable, match="can't be fetched now") as raised:
         await verifier.caller(signer.token())
     assert raised.value.retry_after
-    await keys.close()
 
 
 async def test_an_issuer_that_is_down_from_the_start_is_unavailable_and_not_a_bad_token(signer: Signer) -> None:

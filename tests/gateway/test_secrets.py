@@ -1,4 +1,4 @@
-"""Everything that three services, a client and a collector see of a run with debug logs: no secret is in it."""
+"""All that services, a client and a collector see of a run with debug logs: no secret is in it, and no document."""
 
 import base64
 import hashlib
@@ -66,6 +66,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     ours = authority("ours")
     token, wrong = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     salt = secrets.token_bytes(32)
+    document, question = "Report Velnora. The code of Bervek is 535.", "Which code has Bervek?"
     digest = hashlib.sha256(token.encode()).hexdigest()
     (tmp_path / "tokens").write_text(
         f'[[token]]\nname = "x"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
@@ -98,8 +99,8 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     caller = identities["caller"]
     tls = ClientTLS(ours.ca, *caller)
     with Client(gateway.address, token=tmp_path / "token", tls=tls) as client:
-        client.ingest("c", "a.txt", "Report Velnora. The code of Bervek is 535.")
-        answer = client.ask("c", "code of Bervek?", max_tokens=3)
+        client.ingest("c", "a.txt", document)
+        answer = client.ask("c", question, max_tokens=3)
         assert not answer.summary.degraded, answer.summary.degraded_reason
         list(client.precompute("c", "fusionrag"))
         for request in (
@@ -134,7 +135,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     assert b"fusionkv.gateway.refused" in exported
     everything = "\n".join(printed).encode() + exported
     salted = hmac.new(salt, b"acme", hashlib.sha256).hexdigest()
-    hidden = [token, wrong, digest, salt, salt.hex(), base64.b64encode(salt).decode(), salted]
+    hidden = [token, wrong, digest, salt, salt.hex(), base64.b64encode(salt).decode(), salted, document, question]
     for _, key in identities.values():
         hidden += [line for line in key.read_text().splitlines() if "-----" not in line]
     for secret in hidden:
