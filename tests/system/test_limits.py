@@ -75,6 +75,7 @@ TOO_LONG: dict[str, Any] = {
     "fusion.Generate sampling.stop[]": generate(sampling=fusion.Sampling(stop=[LONG])),
     "fusion.Generate model_fingerprint": generate(model_fingerprint=bytes(100_000)),
     "fusion.Generate tenant": generate(tenant=LONG),
+    "fusion.Generate corpus": generate(corpus=LONG),
     "fusion.Encode system.ids": encode(system=MANY_TOKENS),
     "fusion.Encode before": encode(before=[TOKENS] * 100_000),
     "fusion.Encode before.ids": encode(before=[MANY_TOKENS]),
