@@ -58,8 +58,10 @@ def check(request: pb.GenerateRequest) -> None:
         raise InvalidArgument(f"temperature is {sampling.temperature:g}: it must be 0 (greedy) or more")
     if not 0 <= sampling.top_p <= 1:
         raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be in 0..1")
-    if len(sampling.stop) > _MOST_STOPS or any(not 0 < len(stop) <= _MOST_STOP for stop in sampling.stop):
-        raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of 1 to {_MOST_STOP} characters are taken")
+    if any(not stop for stop in sampling.stop):
+        raise InvalidArgument("a stop string is empty")
+    if len(sampling.stop) > _MOST_STOPS or any(len(stop) > _MOST_STOP for stop in sampling.stop):
+        raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of {_MOST_STOP} characters are taken")
 
 
 def check_question(question: str) -> None:
