@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import http.server
@@ -16,6 +17,8 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fusionkv.gateway.access import Caller, Role
 from fusionkv.gateway.client import Client
@@ -146,6 +149,49 @@ async def test_forged_tokens_are_none(known: JWTTokens, signer: Signer) -> None:
     ]
     for token in forged:
         assert await known.caller(token) is None, token
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+_CLAIMS = st.fixed_dictionaries({}, optional=dict.fromkeys([*CLAIMS, "exp", "nbf", "iat", "jti"], _JSON))
+_HEADERS = st.fixed_dictionaries({}, optional=dict.fromkeys(["alg", "kid", "typ", "crit", "b64", "cty"], _JSON))
+
+
+@given(st.text(max_size=200))
+async def test_any_text_is_a_token_or_none(text: str) -> None:
+    assert await ANY.caller(text) is None
+
+
+@given(_CLAIMS, _HEADERS)
+async def test_whatever_a_signed_token_says_is_a_caller_a_refusal_or_none(claims: Any, headers: Any) -> None:
+    """The issuer itself may sign nonsense."""
+
+    def part(value: Any) -> bytes:
+        return base64.urlsafe_b64encode(json.dumps(value).encode()).rstrip(b"=")
+
+    said = part({"alg": "ES256", "kid": "any", **headers}) + b"." + part({**CLAIMS, "exp": 1 << 40, **claims})
+    signature = jwt.get_algorithm_by_name("ES256").sign(said, ANY_SIGNER.key)
+    token = (said + b"." + base64.urlsafe_b64encode(signature).rstrip(b"=")).decode()
+    with contextlib.suppress(PermissionDenied, Unauthenticated):
+        caller = await ANY.caller(token)
+        assert caller is None or (caller.role in set(Role) and caller.tenant == {**CLAIMS, **claims}["tenant"])
+
+
+class Known(KeyFile):
+    """One key that no file holds."""
+
+    def __init__(self, signer: Signer) -> None:
+        self._key = jwt.PyJWK(signer.public)
+
+    async def key(self, id: str | None) -> jwt.PyJWK | None:
+        return self._key
+
+
+ANY_SIGNER = Signer("any")
+ANY = tokens(Known(ANY_SIGNER))
 
 
 class Issuer:
