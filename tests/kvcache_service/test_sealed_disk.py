@@ -1,5 +1,7 @@
 """Encryption at rest: nothing readable on the disk, and whatever does not open is a miss and no error."""
 
+import asyncio
+import contextlib
 import hashlib
 import os
 import time
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.kvcache_service.tiers.disk_keys import ID_BYTES, DiskKeys
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, SealedDiskTier
-from fusionkv.protos.errors import DataLoss, NotFound
+from fusionkv.protos.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from fusionkv.protos.watched import BadFile
 
 MIB = 1 << 20
@@ -195,6 +197,55 @@ async def test_a_service_with_another_key_misses_and_serves_on(
     await client.close()
     assert second.stop() == 0
     assert SECOND.hex() not in second.log
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("disk", ["256MiB", "24MiB"], ids=["room for all", "space given on all the time"])
+async def test_kill_9_tears_no_encrypted_entry(launch: Launch, tools: Any, tmp_path: Path, disk: str) -> None:
+    (tmp_path / "keys").write_text(FIRST.hex())
+    flags = ("--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB", "--disk-bytes", disk)
+    flags = (*flags, "--listen", "127.0.0.1:0", *with_keys(tmp_path / "keys"))
+    space, stored = tools.digest("n"), set()
+    sizes = {number: [300, 200_000, 2 * MIB + 17, 5 * MIB][number % 4] for number in range(60)}
+    todo = list(sizes)
+
+    async def work(address: str, killed: asyncio.Event, until: int) -> None:
+        client = CacheClient(address)
+        with contextlib.suppress(Unavailable):
+            while todo:
+                name = todo.pop()
+                if len(todo) <= until:
+                    killed.set()
+                data = memoryview(tools.payload(name, sizes[name]))
+                with contextlib.suppress(ResourceExhausted):
+                    put = client.put(
+                        namespace=space, path=[tools.digest(str(name))], tokens=1, base=0, data=data, timeout=30
+                    )
+                    assert (await put)[1]
+                    stored.add(name)
+        await client.close()
+
+    for until in (40, 20):
+        service = launch("fusionkv.kvcache_service", *flags)
+        killed = asyncio.Event()
+        workers = asyncio.gather(*(work(service.address, killed, until) for _ in range(4)))
+        await killed.wait()
+        service.kill9()
+        await workers
+    service = launch("fusionkv.kvcache_service", *flags)
+    client, found = CacheClient(service.address), set()
+    for name, size in sizes.items():
+        entry = (await client.lookup(space, [(tools.digest(str(name)), ())], lease_ms=1, timeout=20)).hits[0].entry
+        if entry is not None:
+            buffer = bytearray(size)
+            await client.fetch(entry, memoryview(buffer), timeout=20)
+            assert bytes(buffer) == tools.payload(name, size), f"entry {name} is torn"
+            found.add(name)
+    assert (await client.stats()).checksum_failures == 0
+    assert len(found) > 3
+    if disk == "256MiB":
+        assert stored <= found
+    await client.close()
 
 
 def with_keys(file: Path) -> tuple[str, str]:
