@@ -46,6 +46,7 @@ async def _serve(config: WorkerConfig) -> None:
         {SERVICE.full_name: handler},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
+        tls=config.server_tls,
     )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fusionkv.protos import errors, rpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
+from fusionkv.protos.tls import ClientTLS
 
 _MODEL_SECONDS = 30.0
 
@@ -21,9 +22,9 @@ class WorkerClient:
     concurrent use within one event loop; must be made inside a running loop.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
         self.address = address
-        self._channel = rpc.dial(address)
+        self._channel = rpc.dial(address, tls=tls)
         self._stub = fusion_pb2_grpc.FusionServiceStub(self._channel)
         self._model: pb.GetModelResponse | None = None
         self._asking = asyncio.Lock()

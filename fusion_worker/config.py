@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.settings import setting
+from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,20 @@ class WorkerConfig:
         0.0, "share of those that must be the same; below it a recipe recomputes more (0: never)", low=0, high=1
     )
     drain_seconds: float = setting(30.0, "how long answers in flight may take after SIGTERM", low=0)
+    tls_cert: Path | None = setting(
+        None, "certificate chain (PEM): ports then speak TLS; also shown to services that ask for one"
+    )
+    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
+    tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
+    tls_ca: Path | None = setting(None, "CAs (PEM) of the services that this one calls; calls to ports then use TLS")
+
+    def __post_init__(self) -> None:
+        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def server_tls(self) -> ServerTLS | None:
+        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def client_tls(self) -> ClientTLS | None:
+        """How to call other services; reads the files. Raises BadFile."""
+        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

@@ -83,6 +83,8 @@ def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens:
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
     if not (directory / "tokenizer.json").is_file():
         raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
+    if not any(directory.glob("*.safetensors")):
+        raise FailedPrecondition(f"{directory} holds no weights in safetensors: convert them, pickles are not loaded")
     try:
         config = AutoConfig.from_pretrained(directory)
     except (ValueError, OSError, KeyError) as error:
@@ -93,7 +95,10 @@ def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens:
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=kind, output_loading_info=True)
+        # Of safetensors only: the older .bin files are pickles, which can run code.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=kind, output_loading_info=True, use_safetensors=True
+        )
         network, report = loaded
         # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -188,8 +193,7 @@ def fingerprint(directory: Path) -> bytes:
 
 
 def _identity_files(directory: Path) -> Iterator[Path]:
-    weights = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
-    yield from weights
+    yield from directory.glob("*.safetensors")
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if (directory / name).is_file():
             yield directory / name

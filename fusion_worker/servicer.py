@@ -28,7 +28,11 @@ _FINISH = {
     "stop_string": pb.FINISH_REASON_STOP_STRING,
     "max_tokens": pb.FINISH_REASON_MAX_TOKENS,
 }
-_MAX_LABEL = 256
+_MAX_LABEL = _MAX_RECIPE = 256
+# As many as the cache service takes in a lookup.
+_MAX_VARIANTS = 64
+# Characters of one Embed: tokenising them takes about 0.3 s, and the event loop waits.
+_MAX_EMBED = 1 << 20
 
 
 class FusionServicer:
@@ -40,7 +44,7 @@ class FusionServicer:
         self._config = config
         self._model = model
         self._verdict = verdict
-        self._cache = CacheClient(config.cache) if config.cache else None
+        self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)
@@ -91,6 +95,8 @@ class FusionServicer:
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        if len(request.recipe) > _MAX_RECIPE:
+            raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
         if self._verdict is not None:
             self._verdict.check(recipe.name)
@@ -135,6 +141,8 @@ class FusionServicer:
         )
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
+        if (length := sum(map(len, request.texts))) > _MAX_EMBED:
+            raise InvalidArgument(f"the texts have {length} characters together; at most {_MAX_EMBED} are taken")
         vectors = await self._embedder.embed(request.texts)
         return pb.EmbedResponse(vectors=[pb.Vector(values=v.tolist()) for v in vectors])
 
@@ -153,6 +161,8 @@ class FusionServicer:
     def _chunk(self, ids: Sequence[int], what: str, variants: Sequence[bytes] = ()) -> Chunk:
         if not ids:
             raise InvalidArgument(f"{what} is empty")
+        if len(variants) > _MAX_VARIANTS:
+            raise InvalidArgument(f"{what} has {len(variants)} variants; at most {_MAX_VARIANTS} are taken")
         if any(len(variant) != DIGEST_BYTES for variant in variants):
             raise InvalidArgument(f"a variant of {what} is not {DIGEST_BYTES} bytes")
         return Chunk(self._tokens(ids, what), tuple(variants))

@@ -5,7 +5,10 @@ import asyncio
 import sys
 from pathlib import Path
 
+from fusionkv.gateway import access
+from fusionkv.gateway.bearer import BearerInterceptor, Verifier
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos import rpc, settings, telemetry
 
 
@@ -18,7 +21,7 @@ def main() -> int:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
         telemetry.attach("fusionkv-gateway")
         asyncio.run(_serve(config))
-    except (settings.SettingsError, OSError) as error:
+    except (settings.SettingsError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)
         return 1
     finally:
@@ -27,19 +30,54 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    from fusionkv.gateway.quotas import Quotas
     from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
+    from fusionkv.gateway.tenants import Tenants, read_key
     from fusionkv.gateway.workers import WorkerPool
 
-    retrieval = await EmbeddedRetrieval.open(config.data_dir)
-    servicer = GatewayServicer(config, retrieval, WorkerPool(config.workers))
+    verifiers = _verifiers(config)
+    folder = config.data_dir / "tenants"
+
+    async def open_corpora(tenant: str) -> Retrieval:
+        return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir)
+
+    tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
+    # Those there are, so that damage is told at start and the figures are whole.
+    for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
+        await tenants.get(name)
+    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()))
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
         {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
+        tls=config.server_tls,
+        interceptors=[BearerInterceptor(verifiers)] if verifiers else [],
     )
+
+
+def _verifiers(config: GatewayConfig) -> list[Verifier]:
+    """What knows the tokens that calls must carry; without any, calls need none."""
+    from fusionkv.gateway.jwks import KeyFile, KeyURL
+    from fusionkv.gateway.jwt_tokens import JWTTokens
+    from fusionkv.gateway.static_tokens import StaticTokens
+
+    found: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
+    if config.auth_jwks:
+        at_url = "://" in config.auth_jwks
+        keys = KeyURL(config.auth_jwks) if at_url else KeyFile(Path(config.auth_jwks).expanduser())
+        found.append(
+            JWTTokens(
+                keys,
+                issuer=config.auth_issuer,
+                audience=config.auth_audience,
+                role_claim=config.auth_role_claim,
+                tenant_claim=config.auth_tenant_claim,
+            )
+        )
+    return found
 
 
 if __name__ == "__main__":

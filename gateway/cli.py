@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionkv.gateway import connect
 from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDERS
 from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
@@ -69,12 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--json", action="store_true", help="one JSON object a line on standard output")
 
     client = argparse.ArgumentParser(add_help=False)
-    client.add_argument(
-        "--gateway", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="host:port or unix:/path (default: %(default)s)"
-    )
-    client.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="for one call (default: %(default)g)"
-    )
+    connect.add_flags(client)
     client.add_argument("--json", action="store_true", help="print JSON: one document, or one object a line")
 
     ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")

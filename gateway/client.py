@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 
 from fusionkv.gateway import results
+from fusionkv.gateway.credentials import Credentials
 from fusionkv.gateway.results import (
     Answer,
     Deleted,
@@ -26,24 +27,30 @@ from fusionkv.gateway.results import (
 from fusionkv.protos import errors, rpc
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from fusionkv.protos.tls import ClientTLS
 
 DEFAULT_ADDRESS = "127.0.0.1:7072"
 ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
 _PAGE = 1000
 T = TypeVar("T")
+BearerToken = str | os.PathLike[str] | None
+TLS = ClientTLS | None
 
 
 class AsyncClient:
     """Calls a gateway at `host:port` or `unix:/path`. Make it inside a running event loop; `async with` closes it.
 
     Every call takes `timeout` in seconds, the client's default when it is None, and raises a subclass of
-    `errors.ServiceError` that carries the gRPC status.
+    `errors.ServiceError` that carries the gRPC status. `token` is a bearer token, or the path of a file that holds
+    one and may change; `tls` says whom to trust, and without it nothing is encrypted.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+    ) -> None:
         self.address = address
-        self._timeout = timeout
-        self._channel = rpc.dial(address)
+        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._channel = rpc.dial(address, tls=tls)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     async def __aenter__(self) -> "AsyncClient":
@@ -70,14 +77,14 @@ class AsyncClient:
         """
         request = await asyncio.to_thread(_ingest_request, corpus, name, content, media_type)
         with _errors(self.address):
-            r = await self._stub.Ingest(request, timeout=timeout or self._timeout)
+            r = await self._stub.Ingest(request, **self._with.options(timeout))
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     async def stream(
         self, corpus: str, question: str, *, timeout: float | None = None, **options: Any
     ) -> AsyncGenerator[Event]:
         """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
-        call = self._stub.Generate(request(corpus, question, **options), timeout=timeout or self._timeout)
+        call = self._stub.Generate(request(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
                 async for response in call:
@@ -96,11 +103,12 @@ class AsyncClient:
         """The passages for a question, without answering it."""
         wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
         with _errors(self.address):
-            return results.passages(await self._stub.Retrieve(wanted, timeout=timeout or self._timeout))
+            return results.passages(await self._stub.Retrieve(wanted, **self._with.options(timeout)))
 
     async def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> AsyncGenerator[Progress]:
         """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
-        call = self._stub.Precompute(pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours))
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours)
+        call = self._stub.Precompute(request, metadata=self._with.metadata())
         try:
             with _errors(self.address):
                 async for p in call:
@@ -111,7 +119,7 @@ class AsyncClient:
     async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document, or without a name the whole corpus."""
         with _errors(self.address):
-            r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), timeout=timeout or self._timeout)
+            r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
         return Deleted(r.documents, r.chunks)
 
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
@@ -121,8 +129,8 @@ class AsyncClient:
         while True:
             page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
             with _errors(self.address):
-                r = await self._stub.List(page, timeout=timeout or self._timeout)
-            items.extend(Item(i.name, i.documents, i.chunks, i.tokens) for i in r.items)
+                r = await self._stub.List(page, **self._with.options(timeout))
+            items.extend(Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items)
             token = r.next_page_token
             if not token:
                 return items
@@ -130,16 +138,18 @@ class AsyncClient:
     async def stats(self, *, timeout: float | None = None) -> Stats:
         """What the gateway reports of itself."""
         with _errors(self.address):
-            return results.stats(await self._stub.Stats(pb.StatsRequest(), timeout=timeout or self._timeout))
+            return results.stats(await self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
 
 
 class Client:
     """As AsyncClient, but blocking. Safe for use from several threads; `with` closes it."""
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0) -> None:
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+    ) -> None:
         self.address = address
-        self._timeout = timeout
-        self._channel = rpc.dial_sync(address)
+        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._channel = rpc.dial_sync(address, tls=tls)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def __enter__(self) -> "Client":
@@ -165,14 +175,12 @@ class Client:
         An empty media type is guessed from the name's ending.
         """
         with _errors(self.address):
-            r = self._stub.Ingest(
-                _ingest_request(corpus, name, content, media_type), timeout=timeout or self._timeout
-            )
+            r = self._stub.Ingest(_ingest_request(corpus, name, content, media_type), **self._with.options(timeout))
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     def stream(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Iterator[Event]:
         """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
-        call = self._stub.Generate(request(corpus, question, **options), timeout=timeout or self._timeout)
+        call = self._stub.Generate(request(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
                 for response in call:
@@ -190,17 +198,18 @@ class Client:
         """The passages for a question, without answering it."""
         wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
         with _errors(self.address):
-            return results.passages(self._stub.Retrieve(wanted, timeout=timeout or self._timeout))
+            return results.passages(self._stub.Retrieve(wanted, **self._with.options(timeout)))
 
     def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document, or without a name the whole corpus."""
         with _errors(self.address):
-            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), timeout=timeout or self._timeout)
+            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
         return Deleted(r.documents, r.chunks)
 
     def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> Iterator[Progress]:
         """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
-        call = self._stub.Precompute(pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours))
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours)
+        call = self._stub.Precompute(request, metadata=self._with.metadata())
         try:
             with _errors(self.address):
                 for p in call:
@@ -215,8 +224,8 @@ class Client:
         while True:
             page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
             with _errors(self.address):
-                r = self._stub.List(page, timeout=timeout or self._timeout)
-            items.extend(Item(i.name, i.documents, i.chunks, i.tokens) for i in r.items)
+                r = self._stub.List(page, **self._with.options(timeout))
+            items.extend(Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items)
             token = r.next_page_token
             if not token:
                 return items
@@ -224,7 +233,7 @@ class Client:
     def stats(self, *, timeout: float | None = None) -> Stats:
         """What the gateway reports of itself."""
         with _errors(self.address):
-            return results.stats(self._stub.Stats(pb.StatsRequest(), timeout=timeout or self._timeout))
+            return results.stats(self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
 
 
 def request(

@@ -17,10 +17,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fusionkv.gateway import connect
 from fusionkv.gateway.client import AsyncClient
 from fusionkv.gateway.files import find
 from fusionkv.gateway.results import Item, Passage, Sources, Summary, Token
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.tls import ClientTLS
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
 _STATS_SECONDS = 5.0
@@ -33,7 +35,7 @@ async def ingest(args: argparse.Namespace) -> int:
     total = _Total()
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
-    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+    async with connect.client(args) as client:
         with _progress(args.json) as progress:
             bar = progress.add_task("ingest", total=len(files))
 
@@ -69,17 +71,17 @@ async def ingest(args: argparse.Namespace) -> int:
 
 
 async def _patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """The result of a call that is repeated, ever more slowly, while the gateway is too busy."""
-    end, pause = time.monotonic() + seconds, 0.1
+    """The result of a call that is repeated for as long as the gateway says when to try again."""
+    end = time.monotonic() + seconds
     while True:
         try:
             return await call()
-        except ResourceExhausted:
-            if time.monotonic() + pause > end:
+        except ResourceExhausted as error:
+            if error.retry_after is None or time.monotonic() + error.retry_after > end:
                 raise
-        # Spread out, or all that were refused together would come back together.
-        await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-        pause = min(2 * pause, 5)
+            # Spread out, or all that were refused together would come back together.
+            pause = error.retry_after * random.uniform(1.0, 2.0)
+        await asyncio.sleep(pause)
 
 
 @dataclass
@@ -120,7 +122,7 @@ async def ask(args: argparse.Namespace) -> int:
     text = ""
     sources: tuple[Passage, ...] = ()
     summary: Summary | None = None
-    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+    async with connect.client(args) as client:
         events = client.stream(args.corpus, args.question, **options)
         async with contextlib.aclosing(events):
             async for event in events:
@@ -172,7 +174,7 @@ def _figures(summary: Summary) -> Table:
 
 
 async def delete(args: argparse.Namespace) -> int:
-    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+    async with connect.client(args) as client:
         gone = await client.delete(args.corpus, args.document)
     if args.json:
         _print_json(asdict(gone))
@@ -183,13 +185,14 @@ async def delete(args: argparse.Namespace) -> int:
 
 async def show(args: argparse.Namespace) -> int:
     """Lists corpora or documents."""
-    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+    async with connect.client(args) as client:
         items: list[Item] = await client.list(args.corpus)
     if args.json:
         for item in items:
             _print_json(asdict(item))
         return 0
-    columns = ["document", "chunks", "tokens"] if args.corpus else ["corpus", "documents", "chunks", "tokens"]
+    sizes = ["chunks", "tokens", "bytes"]
+    columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes]
     table = Table(box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
@@ -201,11 +204,11 @@ async def show(args: argparse.Namespace) -> int:
 
 async def stats(args: argparse.Namespace) -> int:
     """Asks gateway, worker and cache; only the gateway must answer."""
-    async with AsyncClient(args.gateway, timeout=args.timeout) as client:
+    async with connect.client(args) as client:
         found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
-    worker = args.worker or found["gateway"]["worker"]
-    found["worker"] = await _reported(worker, _worker_stats) if worker else {"error": "the gateway reaches none"}
-    found["cache"] = await _reported(args.cache or _cache_address(), _cache_stats)
+    worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
+    found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "the gateway reaches none"}
+    found["cache"] = await _reported(args.cache or _cache_address(), tls, _cache_stats)
     if args.json:
         _print_json(found)
         return 0
@@ -218,17 +221,19 @@ async def stats(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _reported(address: str, ask: Callable[[str], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+async def _reported(
+    address: str, tls: ClientTLS | None, ask: Callable[[str, ClientTLS | None], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
     try:
-        return {"address": address, **await asyncio.wait_for(ask(address), _STATS_SECONDS)}
+        return {"address": address, **await asyncio.wait_for(ask(address, tls), _STATS_SECONDS)}
     except (ServiceError, TimeoutError) as error:
         return {"address": address, "error": str(error) or "no answer"}
 
 
-async def _worker_stats(address: str) -> dict[str, Any]:
+async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     from fusionkv.fusion_worker.client import WorkerClient
 
-    client = WorkerClient(address)
+    client = WorkerClient(address, tls)
     try:
         model = await client.model()
     finally:
@@ -243,10 +248,10 @@ async def _worker_stats(address: str) -> dict[str, Any]:
     }
 
 
-async def _cache_stats(address: str) -> dict[str, Any]:
+async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     from fusionkv.kvcache_service.client import CacheClient
 
-    client = CacheClient(address)
+    client = CacheClient(address, tls)
     try:
         return MessageToDict(
             await client.stats(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -263,7 +268,8 @@ def _cache_address() -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, list):
-        return "\n".join(", ".join(f"{k} {v}" for k, v in item.items()) for item in value)
+        rows = [i if isinstance(i, str) else ", ".join(f"{k} {v}" for k, v in i.items()) for i in value]
+        return "\n".join(rows)
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

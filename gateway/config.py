@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.settings import setting
+from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,28 @@ class GatewayConfig:
     precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)
     drain_seconds: float = setting(30.0, "time that calls in flight get when the gateway stops", low=0)
 
+    auth_tokens: Path | None = setting(None, "bearer tokens (TOML, docs/security.md): calls then need a token")
+    auth_jwks: str = setting("", "keys of an OIDC provider (JWKS), a file or an https URL: calls then need a token")
+    auth_issuer: str = setting("", "issuer (iss) of the tokens that auth_jwks signs")
+    auth_audience: str = setting("", "audience (aud) that those tokens are for")
+    auth_role_claim: str = setting("role", "claim of those tokens that names the role: app, operator or worker")
+    auth_tenant_claim: str = setting("tenant", "claim of those tokens that names the tenant")
+    tenant_key: Path | None = setting(
+        None, "32 random bytes or more, the same for all gateways: workers and caches then learn no tenant's name"
+    )
+    quotas: Path | None = setting(None, "limits by tenant (TOML, docs/security.md)")
+
+    tls_cert: Path | None = setting(
+        None, "certificate chain (PEM): ports then speak TLS; also shown to services that ask for one"
+    )
+    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
+    tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
+    tls_ca: Path | None = setting(None, "CAs (PEM) of the services that this one calls; calls to ports then use TLS")
+
     def __post_init__(self) -> None:
+        if bool(self.auth_jwks) != bool(self.auth_issuer) or bool(self.auth_jwks) != bool(self.auth_audience):
+            raise ValueError("auth_jwks, auth_issuer and auth_audience go together: set all three")
+        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.overlap_tokens >= self.chunk_tokens:
             raise ValueError(
                 f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})"
@@ -44,3 +66,11 @@ class GatewayConfig:
             raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
         if not self.workers:
             raise ValueError("workers names no fusion worker")
+
+    @property
+    def server_tls(self) -> ServerTLS | None:
+        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def client_tls(self) -> ClientTLS | None:
+        """How to call other services; reads the files. Raises BadFile."""
+        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

@@ -10,7 +10,8 @@ from opentelemetry import metrics, trace
 
 from fusionkv.gateway import parse
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.retrieval.base import Chunk, Retrieval
+from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
@@ -20,7 +21,7 @@ _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MOST_NAME = 512
+MOST_NAME = 512
 Piece = tuple[str, list[int]]  # a chunk's text and its token ids
 
 
@@ -34,21 +35,22 @@ class Ingested:
 class Ingest:
     """Stores documents. Parsing runs in threads of its own, so a slow document delays no answer."""
 
-    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
         self._config = config
-        self._retrieval = retrieval
         self._workers = workers
         self._bytes = 0
         self._slots = asyncio.Semaphore(config.parse_threads)
 
-    async def document(self, corpus: str, name: str, kind: str, content: bytes, timeout: float) -> Ingested:
-        """Replaces the document `name` as a whole.
+    async def document(
+        self, tenant: Tenant, corpus: str, name: str, kind: str, content: bytes, timeout: float
+    ) -> Ingested:
+        """Replaces the tenant's document `name` as a whole.
 
         Raises:
             InvalidArgument: a bad name, an unknown media type, or content that is not of it.
             Unavailable: no worker can be reached.
             FailedPrecondition: the corpus was made with another model.
-            ResourceExhausted: too much is in work already, or all parsers stay busy.
+            ResourceExhausted: too much is in work already, all parsers stay busy, or it is over the tenant's quota.
         """
         check_corpus(corpus)
         check_document(name)
@@ -58,25 +60,33 @@ class Ingest:
                 f"the document has {len(content)} bytes; at most {self._config.max_document_bytes} are taken"
             )
         if self._bytes + len(content) > self._config.max_ingest_bytes:
-            raise ResourceExhausted(f"documents of {self._bytes} bytes are in work already; try again later")
+            raise ResourceExhausted(
+                f"documents of {self._bytes} bytes are in work already; try again later", retry_after=0.5
+            )
         self._bytes += len(content)
         try:
-            return await self._store(corpus, name, kind, content, timeout)
+            return await self._store(tenant, corpus, name, kind, content, timeout)
         finally:
             self._bytes -= len(content)
 
-    async def _store(self, corpus: str, name: str, kind: str, content: bytes, timeout: float) -> Ingested:
+    async def _store(
+        self, tenant: Tenant, corpus: str, name: str, kind: str, content: bytes, timeout: float
+    ) -> Ingested:
         vocabulary = await self._workers.model(timeout)
         with tracer.start_as_current_span("gateway.parse") as span:
             pieces = await self._parse(content, kind, vocabulary)
             span.set_attribute("fusionkv.chunks", len(pieces))
         chunks = [Chunk(name, position, text, tuple(ids)) for position, (text, ids) in enumerate(pieces)]
-        with tracer.start_as_current_span("gateway.embed"):
-            vectors = await self._workers.embed([c.text for c in chunks], timeout)
-        with tracer.start_as_current_span("gateway.store"):
-            replaced = await self._retrieval.replace(corpus, name, chunks, vectors, vocabulary.identity)
+        tokens = sum(len(c.ids) for c in chunks)
+        stored = sum(corpus.bytes for corpus in await tenant.retrieval.corpora())
+        with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), stored):
+            tenant.meter.spend(tokens)
+            with tracer.start_as_current_span("gateway.embed"):
+                vectors = await self._workers.embed([c.text for c in chunks], timeout)
+            with tracer.start_as_current_span("gateway.store"):
+                replaced = await tenant.retrieval.replace(corpus, name, chunks, vectors, vocabulary.identity)
         _documents.add(1, {"fusionkv.media_type": kind})
-        return Ingested(len(chunks), sum(len(c.ids) for c in chunks), replaced)
+        return Ingested(len(chunks), tokens, replaced)
 
     async def _parse(self, content: bytes, kind: str, vocabulary: Vocabulary) -> list[Piece]:
         limit = self._config.parse_seconds
@@ -84,7 +94,9 @@ class Ingest:
             async with asyncio.timeout(limit):
                 await self._slots.acquire()
         except TimeoutError as error:
-            raise ResourceExhausted(f"all parsers have been busy for {limit:g} s; try again later") from error
+            raise ResourceExhausted(
+                f"all parsers have been busy for {limit:g} s; try again later", retry_after=0.5
+            ) from error
         loop = asyncio.get_running_loop()
         done: asyncio.Future[list[Piece]] = loop.create_future()
 
@@ -129,10 +141,10 @@ class Ingest:
 def check_corpus(name: str) -> None:
     """Raises InvalidArgument unless the name is one for a corpus."""
     if not _CORPUS.fullmatch(name):
-        raise InvalidArgument(f"bad corpus name {name!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise InvalidArgument(f"bad corpus name {name[:80]!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
 
 
 def check_document(name: str) -> None:
     """Raises InvalidArgument unless the name is one for a document."""
-    if not name or len(name) > _MOST_NAME or not name.isprintable():
-        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {_MOST_NAME} printable characters")
+    if not name or len(name) > MOST_NAME or not name.isprintable():
+        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {MOST_NAME} printable characters")

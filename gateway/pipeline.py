@@ -12,7 +12,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval import hybrid
-from fusionkv.gateway.retrieval.base import Retrieval
+from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos import telemetry
@@ -37,13 +37,18 @@ _LEAST_DEPTH = 100
 class Pipeline:
     """Answers questions over what the retrieval engine holds, on the workers."""
 
-    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
         self._config = config
-        self._retrieval = retrieval
         self._workers = workers
 
     async def retrieve(
-        self, corpus: str, question: str, top_k: int, timeout: float, vocabulary: Vocabulary | None = None
+        self,
+        tenant: Tenant,
+        corpus: str,
+        question: str,
+        top_k: int,
+        timeout: float,
+        vocabulary: Vocabulary | None = None,
     ) -> list[Passage]:
         """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number."""
         plan.check_question(question)
@@ -53,33 +58,37 @@ class Pipeline:
             raise InvalidArgument(f"top_k is {count}: at most {self._config.max_top_k} chunks are retrieved")
         with tracer.start_as_current_span("gateway.retrieve") as span:
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
-            await self._retrieval.documents(corpus, limit=1)
+            await tenant.retrieval.documents(corpus, limit=1)
             model = (vocabulary or await self._workers.model(timeout)).identity
             with tracer.start_as_current_span("gateway.embed"):
                 vector = (await self._workers.embed([question], timeout))[0]
             depth = max(_DEPTH * count, _LEAST_DEPTH)
-            found = await self._retrieval.candidates(corpus, question, vector, depth, model)
+            found = await tenant.retrieval.candidates(corpus, question, vector, depth, model)
             span.set_attributes(
                 {"fusionkv.corpus": corpus, "fusionkv.top_k": count, "fusionkv.candidates": len(found)}
             )
             return hybrid.rank(found, self._config.dense_weight, count)
 
-    async def answer(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
+    async def answer(
+        self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
+    ) -> AsyncGenerator[pb.GenerateResponse]:
         """One Sources, then tokens, then one Summary. `timeout` is what is left of the caller's deadline."""
         began = time.perf_counter()
         plan.check(request)
         vocabulary = await self._workers.model(timeout)
         recipe = plan.recipe(request.recipe or self._config.recipe, vocabulary)
-        passages = await self.retrieve(request.corpus, request.question, request.top_k, timeout, vocabulary)
+        asked = request.corpus, request.question, request.top_k
+        passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
             passages = plan.order(passages, request.order)
             # Tokenising a long question takes up to 0.1 s, which other requests must not wait for.
-            order = await asyncio.to_thread(plan.build, request, recipe, passages, vocabulary, self._config)
+            order = await asyncio.to_thread(plan.build, request, recipe, passages, vocabulary, tenant.salt)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         planned = time.perf_counter()
         # Planned first, so that a prompt over the model's length is an error and not half an answer.
         yield pb.GenerateResponse(sources=pb.Sources(passages=[passage(p) for p in passages]))
+        tenant.meter.spend(plan.tokens(order))
         ttft = 0.0
         span = tracer.start_span("gateway.generate")
         try:
@@ -87,6 +96,7 @@ class Pipeline:
             async with contextlib.aclosing(self._workers.generate(order, left)) as responses:
                 async for response in _within(span, responses):
                     if response.HasField("token"):
+                        tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
                             _ttft.record(ttft, {"fusionkv.recipe": recipe.name})

@@ -1,10 +1,10 @@
 """A question and its passages to one request for a worker."""
 
+import hashlib
 import math
 import re
 from collections.abc import Sequence
 
-from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.errors import InvalidArgument
@@ -14,6 +14,9 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 Passage = tuple[Chunk, float]
 # Characters. What does not belong to the question belongs in a document.
 MOST_QUESTION = 1 << 16
+MOST_RECIPE = 256
+# As the worker takes them, but told before anything is retrieved.
+_MOST_STOPS, _MOST_STOP = 16, 256
 # A modifier and its first number; the worker reads the rest.
 _TERM = re.compile(r"(\w{1,32})(?:\(([0-9]{0,6})[0-9, ]{0,32}\))?")
 
@@ -24,6 +27,8 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
     Raises:
         InvalidArgument: the worker has none of that name, or no such modifier.
     """
+    if len(name) > MOST_RECIPE:
+        raise InvalidArgument(f"the recipe's name has {len(name)} characters; at most {MOST_RECIPE} are taken")
     base, *terms = name.split("+")
     known = {found.name: found for found in vocabulary.model.recipes}
     if base not in known:
@@ -55,6 +60,8 @@ def check(request: pb.GenerateRequest) -> None:
         raise InvalidArgument(f"top_p is {sampling.top_p:g}: it must be in 0..1")
     if any(not stop for stop in sampling.stop):
         raise InvalidArgument("a stop string is empty")
+    if len(sampling.stop) > _MOST_STOPS or any(len(stop) > _MOST_STOP for stop in sampling.stop):
+        raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of {_MOST_STOP} characters are taken")
 
 
 def check_question(question: str) -> None:
@@ -83,9 +90,9 @@ def build(
     recipe: fusion_pb2.Recipe,
     passages: Sequence[Passage],
     vocabulary: Vocabulary,
-    config: GatewayConfig,
+    tenant: str,
 ) -> fusion_pb2.GenerateRequest:
-    """The worker's request for these passages, in this order.
+    """The worker's request for these passages, in this order, for the KV of `tenant`.
 
     Raises:
         InvalidArgument: the prompt and its answer are longer than the model takes.
@@ -120,9 +127,22 @@ def build(
             stop=sampling.stop,
         ),
         model_fingerprint=vocabulary.model.fingerprint,
-        tenant=config.tenant,
-        corpus=request.corpus,
+        tenant=tenant,
+        corpus=_label(tenant, request.corpus),
     )
     if request.HasField("ratio"):
         made.ratio = request.ratio
     return made
+
+
+def tokens(request: fusion_pb2.GenerateRequest) -> int:
+    """Length of a request's prompt."""
+    return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)
+
+
+def _label(tenant: str, corpus: str) -> str:
+    """What a worker calls a corpus whose quality it watches: two tenants' corpora of one name are two.
+
+    It goes into traces, where what opens the tenant's KV must not be.
+    """
+    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{corpus}" if tenant else corpus

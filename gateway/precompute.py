@@ -8,7 +8,8 @@ import numpy as np
 from fusionkv.gateway import plan
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
-from fusionkv.gateway.retrieval.base import Chunk, Retrieval
+from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.kvcache_service import keys
@@ -18,36 +19,41 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 # Variants stored in one commit; an interruption repeats at most this many lookups of what is encoded already.
 _TOGETHER = 32
+# The papers use 10; a search for more than a few hundred takes longer than the encoding.
+_MOST_NEIGHBOURS = 256
 
 
 class Precompute:
     """Works through a corpus, document by document; what is stored already is skipped."""
 
-    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
         self._config = config
-        self._retrieval = retrieval
         self._workers = workers
 
-    async def run(self, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
+    async def run(self, tenant: Tenant, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
         """Streams progress after each batch, first with nothing done.
 
         Raises:
             NotFound: no such corpus.
             InvalidArgument: the recipe needs no neighbours.
             Unavailable: no worker, or its cache service can't be reached.
+            ResourceExhausted: the tenant's quota of tokens is used up; what is done is stored.
         """
         check_corpus(request.corpus)
-        documents = await self._retrieval.documents(request.corpus)
+        documents = await tenant.retrieval.documents(request.corpus)
         vocabulary = await self._workers.model()
         default = _count(request.recipe, self._config.recipe, vocabulary)
         count = request.neighbours or default
+        if count > _MOST_NEIGHBOURS:
+            raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
         progress = pb.PrecomputeResponse(total=sum(d.chunks for d in documents))
         yield _copy(progress)
         for document in documents:
-            stored = await self._retrieval.chunks(request.corpus, document.name, vocabulary.identity)
+            stored = await tenant.retrieval.chunks(request.corpus, document.name, vocabulary.identity)
             for start in range(0, len(stored), _TOGETHER):
                 batch = stored[start : start + _TOGETHER]
-                skipped = await self._encode(request.corpus, batch, count, vocabulary)
+                tenant.meter.check_tokens()
+                skipped = await self._encode(tenant, request.corpus, batch, count, vocabulary)
                 progress.done += len(batch)
                 progress.skipped += skipped
                 yield _copy(progress)
@@ -56,14 +62,19 @@ class Precompute:
         yield _copy(progress)
 
     async def _encode(
-        self, corpus: str, batch: list[tuple[Chunk, np.ndarray]], count: int, vocabulary: Vocabulary
+        self,
+        tenant: Tenant,
+        corpus: str,
+        batch: list[tuple[Chunk, np.ndarray]],
+        count: int,
+        vocabulary: Vocabulary,
     ) -> int:
         """Encodes and stores a batch; returns how many were there already."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
         async def one(chunk: Chunk, vector: np.ndarray) -> Chunk | None:
             async with slots:
-                near = await self._neighbours(corpus, chunk, vector, count, vocabulary)
+                near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary)
                 neighbours = keys.neighbours_variant(n.digest for n in near)
                 if chunk.neighbours == neighbours and chunk.variant:
                     return None
@@ -73,8 +84,9 @@ class Precompute:
                     chunk=fusion_pb2.Tokens(ids=chunk.ids),
                     mode=fusion_pb2.EncodeRequest.MODE_NEIGHBOURS,
                     model_fingerprint=vocabulary.model.fingerprint,
-                    tenant=self._config.tenant,
+                    tenant=tenant.salt,
                 )
+                tenant.meter.spend(len(chunk.ids) + sum(len(n.ids) for n in near))
                 encoded = await self._workers.encode(request)
                 return Chunk(chunk.document, chunk.position, chunk.text, chunk.ids, encoded.variant, neighbours)
 
@@ -85,14 +97,14 @@ class Precompute:
             for task in tasks:
                 task.cancel()
         if done:
-            await self._retrieval.set_variants(corpus, done)
+            await tenant.retrieval.set_variants(corpus, done)
         return len(batch) - len(done)
 
     async def _neighbours(
-        self, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
+        self, tenant: Tenant, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
     ) -> list[Chunk]:
         """The most similar other chunks, best first, as many as the model's length takes."""
-        found = await self._retrieval.nearest(corpus, vector, count + 1, vocabulary.identity)
+        found = await tenant.retrieval.nearest(corpus, vector, count + 1, vocabulary.identity)
         room = vocabulary.model.max_tokens - len(vocabulary.system) - len(chunk.ids)
         near = []
         for other in [c for c in found if c.key != chunk.key][:count]:

@@ -119,12 +119,13 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus."""
+    """A corpus, or one document of a corpus; `bytes` are those of its text."""
 
     name: str
     documents: int
     chunks: int
     tokens: int
+    bytes: int
 
 
 @dataclass(frozen=True)

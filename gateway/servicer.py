@@ -9,11 +9,12 @@ import grpc
 from opentelemetry import metrics
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest import Ingest, check_corpus
+from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.pipeline import Pipeline, passage
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.precompute import Precompute
-from fusionkv.gateway.retrieval.base import Item, Retrieval
+from fusionkv.gateway.retrieval.base import Item
+from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -25,6 +26,8 @@ _failures = _meter.create_counter("fusionkv.gateway.failures", description="fail
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
 _PAGE = 100
 _MOST_PAGE = 1000
+# A document's name in hexadecimal, with four bytes for a character.
+_MOST_TOKEN = 2 * 4 * MOST_NAME
 # Longer than any question, so a forgotten deadline on a large document still ends.
 _NO_DEADLINE = 1e6
 
@@ -32,21 +35,22 @@ _NO_DEADLINE = 1e6
 class GatewayServicer:
     """One method an RPC, named as in gateway.proto."""
 
-    def __init__(self, config: GatewayConfig, retrieval: Retrieval, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, tenants: Tenants, workers: WorkerPool) -> None:
         self._config = config
-        self._retrieval = retrieval
+        self._tenants = tenants
         self._workers = workers
-        self._ingest = Ingest(config, retrieval, workers)
-        self._pipeline = Pipeline(config, retrieval, workers)
-        self._precompute = Precompute(config, retrieval, workers)
+        self._ingest = Ingest(config, workers)
+        self._pipeline = Pipeline(config, workers)
+        self._precompute = Precompute(config, workers)
         self._started = time.monotonic()
         self._active = 0
         self._served = self._failed = self._marked_degraded = 0
 
     async def Ingest(self, request: pb.IngestRequest, context: grpc.aio.ServicerContext) -> pb.IngestResponse:
         with self._admitted("Ingest"):
+            tenant = await self._tenant()
             done = await self._ingest.document(
-                request.corpus, request.name, request.media_type, request.content, self._time_left(context)
+                tenant, request.corpus, request.name, request.media_type, request.content, self._time_left(context)
             )
             return pb.IngestResponse(chunks=done.chunks, tokens=done.tokens, replaced=done.replaced)
 
@@ -54,25 +58,30 @@ class GatewayServicer:
         self, request: pb.PrecomputeRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.PrecomputeResponse]:
         with self._admitted("Precompute"):
-            async with contextlib.aclosing(self._precompute.run(request)) as progress:
+            tenant = await self._tenant()
+            async with contextlib.aclosing(self._precompute.run(tenant, request)) as progress:
                 async for response in progress:
                     yield response
 
     async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
         with self._admitted("Delete"):
+            tenant = await self._tenant()
             check_corpus(request.corpus)
-            documents, chunks = await self._retrieval.delete(request.corpus, request.name)
+            if request.name:
+                check_document(request.name)
+            documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
     async def List(self, request: pb.ListRequest, context: grpc.aio.ServicerContext) -> pb.ListResponse:
         with self._admitted("List"):
+            tenant = await self._tenant()
             size = min(request.page_size or _PAGE, _MOST_PAGE)
             after = _read_token(request.page_token)
             if request.corpus:
                 check_corpus(request.corpus)
-                items = await self._retrieval.documents(request.corpus, after, size + 1)
+                items = await tenant.retrieval.documents(request.corpus, after, size + 1)
             else:
-                items = [i for i in await self._retrieval.corpora() if i.name > after][: size + 1]
+                items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
             more = len(items) > size
             return pb.ListResponse(
                 items=[_item(i) for i in items[:size]],
@@ -81,8 +90,9 @@ class GatewayServicer:
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: grpc.aio.ServicerContext) -> pb.RetrieveResponse:
         with self._admitted("Retrieve"):
+            tenant = await self._tenant()
             found = await self._pipeline.retrieve(
-                request.corpus, request.question, request.top_k, self._time_left(context)
+                tenant, request.corpus, request.question, request.top_k, self._time_left(context)
             )
             return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
@@ -90,7 +100,10 @@ class GatewayServicer:
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncGenerator[pb.GenerateResponse]:
         with self._admitted("Generate"):
-            async with contextlib.aclosing(self._pipeline.answer(request, self._time_left(context))) as responses:
+            tenant = await self._tenant()
+            async with contextlib.aclosing(
+                self._pipeline.answer(tenant, request, self._time_left(context))
+            ) as responses:
                 async for response in responses:
                     if response.HasField("summary") and response.summary.degraded:
                         self._marked_degraded += 1
@@ -98,7 +111,7 @@ class GatewayServicer:
                     yield response
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
-        corpora = await self._retrieval.corpora()
+        corpora = [c for tenant in self._tenants.all for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
             requests=self._served,
@@ -118,11 +131,17 @@ class GatewayServicer:
     async def close(self) -> None:
         """After the last call."""
         await self._workers.close()
-        await self._retrieval.close()
+        await self._tenants.close()
 
     def _time_left(self, context: grpc.aio.ServicerContext) -> float:
         left = context.time_remaining()
         return self._config.request_seconds if left is None or left > _NO_DEADLINE else left
+
+    async def _tenant(self) -> Tenant:
+        """Whose call it is; refuses one that is over a quota."""
+        tenant = await self._tenants.current()
+        tenant.meter.admit()
+        return tenant
 
     @contextlib.contextmanager
     def _admitted(self, method: str) -> Iterator[None]:
@@ -131,7 +150,9 @@ class GatewayServicer:
         _requests.add(1, {"rpc.method": method})
         if self._active >= self._config.max_requests:
             self._fail(method, "RESOURCE_EXHAUSTED")
-            raise ResourceExhausted(f"{self._active} requests are in flight already; try again later")
+            raise ResourceExhausted(
+                f"{self._active} requests are in flight already; try again later", retry_after=0.5
+            )
         self._active += 1
         try:
             yield
@@ -150,12 +171,16 @@ class GatewayServicer:
 
 
 def _item(item: Item) -> pb.Item:
-    return pb.Item(name=item.name, documents=item.documents, chunks=item.chunks, tokens=item.tokens)
+    return pb.Item(name=item.name, documents=item.documents, chunks=item.chunks, tokens=item.tokens, bytes=item.bytes)
 
 
 def _read_token(token: str) -> str:
     """The name that a page token stands for: the last one of the page before."""
     try:
+        if len(token) > _MOST_TOKEN:
+            raise ValueError("longer than any name")
         return bytes.fromhex(token).decode()
     except ValueError as error:
-        raise InvalidArgument(f"bad page token {token!r}: send the one of the reply before, unchanged") from error
+        raise InvalidArgument(
+            f"bad page token {token[:80]!r}: send the one of the reply before, unchanged"
+        ) from error

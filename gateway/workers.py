@@ -15,11 +15,14 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.tls import ClientTLS
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Texts of one Embed: enough for full batches, few enough that a request never waits long behind a document.
 EMBED_BATCH = 32
+# Of a text; a vector is of its first 512 tokens, which no usual text needs more for.
+EMBED_CHARACTERS = 1 << 14
 # Another worker may do what this one can't now.
 _ELSEWHERE = (Unavailable, ResourceExhausted, FailedPrecondition)
 
@@ -29,8 +32,8 @@ class WorkerPool:
     those are likely in its device pool. All workers run one model; one that runs another is passed over.
     """
 
-    def __init__(self, addresses: Sequence[str]) -> None:
-        self._workers = [WorkerClient(address) for address in addresses]
+    def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
+        self._workers = [WorkerClient(address, tls) for address in addresses]
         self._in_flight = dict.fromkeys(addresses, 0)
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
@@ -60,7 +63,7 @@ class WorkerPool:
         """Unit vectors, float32 `[text, dim]`, in batches one after the other."""
         parts = []
         for start in range(0, len(texts), EMBED_BATCH):
-            batch = texts[start : start + EMBED_BATCH]
+            batch = [text[:EMBED_CHARACTERS] for text in texts[start : start + EMBED_BATCH]]
             parts.append(await self._anywhere(functools.partial(WorkerClient.embed, texts=batch, timeout=timeout)))
         return np.concatenate(parts)
 

@@ -18,7 +18,9 @@ from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from fusionkv.protos import frames, rpc, settings, telemetry
 
 log = logging.getLogger(__name__)
@@ -50,11 +52,14 @@ def make_store(config: Config) -> Store:
     """The store with the tiers that the configuration asks for.
 
     Raises:
-        OSError: the data directory can't be used, or another process uses it.
+        OSError: the data directory or its keys can't be used, or another process uses it.
     """
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
     if config.disk_bytes:
-        tiers.append(DiskTier(config.data_dir, config.disk_bytes, sync=config.sync))
+        place, keys = (config.data_dir, config.disk_bytes), config.disk_keys
+        tiers.append(
+            SealedDiskTier(*place, DiskKeys(keys), sync=config.sync) if keys else DiskTier(*place, sync=config.sync)
+        )
     return Store(config, tiers)
 
 
@@ -74,7 +79,11 @@ async def run(config: Config) -> None:
     try:
         servicer = KVCacheServicer(store, config)
         await rpc.serve(
-            NAME, config.listen, {SERVICE.full_name: handler(servicer)}, drain_seconds=config.drain_seconds
+            NAME,
+            config.listen,
+            {SERVICE.full_name: handler(servicer)},
+            drain_seconds=config.drain_seconds,
+            tls=config.server_tls,
         )
     finally:
         for doorway in doorways:

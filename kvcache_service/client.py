@@ -16,6 +16,7 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.tls import ClientTLS
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
@@ -77,8 +78,9 @@ class CacheClient:
     `fusionkv.protos.errors`; timeouts are seconds for the whole call.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
         self.address = address
+        self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
@@ -246,8 +248,8 @@ class CacheClient:
             raise DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._channel is None:
             frames.keep_freed_memory()
-            self._channel = rpc.dial(self.address)
-            self._put_channel = rpc.dial(self.address, traced=False)
+            self._channel = rpc.dial(self.address, tls=self._tls)
+            self._put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
             self._stubs = _bind(self._channel, self._put_channel)
         return self._stubs[method](request, timeout=timeout, **more)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.settings import setting
+from fusionkv.protos.tls import ServerTLS
 
 GIB = 1 << 30
 
@@ -21,6 +22,9 @@ class Config:
         "flush to the device before a Put is acknowledged: entries then survive a power loss too; without it they "
         "survive any end of the process, and the disk tier starts empty after a crash of the machine",
     )
+    disk_keys: Path | None = setting(
+        None, "keys (64 hex digits a line) that the disk tier is encrypted with: the first writes, all read"
+    )
     max_entry_bytes: int = setting(GIB, "largest entry", bytes=True, low=1, high=GIB)
     max_path: int = setting(256, "most elements of a path", low=1, high=65535)
     max_puts: int = setting(64, "most Puts at once", low=1)
@@ -34,3 +38,13 @@ class Config:
     )
     low_watermark: float = setting(0.95, "used share of the last tier at which that ends", low=0.0, high=1.0)
     drain_seconds: float = setting(10.0, "time for calls in flight to end after SIGTERM", low=0)
+    tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
+    tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
+    tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
+
+    def __post_init__(self) -> None:
+        ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
+    def server_tls(self) -> ServerTLS | None:
+        return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)

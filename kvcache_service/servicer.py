@@ -34,6 +34,7 @@ _OUTCOMES = {
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 # Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
 _MAX_VARIANTS = 64
+_MAX_KEYS = 65536
 
 
 def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
@@ -153,6 +154,8 @@ class KVCacheServicer:
             keys: Iterable[bytes] = self._store.residents.index.namespace_keys(request.namespace)
         else:
             keys = request.keys
+            if len(keys) > _MAX_KEYS:
+                raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
             _check_digests(keys, "a key")
         return pb.DeleteResponse(deleted=await self._store.delete(list(keys)))
 

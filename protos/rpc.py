@@ -12,8 +12,9 @@ from google.protobuf import descriptor, message_factory
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fusionkv.protos import telemetry
+from fusionkv.protos import errors, telemetry
 from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 
@@ -40,23 +41,33 @@ _SERVER_OPTIONS = [
     # Without it two servers could share one port unnoticed.
     ("grpc.so_reuseport", 0),
 ]
+# A caller whose certificate is trusted no more keeps its connection for so long; its calls in flight end first.
+_TLS_OPTIONS = [("grpc.max_connection_age_ms", 3_600_000)]
 
 Serialiser = Callable[[Any], bytes]
 Deserialiser = Callable[[bytes], Any]
 
 
-def dial(address: str, *, traced: bool = True) -> grpc.aio.Channel:
-    """An asynchronous channel to `host:port` or `unix:/path`.
+def dial(address: str, *, tls: ClientTLS | None = None, traced: bool = True) -> grpc.aio.Channel:
+    """An asynchronous channel to `host:port` or `unix:/path`; a unix socket is never encrypted.
 
     Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
     """
     interceptors = telemetry.client_interceptors() if traced else None
-    return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
+    return tls.channel(
+        lambda credentials: grpc.aio.secure_channel(
+            address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors
+        )
+    )
 
 
-def dial_sync(address: str) -> grpc.Channel:
-    """A blocking channel to `host:port` or `unix:/path`."""
-    return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+def dial_sync(address: str, *, tls: ClientTLS | None = None) -> grpc.Channel:
+    """A blocking channel to `host:port` or `unix:/path`; a unix socket is never encrypted."""
+    if tls is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
+    return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS))
 
 
 def handlers(
@@ -89,7 +100,7 @@ def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any
     async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
         telemetry.record_error(error)
         if isinstance(error, ServiceError):
-            await context.abort(error.status, str(error))
+            await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
         log.exception("unforeseen error in %s", method.__qualname__)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
@@ -121,17 +132,21 @@ async def serve(
     drain_seconds: float,
     on_drain: Callable[[], Awaitable[None]] | None = None,
     max_concurrent: int | None = None,
+    tls: ServerTLS | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
 
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
+    With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry.
 
     Raises:
-        OSError: an address can't be bound.
+        OSError: an address can't be bound, or a certificate can't be used.
     """
+    credentials = tls.credentials() if tls else None
     server = grpc.aio.server(
-        options=_SERVER_OPTIONS,
-        interceptors=telemetry.server_interceptors(),
+        options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
+        interceptors=[*telemetry.server_interceptors(), *interceptors],
         maximum_concurrent_rpcs=max_concurrent,
     )
     server.add_generic_rpc_handlers(tuple(services.values()))
@@ -139,7 +154,7 @@ async def serve(
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     names = [*services, health.SERVICE_NAME]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
-    bound = [_bind(server, address) for address in addresses]
+    bound = [_bind(server, address, credentials) for address in addresses]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -157,9 +172,12 @@ async def serve(
     print(f"{name} stopped", file=sys.stderr, flush=True)
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None or address.startswith("unix:"):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"can't listen on {address}: is the address taken by another process?") from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

@@ -101,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """One flag for each field, with its default from the dataclass in the help; absent flags stay None."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
-        kind = _plain(hints[f.name])
+        kind = plain(hints[f.name])
         help = f"{f.metadata['help']} (default: {shown(f)})".replace("%", "%%")
         flag = "--" + f.name.replace("_", "-")
         if kind is bool:
@@ -126,7 +126,7 @@ def _file_table(file: Path | None, section: str) -> dict[str, Any]:
     return values
 
 
-def _plain(hint: Any) -> Any:
+def plain(hint: Any) -> Any:
     """The type inside `X | None`."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return next(a for a in typing.get_args(hint) if a is not type(None))
@@ -134,7 +134,7 @@ def _plain(hint: Any) -> Any:
 
 
 def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -> Any:
-    kind = _plain(hint)
+    kind = plain(hint)
     try:
         if typing.get_origin(kind) is tuple:
             parts = [p.strip() for p in value.split(",") if p.strip()] if isinstance(value, str) else value
@@ -150,7 +150,8 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             if not math.isfinite(result):
                 raise ValueError(f"not a finite number: {value!r}")
         elif kind is Path:
-            result = Path(value).expanduser()
+            # Where a path may be absent, an empty one says so: the way to undo what a file says.
+            result = None if value == "" and kind is not hint else Path(value).expanduser()
         else:
             result = str(value)
     except (TypeError, ValueError) as error:

@@ -11,6 +11,8 @@ from typing import Any
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
+from fusionkv.protos.errors import details
+
 
 def attach(service: str) -> None:
     """Sets up logging and, when an OTLP endpoint is configured, exports traces and metrics to it."""
@@ -60,8 +62,8 @@ def client_interceptors() -> list[Any]:
 def record_error(error: Exception) -> None:
     """Marks the current span as failed."""
     span = trace.get_current_span()
-    span.record_exception(error)
-    span.set_status(Status(StatusCode.ERROR, str(error)))
+    span.record_exception(error, {"exception.message": details(error)})
+    span.set_status(Status(StatusCode.ERROR, details(error)))
 
 
 def trace_id() -> str:

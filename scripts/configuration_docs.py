@@ -42,6 +42,7 @@ def kind(field: dataclasses.Field[typing.Any], hint: typing.Any) -> str:
         return "size"
     if typing.get_origin(hint) is tuple:
         return "list"
+    hint = settings.plain(hint)
     return {bool: "true or false", int: "integer", float: "number", Path: "path"}.get(hint, "text")
 
 

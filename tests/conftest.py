@@ -1,5 +1,7 @@
-"""Fixtures for all tests: real service processes, and the tools that are not Python packages."""
+"""Fixtures for all tests: real service processes, certificates, and the tools that are not Python packages."""
 
+import datetime
+import ipaddress
 import os
 import re
 import shutil
@@ -11,6 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 ROOT = Path(__file__).parent.parent
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
@@ -154,6 +160,50 @@ def helm() -> str:
 def reference_model() -> Path:
     """The directory of the first of the models that come with the project."""
     return min(file.parent for file in (ROOT / "models").glob("*/config.json"))
+
+
+class Authority:
+    """A CA that issues certificates for this machine's names and addresses."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self.ca = folder / f"{name}.ca.pem"
+        own = self._certificate(self._name, self._key.public_key(), x509.BasicConstraints(True, None))
+        self.ca.write_bytes(own.public_bytes(serialization.Encoding.PEM))
+
+    def issue(self, name: str) -> tuple[Path, Path]:
+        """Writes a certificate and its key, over those of that name if there are any; returns the two files."""
+        key = ec.generate_private_key(ec.SECP256R1())
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        )
+        made = self._certificate(subject, key.public_key(), names)
+        cert, secret = self._folder / f"{name}.pem", self._folder / f"{name}.key"
+        cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+        secret.write_bytes(
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
+        )
+        return cert, secret
+
+    def _certificate(
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, extension: x509.ExtensionType
+    ) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        builder = x509.CertificateBuilder(self._name, subject, key, x509.random_serial_number())
+        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
+        builder = builder.not_valid_after(now + datetime.timedelta(hours=1))
+        return builder.add_extension(extension, critical=False).sign(self._key, hashes.SHA256())
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Callable[[str], Authority]:
+    """`authority("name")` makes a CA whose files lie in the test's folder."""
+    return lambda name: Authority(tmp_path, name)
 
 
 @pytest.fixture(scope="session")

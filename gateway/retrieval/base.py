@@ -51,12 +51,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus."""
+    """A corpus, or one document of a corpus; `bytes` are those of its chunks' texts in UTF-8."""
 
     name: str
     documents: int
     chunks: int
     tokens: int
+    bytes: int
 
 
 class Retrieval(ABC):

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
 
@@ -20,6 +21,8 @@ from fusionkv.protos.errors import NotFound
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Size = tuple[int, int, int]  # chunks, tokens and bytes of text
+_NOTHING: Size = (0, 0, 0)
 # A commit costs about 20 ms whatever is in it, so documents that arrive together share one.
 _MOST_TOGETHER = 64
 # Rows outside the indexes are found by a scan: 480 of them in as many fragments made a search take 31 ms, not 8.
@@ -65,9 +68,9 @@ class CorpusTable:
         self._lock = asyncio.Lock()
         self._gone = False
         self._queue: list[_Write] = []
-        self._sizes: dict[str, tuple[int, int]] = {}  # chunks and tokens of each document
+        self._sizes: dict[str, Size] = {}
         self._names: list[str] = []  # the same documents in order
-        self._chunks = self._tokens = 0
+        self._total: Size = (0, 0, 0)
         self._commits = 0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -82,16 +85,17 @@ class CorpusTable:
             await table.create_index("text", config=_WORDS)
         if "document" not in indexed:
             await table.create_index("document", config=BTree())
-        known = await table.query().select(["document", "tokens"]).to_arrow()
-        sums = known.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum")])
-        for name, chunks, tokens in zip(*(c.to_pylist() for c in sums.columns), strict=True):
-            made._resize(name, chunks, tokens)
+        wanted = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
+        known = await table.query().select(wanted).to_arrow()
+        sums = known.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
+        for name, *size in zip(*(c.to_pylist() for c in sums.columns), strict=True):
+            made._resize(name, tuple(size))
         if len(known):
             made._touch()
         return made
 
     def item(self, name: str) -> Item:
-        return Item(name, len(self._names), self._chunks, self._tokens)
+        return Item(name, len(self._names), *self._total)
 
     def documents(self, after: str, limit: int) -> list[Item]:
         start = bisect.bisect_right(self._names, after)
@@ -113,7 +117,7 @@ class CorpusTable:
                 raise NotFound(f"no document {document!r}")
             chunks = self._sizes[document][0]
             await self._table.delete(f"document = {_quoted(document)}")
-            self._resize(document, 0, 0)
+            self._resize(document, _NOTHING)
             return chunks
 
         return await self._change(change)
@@ -201,19 +205,19 @@ class CorpusTable:
                 return
             for name, write in batch.items():
                 replaced = name in self._sizes
-                self._resize(name, len(write.data), sum(write.data["tokens"].to_pylist()))
+                self._resize(name, _size(write.data))
                 _settle(write.done, replaced)
             self._touch()
 
-    def _resize(self, document: str, chunks: int, tokens: int) -> None:
-        before = self._sizes.pop(document, (0, 0))
-        self._chunks += chunks - before[0]
-        self._tokens += tokens - before[1]
-        if chunks:
-            self._sizes[document] = chunks, tokens
-        if chunks and not before[0]:
+    def _resize(self, document: str, size: Size) -> None:
+        before = self._sizes.pop(document, _NOTHING)
+        chunks, tokens, text = (t + new - old for t, new, old in zip(self._total, size, before, strict=True))
+        self._total = chunks, tokens, text
+        if size[0]:
+            self._sizes[document] = size
+        if size[0] and not before[0]:
             bisect.insort(self._names, document)
-        elif before[0] and not chunks:
+        elif before[0] and not size[0]:
             del self._names[bisect.bisect_left(self._names, document)]
 
     def _touch(self) -> None:
@@ -236,6 +240,11 @@ class CorpusTable:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
                 except Exception:
                     log.exception("indexing new rows failed; searches stay right, but slower")
+
+
+def _size(data: pa.Table) -> Size:
+    texts = pc.sum(pc.binary_length(data["text"])).as_py()
+    return len(data), pc.sum(data["tokens"]).as_py() or 0, texts or 0
 
 
 def _settle(future: "asyncio.Future[bool]", result: bool = False, error: BaseException | None = None) -> None:

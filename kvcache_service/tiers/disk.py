@@ -170,16 +170,20 @@ class DiskTier(Tier):
     def _at(self, place: Place, at: int) -> tuple[int, int]:
         """File descriptor and offset within the file of a byte of a place."""
         segment, offset = divmod(place.offset, SEGMENT_BYTES)
-        file = self._files.get(segment)
+        return self._file(self._files, segment, "kv"), offset + at
+
+    def _file(self, files: dict[int, int], segment: int, ending: str) -> int:
+        """The descriptor of a segment's file, opened or made on first use."""
+        file = files.get(segment)
         if file is None:
-            path = self._directory / "segments" / f"{segment:06d}.kv"
+            path = self._directory / "segments" / f"{segment:06d}.{ending}"
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _sync_directory(path.parent)
             # Two threads may get here at once: the first one's descriptor is used, the other's is closed.
-            if self._files.setdefault(segment, file) != file:
+            if files.setdefault(segment, file) != file:
                 os.close(file)
-                file = self._files[segment]
-        return file, offset + at
+                file = files[segment]
+        return file
 
     def _trusted(self) -> bool:
         """Whether the index is whole: the tier was closed, or flushed all it wrote, or the machine has not restarted.

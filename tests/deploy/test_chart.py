@@ -119,6 +119,23 @@ def test_the_gpu_comes_with_its_image(render: Render) -> None:
         assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == count
 
 
+def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
+    secured = {"secret": "fusionkv-tls", "config": {"tls_cert": "/etc/fusionkv/tls.crt"}}
+    for values, probe in ((None, {"grpc"}), (secured, {"tcpSocket"})):
+        for name, workload in workloads(
+            render(dict.fromkeys(("kvcache", "worker", "gateway"), values or {}))
+        ).items():
+            pod = workload["spec"]["template"]["spec"]
+            container = pod["containers"][0]
+            probes = [container[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")]
+            assert {key for p in probes for key in p if key in ("grpc", "tcpSocket")} == probe
+            mounted = [m["mountPath"] for m in container["volumeMounts"] if m["name"] == "secret"]
+            volumes = [v["secret"]["secretName"] for v in pod["volumes"] if v["name"] == "secret"]
+            assert (mounted, volumes) == ((["/etc/fusionkv"], ["fusionkv-tls"]) if values else ([], []))
+            if values:
+                assert environment(workload)[f"FUSIONKV_{name.upper()}_TLS_CERT"] == "/etc/fusionkv/tls.crt"
+
+
 @pytest.mark.parametrize("drain", [0, 10, 37.5, 600])
 def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
     for name, workload in workloads(render({name: {"config": {"drain_seconds": drain}} for name in PORTS})).items():

@@ -4,7 +4,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusionkv.gateway import plan
-from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
 from fusionkv.gateway.tokens import Vocabulary
@@ -55,7 +54,7 @@ def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
 def test_the_request_holds_all_parts() -> None:
     sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
     asked = pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling)
-    made = plan.build(asked, NEAR, PASSAGES, vocabulary(), GatewayConfig(tenant="t"))
+    made = plan.build(asked, NEAR, PASSAGES, vocabulary(), "t")
     assert made.recipe == "near"
     assert made.HasField("ratio")
     assert made.ratio == 0
@@ -93,7 +92,7 @@ def test_recipes_that_are_none(name: str, message: str) -> None:
 
 
 def test_a_recipe_without_neighbours_gets_no_variants() -> None:
-    made = plan.build(pb.GenerateRequest(question="why"), PLAIN, PASSAGES, vocabulary(), GatewayConfig())
+    made = plan.build(pb.GenerateRequest(question="why"), PLAIN, PASSAGES, vocabulary(), "")
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
@@ -103,12 +102,12 @@ def test_a_recipe_without_neighbours_gets_no_variants() -> None:
 def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
     asked = pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
     if fits:
-        plan.build(asked, PLAIN, PASSAGES, vocabulary(100), GatewayConfig())
+        plan.build(asked, PLAIN, PASSAGES, vocabulary(100), "")
     else:
         with pytest.raises(
             InvalidArgument, match=r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
         ):
-            plan.build(asked, PLAIN, PASSAGES, vocabulary(100), GatewayConfig())
+            plan.build(asked, PLAIN, PASSAGES, vocabulary(100), "")
 
 
 @pytest.mark.parametrize(
@@ -149,3 +148,11 @@ def test_a_weak_embedding_does_not_outvote_words() -> None:
 def test_without_common_words_meaning_decides() -> None:
     found = hybrid.rank([Candidate(chunk("d", i), 0.0, i / 10) for i in range(5)], 0.3, 2)
     assert [(c.position, round(score, 3)) for c, score in found] == [(4, 0.12), (3, 0.09)]
+
+
+def test_what_is_said_of_a_corpus_names_its_tenant_and_gives_nothing_away() -> None:
+    asked = pb.GenerateRequest(question="why", corpus="c")
+    labels = [plan.build(asked, PLAIN, PASSAGES, vocabulary(), tenant).corpus for tenant in ("", "salt-1", "salt-2")]
+    assert labels[0] == "c"
+    assert len(set(labels)) == 3
+    assert not any("salt" in label for label in labels)

@@ -252,3 +252,18 @@ async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folde
     with pytest.raises(FailedPrecondition):
         await put(again, "c", "x", "t", model=ModelIdentity(b"g" * 32, b""))
     await again.close()
+
+
+async def test_sizes_are_those_of_the_text_and_outlive_a_restart(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "d", "four", "ümläut")
+    await put(engine, "c", "e", "a longer text that goes")
+    await put(engine, "c", "e", "shorter")
+    await put(engine, "c", "f", "goes")
+    await engine.delete("c", "f")
+    for _ in range(2):
+        assert [(i.name, i.chunks, i.bytes) for i in await engine.documents("c")] == [("d", 2, 12), ("e", 1, 7)]
+        assert [(i.name, i.documents, i.chunks, i.bytes) for i in await engine.corpora()] == [("c", 2, 3, 19)]
+        await engine.close()
+        engine = await EmbeddedRetrieval.open(folder)
+    await engine.close()

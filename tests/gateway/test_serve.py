@@ -1,5 +1,6 @@
 """`fusionkv serve` and the commands against it, each a process of its own."""
 
+import hashlib
 import json
 import os
 import signal
@@ -11,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos.tls import ClientTLS
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
@@ -225,3 +229,24 @@ def test_the_example_of_the_python_client_runs(all_services: tuple[Any, str], ro
     assert "from: ballakmi-01.txt, ballakmi-02.txt" in done.stdout
     assert "as expected: gateway: no corpus 'no-such-corpus'" in done.stdout
     assert "Deleted(documents=2, chunks=2)" in done.stdout
+
+
+def test_serve_all_with_tls_and_tokens(launch: Launch, authority: Any, tiny_model: Path, tmp_path: Path) -> None:
+    """Only the gateway has a port; between the three are unix sockets, which need no certificates."""
+    ours, token = authority("ours"), "a-token"
+    cert, key = ours.issue("gateway")
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    (tmp_path / "tokens").write_text(
+        f'[[token]]\nname = "x"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
+    )
+    (tmp_path / "config").write_text(
+        f'[gateway]\ntls_cert = "{cert}"\ntls_key = "{key}"\nauth_tokens = "{tmp_path}/tokens"\n'
+    )
+    flags = ("serve", "--model", str(tiny_model), "--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
+    service = launch("fusionkv.gateway.cli", *flags, "--json", "--config", str(tmp_path / "config"), services=0)
+    service.wait_for_line('"event": "ready"', timeout=120)
+    (address,) = [e["addresses"][0] for e in events(service) if e["event"] == "up" and e["service"] == "gateway"]
+    with Client(address, token=token, tls=ClientTLS(ours.ca)) as client:
+        client.ingest("c", "a.txt", "A page.")
+        assert client.ask("c", "What?", max_tokens=1).summary.tokens_generated == 1
+    assert service.stop() == 0

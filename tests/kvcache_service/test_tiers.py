@@ -1,5 +1,6 @@
 """One contract suite over every tier."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,26 @@ import pytest
 
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 
 BLOCK = 4096
 CAPACITY = 16 * BLOCK
 
 
-@pytest.fixture(params=["memory", "disk", "disk with sync"])
+@pytest.fixture(params=["memory", "disk", "disk with sync", "disk, encrypted"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made: Tier
     if request.param == "memory":
         made = MemoryTier(CAPACITY)
+    elif "encrypted" in request.param:
+        (tmp_path / "keys").write_text(os.urandom(32).hex())
+        made = SealedDiskTier(tmp_path / "data", CAPACITY, DiskKeys(tmp_path / "keys"))
     else:
         made = DiskTier(tmp_path / "data", CAPACITY, sync="sync" in request.param)
-    assert made.name == request.param.split()[0]
+    assert request.param.startswith(made.name)
     assert list(made.recover()) == []
     yield made
     made.close()

@@ -1,12 +1,17 @@
 """A server for test_rpc.py: the real `serve` around methods that succeed, fail or hang as the request asks."""
 
 import asyncio
+import os
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from fusionkv.protos import errors, rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.tls import ServerTLS
+
+TLS = ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
 
 
 class Servicer:
@@ -59,6 +64,7 @@ async def main(drain_seconds: float, max_concurrent: int, *addresses: str) -> No
         drain_seconds=drain_seconds,
         on_drain=on_drain,
         max_concurrent=max_concurrent or None,
+        tls=ServerTLS.of(*(Path(os.environ[name]) if name in os.environ else None for name in TLS)),
     )
 
 

@@ -89,15 +89,15 @@ spec:
         - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
         {{- end }}
       startupProbe:
-        grpc: {port: {{ .port }}}
+        {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 2
         failureThreshold: {{ div .startup 2 }}
       readinessProbe:
-        grpc: {port: {{ .port }}}
+        {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 5
         timeoutSeconds: 3
       livenessProbe:
-        grpc: {port: {{ .port }}}
+        {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 6
@@ -107,10 +107,27 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         {{- with .mounts }}{{ toYaml . | nindent 8 }}{{ end }}
+        {{- if $values.secret }}
+        # The whole volume and no single file: only so do changes of the Secret reach the pod.
+        - {name: secret, mountPath: /etc/fusionkv, readOnly: true}
+        {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
     {{- with .volumes }}{{ toYaml . | nindent 4 }}{{ end }}
+    {{- with $values.secret }}
+    - name: secret
+      secret: {secretName: {{ . }}, defaultMode: 0440}
+    {{- end }}
+{{- end }}
+
+{{/* Kubernetes' gRPC probes can't speak TLS: a service with a certificate is asked only whether it accepts connections. */}}
+{{- define "fusionkv.probe" -}}
+{{- if (index .root.Values .name).config.tls_cert -}}
+tcpSocket: {port: {{ .port }}}
+{{- else -}}
+grpc: {port: {{ .port }}}
+{{- end }}
 {{- end }}
 
 {{/* The service account of one component: no rights, no token. */}}

@@ -1,0 +1,101 @@
+"""The disk tier, encrypted: its segment files hold AES-256-GCM ciphertext, in blocks of 1 MiB of an entry.
+
+What GCM needs besides (key id, nonce, tag: 32 bytes a block) is in `segments/<n>.seal`, at a place that follows from
+the block's own: segments are laid out as without encryption. The nonce is 96 random bits for every block written; by
+NIST SP 800-38D one key is good for 2^32 blocks then. A block is bound to its place and its entry's size, so that it
+opens nowhere else. Whatever does not open, for a wrong key too, is damaged: a miss, and deleted when it is met.
+"""
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from cryptography.exceptions import InvalidTag
+
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.tiers.base import Place
+from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
+from fusionkv.kvcache_service.tiers.disk_keys import ID_BYTES, DiskKeys
+from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+
+BLOCK_BYTES = 1 << 20
+_NONCE_BYTES, _TAG_BYTES = 12, 16
+_SEAL_BYTES = ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+
+
+class SealedDiskTier(DiskTier):
+    """As DiskTier, but each place is written once from its beginning to its end, as the store does."""
+
+    def __init__(self, directory: Path, capacity_bytes: int, keys: DiskKeys, *, sync: bool = False) -> None:
+        """Raises OSError as DiskTier does."""
+        super().__init__(directory, capacity_bytes, sync=sync)
+        self._keys = keys
+        self._seals: dict[int, int] = {}  # segment -> file descriptor of its seals
+        self._tails: dict[int, bytearray] = {}  # offset of a place -> what is not a whole block yet
+
+    def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
+        tail = self._tails.pop(place.offset, bytearray()) if at else bytearray()
+        start = at - len(tail)
+        assert start % BLOCK_BYTES == 0, f"a write at {at} after {len(tail)} bytes beyond the last block"
+        for piece in data:
+            tail += piece
+            while len(tail) >= BLOCK_BYTES:
+                self._seal(place, start, bytes(tail[:BLOCK_BYTES]))
+                del tail[:BLOCK_BYTES]
+                start += BLOCK_BYTES
+        if tail and start + len(tail) == place.size:
+            self._seal(place, start, bytes(tail))
+        elif tail:
+            self._tails[place.offset] = tail
+
+    def read(self, place: Place, at: int, size: int) -> memoryview:
+        first = at // BLOCK_BYTES * BLOCK_BYTES
+        blocks = [self._open(place, start) for start in range(first, at + size, BLOCK_BYTES)]
+        return memoryview(blocks[0] if len(blocks) == 1 else b"".join(blocks))[at - first : at - first + size]
+
+    def free(self, place: Place) -> None:
+        self._tails.pop(place.offset, None)
+        super().free(place)
+
+    def commit(self, record: Record, place: Place, heat: float) -> None:
+        if self._sync:
+            os.fdatasync(self._seal_at(place, 0)[0])
+        super().commit(record, place, heat)
+
+    def close(self) -> None:
+        for file in self._seals.values():
+            os.fsync(file)
+            os.close(file)
+        self._seals.clear()
+        super().close()
+
+    def _seal(self, place: Place, start: int, block: bytes) -> None:
+        key, nonce = self._keys.newest, os.urandom(_NONCE_BYTES)
+        sealed = memoryview(key.cipher.encrypt(nonce, block, _bound(place, start)))
+        file, offset = self._seal_at(place, start)
+        os.pwrite(file, key.id + nonce + bytes(sealed[len(block) :]), offset)
+        super().write(place, start, [sealed[: len(block)]])
+
+    def _open(self, place: Place, start: int) -> bytes:
+        """The block that starts at byte `start` of a place."""
+        file, offset = self._seal_at(place, start)
+        seal = os.pread(file, _SEAL_BYTES, offset)
+        key = self._keys.find(seal[:ID_BYTES])
+        if key is None:
+            raise OSError(f"a block at {place.offset + start} is not encrypted, or with a key that is not known")
+        data = super().read(place, start, min(BLOCK_BYTES, place.size - start))
+        nonce, tag = seal[ID_BYTES : ID_BYTES + _NONCE_BYTES], seal[ID_BYTES + _NONCE_BYTES :]
+        try:
+            return key.cipher.decrypt(nonce, bytes(data) + tag, _bound(place, start))
+        except (InvalidTag, ValueError) as error:  # ValueError: the file of the seals ends within this one
+            raise OSError(f"a block at {place.offset + start} is damaged") from error
+
+    def _seal_at(self, place: Place, start: int) -> tuple[int, int]:
+        """File descriptor and offset of the seal of a block; blocks start at multiples of 4096, each at its own."""
+        segment, offset = divmod(place.offset + start, SEGMENT_BYTES)
+        return self._file(self._seals, segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
+
+
+def _bound(place: Place, start: int) -> bytes:
+    return struct.pack("<QQ", place.offset + start, place.size)

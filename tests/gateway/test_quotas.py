@@ -1,0 +1,179 @@
+"""Quotas by tenant: buckets by a clock of the test's own, the file, and a real gateway that refuses and says when."""
+
+import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.quotas import Bucket, Meter, Quota, Quotas
+from fusionkv.protos import rpc
+from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from fusionkv.protos.watched import BadFile
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
+def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    bucket = Bucket(clock)
+    taken = last = 0
+    for seconds, wanted in steps:
+        clock.now += seconds
+        wait = bucket.wait(per_minute, 1)
+        if wait == 0:
+            bucket.take(wanted)
+            taken, last = taken + wanted, wanted
+        else:
+            # Exactly then, and not earlier, one is there.
+            late, early = Bucket(clock), clock.now
+            late._level, late._filled = bucket._level, bucket._filled
+            clock.now = early + wait * (1 + 1e-9) + 1e-6
+            assert late.wait(per_minute, 1) == 0
+            clock.now = early
+        # The last one taken may have left a debt.
+        assert taken - last <= per_minute * (1 + clock.now / 60) + 1e-6
+
+
+def test_a_meter_counts_requests_tokens_and_bytes() -> None:
+    clock = Clock()
+    quota = Quota(requests_per_minute=3, tokens_per_minute=100, stored_bytes=1000)
+    meter = Meter(lambda: quota, clock)
+    for _ in range(3):
+        meter.admit()
+    with pytest.raises(ResourceExhausted, match="3 requests a minute") as raised:
+        meter.admit()
+    assert raised.value.retry_after == pytest.approx(20)
+    clock.now += 20
+    meter.admit()
+    meter.spend(250)  # 150 in debt, and one more is needed
+    clock.now += 60
+    with pytest.raises(ResourceExhausted, match="100 tokens a minute") as raised:
+        meter.admit()
+    assert raised.value.retry_after == pytest.approx(51 / 100 * 60)
+    clock.now += 31
+    meter.admit()
+    with meter.storing(600, stored=300):
+        with pytest.raises(ResourceExhausted, match="900 of the tenant's 1000") as raised, meter.storing(200, 300):
+            pass
+        assert raised.value.retry_after is None
+        with meter.storing(100, 300):
+            pass
+    with meter.storing(700, stored=300):
+        pass
+
+
+@pytest.mark.parametrize("used", [0, 5])
+def test_a_quota_that_changes_holds_at_once(used: int) -> None:
+    clock = Clock()
+    quota = Quota(requests_per_minute=10)
+    meter = Meter(lambda: quota, clock)
+    for _ in range(used):
+        meter.admit()
+    quota = Quota(requests_per_minute=2)
+    for _ in range(2):
+        meter.admit()
+    with pytest.raises(ResourceExhausted):
+        meter.admit()
+    quota = Quota()
+    meter.admit()
+
+
+def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
+    file = tmp_path / "quotas"
+    file.write_text('[default]\nrequests_per_minute = 5\n[tenants.acme]\nstored_bytes = "1KiB"\n')
+    quotas = Quotas(file)
+    assert quotas.of("acme") == Quota(requests_per_minute=5, stored_bytes=1024)
+    assert quotas.of("other") == Quota(requests_per_minute=5)
+    assert Quotas(None).of("acme") == Quota()
+    for text, said in {
+        "[default": "no TOML",
+        "[acme]\nstored_bytes = 1": "nothing else",
+        "[default]\nrequests = 1": "is a table of requests_per_minute",
+        "[tenants]\nacme = 1": r"\[tenants.acme\] is a table",
+        "[default]\nrequests_per_minute = 0": "0 is no whole number of 1 or more",
+        "[default]\nrequests_per_minute = true": "True is no whole number",
+        '[default]\nstored_bytes = "much"': "not a size",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(BadFile, match=said):
+            Quotas(file)
+
+
+@pytest.mark.system
+def test_a_gateway_refuses_what_is_over_and_says_when(
+    launch: Callable[..., Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    tenants = ("acme", "other")
+    tokens = [
+        f'[[token]]\nname = "{t}"\nrole = "app"\ntenant = "{t}"\nsha256 = "{hashlib.sha256(t.encode()).hexdigest()}"'
+        for t in tenants
+    ]
+    (tmp_path / "tokens").write_text("\n".join(tokens))
+    quotas = tmp_path / "quotas"
+    quotas.write_text("[tenants.acme]\nstored_bytes = 100\n")
+    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(tiny_model), "--threads", "1")
+    gateway = launch(
+        "fusionkv.gateway",
+        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
+        *("--auth-tokens", str(tmp_path / "tokens"), "--quotas", str(quotas)),
+    )
+    with Client(gateway.address, token="acme") as acme, Client(gateway.address, token="other") as other:
+        acme.ingest("c", "a", b"x" * 60, media_type="text/plain")
+        assert [(i.name, i.bytes) for i in acme.list("c")] == [("a", 60)]
+        with pytest.raises(ResourceExhausted, match="has 41 bytes of text and 60 of the tenant's 100") as raised:
+            acme.ingest("c", "b", b"y" * 41, media_type="text/plain")
+        assert raised.value.retry_after is None
+        acme.ingest("d", "b", b"y" * 40, media_type="text/plain")
+        other.ingest("c", "b", b"z" * 200, media_type="text/plain")
+        quotas.write_text("[tenants.acme]\nrequests_per_minute = 1\n[tenants.other]\ntokens_per_minute = 50\n")
+        for client, what in ((acme, "1 requests"), (other, "50 tokens")):
+            with pytest.raises(ResourceExhausted, match=f"quota of {what} a minute") as raised:
+                ask_until_refused(client)
+            assert 0 < (raised.value.retry_after or 0) <= 3600
+    # What any caller of any language reads: trailing metadata.
+    with rpc.dial_sync(gateway.address) as channel, pytest.raises(grpc.RpcError) as refused:
+        gateway_pb2_grpc.GatewayServiceStub(channel).List(
+            pb.ListRequest(), metadata=[("authorization", "Bearer acme")], timeout=20
+        )
+    hint = dict(refused.value.trailing_metadata())["retry-after-ms"]  # type: ignore[attr-defined]
+    assert 0 < int(hint) <= 60_000
+
+
+def ask_until_refused(client: Client) -> None:
+    for _ in range(1000):  # the file is looked at once a second
+        client.ask("c", "What?", max_tokens=3)
+
+
+@pytest.mark.system
+def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_model: Path, tmp_path: Path) -> None:
+    from fusionkv.gateway.cli import main
+
+    (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 30\n")
+    (tmp_path / "docs").mkdir()
+    for number in range(32):
+        (tmp_path / "docs" / f"{number}.txt").write_text(f"Page {number}.")
+    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(tiny_model), "--threads", "1")
+    gateway = launch(
+        "fusionkv.gateway",
+        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
+        *("--quotas", str(tmp_path / "quotas")),
+    )
+    began = time.monotonic()
+    assert main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
+    # A minute's worth at once, then one every two seconds.
+    assert time.monotonic() - began > 3.9

@@ -1,0 +1,143 @@
+"""All that services, a client and a collector see of a run with debug logs: no secret is in it, and no document."""
+
+import base64
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.tls import ClientTLS
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+
+
+class Recorder(grpc.GenericRpcHandler):
+    """Keeps the bytes of whatever is exported, unparsed."""
+
+    def __init__(self) -> None:
+        self.seen: list[bytes] = []
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        def keep(request: bytes, context: grpc.ServicerContext) -> bytes:
+            self.seen.append(request)
+            return b""
+
+        return grpc.unary_unary_rpc_method_handler(keep)
+
+
+@pytest.fixture
+def recorder() -> Iterator[tuple[Recorder, str]]:
+    made = Recorder()
+    server = grpc.server(ThreadPoolExecutor(4), handlers=[made])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield made, f"http://127.0.0.1:{port}"
+    server.stop(None)
+
+
+def cli(*arguments: str, env: dict[str, str]) -> str:
+    """Everything that a command prints."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fusionkv.gateway.cli", *arguments],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.stdout + done.stderr
+
+
+def test_no_secret_is_in_a_log_a_trace_or_an_error(
+    launch: Callable[..., Any], authority: Any, recorder: tuple[Recorder, str], tiny_model: Path, tmp_path: Path
+) -> None:
+    kept, endpoint = recorder
+    ours = authority("ours")
+    token, wrong = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    salt = secrets.token_bytes(32)
+    document, question = "Report Velnora. The code of Bervek is 535.", "Which code has Bervek?"
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    (tmp_path / "tokens").write_text(
+        f'[[token]]\nname = "x"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
+    )
+    (tmp_path / "token").write_text(token)
+    (tmp_path / "tenant.key").write_bytes(salt)
+    env = {
+        "FUSIONKV_LOG": "DEBUG",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_METRIC_EXPORT_INTERVAL": "500",
+        "OTEL_BSP_SCHEDULE_DELAY": "200",
+    }
+    identities = {name: ours.issue(name) for name in ("cache", "worker", "gateway", "caller")}
+
+    def secured(name: str) -> tuple[str, ...]:
+        cert, key = identities[name]
+        flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ours.ca))
+        return flags if name == "cache" else (*flags, "--tls-ca", str(ours.ca))
+
+    here = ("--listen", "127.0.0.1:0")
+    own = (*here, "--data-dir", str(tmp_path / "kvcache"))
+    cache = launch("fusionkv.kvcache_service", *own, *secured("cache"), env=env)
+    own = (*here, "--model", str(tiny_model), "--threads", "1", "--cache", cache.address)
+    worker = launch("fusionkv.fusion_worker", *own, *secured("worker"), env=env)
+    own = (*here, "--workers", worker.address, "--data-dir", str(tmp_path / "gateway"))
+    auth = ("--auth-tokens", str(tmp_path / "tokens"), "--tenant-key", str(tmp_path / "tenant.key"))
+    gateway = launch("fusionkv.gateway", *own, *auth, *secured("gateway"), env=env)
+
+    printed = []
+    caller = identities["caller"]
+    tls = ClientTLS(ours.ca, *caller)
+    with Client(gateway.address, token=tmp_path / "token", tls=tls) as client:
+        client.ingest("c", "a.txt", document)
+        answer = client.ask("c", question, max_tokens=3)
+        assert not answer.summary.degraded, answer.summary.degraded_reason
+        list(client.precompute("c", "fusionrag"))
+        for request in (
+            lambda: client.ask("none", "?"),
+            lambda: client.ask("c", "?", recipe="nonsense"),
+            lambda: client.ingest("c", "a.pdf", b"%PDF-" + os.urandom(100)),
+        ):
+            with pytest.raises(ServiceError) as raised:
+                request()
+            printed.append(str(raised.value))
+    with Client(gateway.address, token=wrong, tls=tls) as client, pytest.raises(ServiceError) as raised:
+        client.list()
+    printed.append(str(raised.value))
+    flags = ("--gateway", gateway.address, "--tls-ca", str(ours.ca), "--tls-cert", str(caller[0]))
+    flags = (*flags, "--tls-key", str(caller[1]))
+    for given in ({"FUSIONKV_TOKEN": token}, {"FUSIONKV_TOKEN_FILE": str(tmp_path / "token")}):
+        said = cli("list", *flags, env=given)
+        assert re.search(r"c +1 +1 ", said), said
+        printed.append(said)
+    printed += [cli("list", *flags, "--token", wrong, env={}), cli("list", *flags, "--token", "two words", env={})]
+    said = cli("stats", *flags, "--token-file", str(tmp_path / "token"), "--cache", cache.address, env={})
+    assert '"error"' not in said
+    assert "bytes_put" in said
+    printed.append(said)
+
+    for service in (gateway, worker, cache):
+        assert service.stop() == 0
+        assert " DEBUG " in service.log
+        printed.append(service.log)
+    exported = b"".join(kept.seen)
+    assert b"gateway.retrieve" in exported
+    assert b"fusionkv.gateway.refused" in exported
+    everything = "\n".join(printed).encode() + exported
+    salted = hmac.new(salt, b"acme", hashlib.sha256).hexdigest()
+    hidden = [token, wrong, digest, salt, salt.hex(), base64.b64encode(salt).decode(), salted, document, question]
+    for _, key in identities.values():
+        hidden += [line for line in key.read_text().splitlines() if "-----" not in line]
+    for secret in hidden:
+        raw = secret if isinstance(secret, bytes) else secret.encode()
+        assert raw not in everything, everything[max(0, everything.find(raw) - 200) :][:400]

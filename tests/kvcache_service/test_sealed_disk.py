@@ -1,0 +1,252 @@
+"""Encryption at rest: nothing readable on the disk, and whatever does not open is a miss and no error."""
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.tiers.disk_keys import ID_BYTES, DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, SealedDiskTier
+from fusionkv.protos.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from fusionkv.protos.watched import BadFile
+
+MIB = 1 << 20
+SIZES = [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5000]
+FIRST, SECOND, THIRD = (bytes([n]) * 32 for n in (1, 2, 3))
+SECOND_ID = hashlib.sha256(SECOND).digest()[:ID_BYTES]
+Launch = Callable[..., Any]
+
+
+def keys(file: Path, *raw: bytes) -> DiskKeys:
+    file.write_text("\n".join(key.hex() for key in raw) + "\n")
+    return DiskKeys(file)
+
+
+def opened(tmp_path: Path, *raw: bytes) -> SealedDiskTier:
+    return SealedDiskTier(tmp_path / "data", 64 * MIB, keys(tmp_path / "keys", *raw))
+
+
+def fill(tier: SealedDiskTier, tools: Any) -> dict[int, bytes]:
+    """Entries of all sizes; their bytes by offset."""
+    stored = {}
+    for size in SIZES:
+        data = tools.payload(size, size)
+        place, _ = tier.reserve(size)
+        for at in range(0, size, 300_000):
+            tier.write(place, at, [memoryview(data)[at : at + 300_000]])
+        tier.commit(tools.record([tools.digest(str(size))], data), place, 1.0)
+        stored[place.offset] = data
+    return stored
+
+
+def unreadable(tier: SealedDiskTier) -> int:
+    """How many of the entries that the tier has can't be read."""
+    failed = 0
+    for found in tier.recover():
+        try:
+            tier.read(found.place, 0, found.place.size)
+        except OSError:
+            failed += 1
+    return failed
+
+
+@given(st.lists(st.integers(1, 700_000), min_size=1, max_size=6), st.data())
+def test_any_pieces_come_back_at_any_range(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[int], draw: st.DataObject
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    tier = opened(folder, FIRST)
+    data = os.urandom(sum(pieces))
+    place, _ = tier.reserve(len(data))
+    at = 0
+    for size in pieces:
+        tier.write(place, at, [memoryview(data)[at : at + size]])
+        at += size
+    start = draw.draw(st.integers(0, len(data) - 1))
+    size = draw.draw(st.integers(1, len(data) - start))
+    assert bytes(tier.read(place, start, size)) == data[start : start + size]
+    tier.close()
+
+
+def test_entries_outlive_a_restart_and_are_nowhere_in_the_clear(tmp_path: Path, tools: Any) -> None:
+    tier = opened(tmp_path, FIRST)
+    stored = fill(tier, tools)
+    tier.close()
+    on_disk = b"".join(file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file())
+    for data in stored.values():
+        if len(data) > 16:
+            assert data[:16] not in on_disk
+            assert data[-16:] not in on_disk
+    again = opened(tmp_path, FIRST)
+    found = again.recover()
+    assert {f.place.offset: bytes(again.read(f.place, 0, f.place.size)) for f in found} == stored
+    again.close()
+
+
+def test_no_nonce_comes_twice_even_for_the_same_bytes_at_the_same_place(tmp_path: Path) -> None:
+    tier = opened(tmp_path, FIRST)
+    seals, texts = set(), set()
+    for _ in range(50):
+        place, _ = tier.reserve(5000)
+        tier.write(place, 0, [memoryview(bytes(5000))])
+        seals.add((tmp_path / "data/segments/000000.seal").read_bytes()[4:16])
+        texts.add((tmp_path / "data/segments/000000.kv").read_bytes()[:5000])
+        tier.free(place)
+    assert len(seals) == len(texts) == 50
+    tier.close()
+
+
+def test_keys_rotate(tmp_path: Path, tools: Any) -> None:
+    tier = opened(tmp_path, FIRST)
+    fill(tier, tools)
+    tier.close()
+    tier = opened(tmp_path, SECOND, FIRST)
+    assert unreadable(tier) == 0
+    place, _ = tier.reserve(5000)
+    tier.write(place, 0, [memoryview(bytes(5000))])
+    # While it runs: the file is looked at once a second.
+    keys(tmp_path / "keys", THIRD)
+    end = time.monotonic() + 20
+    while tier._keys.find(SECOND_ID) is not None:
+        assert time.monotonic() < end
+    with pytest.raises(OSError, match="a key that is not known"):
+        tier.read(place, 0, 5000)
+    tier.close()
+    tier = opened(tmp_path, THIRD)
+    assert unreadable(tier) == len(SIZES)
+    tier.close()
+
+
+@pytest.mark.parametrize("ending", ["kv", "seal"])
+@pytest.mark.parametrize("damage", ["flip", "truncate", "zero", "swap"])
+def test_damage_is_met_when_it_is_read(tmp_path: Path, tools: Any, ending: str, damage: str) -> None:
+    tier = opened(tmp_path, FIRST)
+    data = tools.payload("x", 2 * BLOCK_BYTES)
+    place, _ = tier.reserve(len(data))
+    tier.write(place, 0, [memoryview(data)])
+    file = tmp_path / f"data/segments/000000.{ending}"
+    raw, unit = bytearray(file.read_bytes()), (BLOCK_BYTES if ending == "kv" else 32)
+    second = unit if ending == "kv" else BLOCK_BYTES // 4096 * 32
+    if damage == "flip":
+        raw[second + unit // 2] ^= 1
+    elif damage == "truncate":
+        del raw[second + unit // 2 :]
+    elif damage == "zero":
+        raw[second : second + unit] = bytes(unit)
+    else:
+        raw[:unit], raw[second : second + unit] = raw[second : second + unit], raw[:unit]
+    file.write_bytes(raw)
+    with pytest.raises(OSError, match=r"damaged|truncated|not encrypted"):
+        tier.read(place, 0, len(data))
+    if damage != "swap":
+        assert bytes(tier.read(place, 0, BLOCK_BYTES)) == data[:BLOCK_BYTES]
+    tier.close()
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "00", "zz" * 32, FIRST.hex() + "\n" + FIRST.hex(), "01" * 31])
+def test_a_bad_file_of_keys_is_refused_and_not_quoted(tmp_path: Path, text: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(BadFile, match="the disk keys") as raised:
+        DiskKeys(tmp_path / "keys")
+    assert "zz" not in str(raised.value)
+    assert "0101" not in str(raised.value)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("before", ["other key", "plain", "same key"])
+async def test_a_service_with_another_key_misses_and_serves_on(
+    launch: Launch, tools: Any, tmp_path: Path, before: str
+) -> None:
+    """Entries of a wrong key, or from before encryption, are found, then fail as damaged, then are gone."""
+    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB")
+    (tmp_path / "old").write_text(FIRST.hex())
+    (tmp_path / "new").write_text((FIRST if before == "same key" else SECOND).hex())
+    data, space = tools.payload("d", 2 * MIB + 100), tools.digest("n")
+    path = [tools.digest("S")]
+    first = launch("fusionkv.kvcache_service", *flags, *(() if before == "plain" else with_keys(tmp_path / "old")))
+    client = CacheClient(first.address)
+    await client.put(namespace=space, path=path, tokens=1, base=0, data=memoryview(data), timeout=20)
+    await client.close()
+    assert first.stop() == 0
+    second = launch("fusionkv.kvcache_service", *flags, *with_keys(tmp_path / "new"))
+    client = CacheClient(second.address)
+
+    async def hit() -> Any:
+        return (await client.lookup(space, [(path[0], ())], timeout=20)).hits[0]
+
+    entry, buffer = (await hit()).entry, bytearray(len(data))
+    if before == "same key":
+        await client.fetch(entry, memoryview(buffer), timeout=20)
+        assert bytes(buffer) == data
+    else:
+        with pytest.raises((DataLoss, NotFound)):
+            await client.fetch(entry, memoryview(buffer), timeout=20)
+        assert (await hit()).kind is HitKind.MISS
+        await client.put(namespace=space, path=path, tokens=1, base=0, data=memoryview(data), timeout=20)
+        await client.fetch((await hit()).entry, memoryview(buffer), timeout=20)
+        assert bytes(buffer) == data
+    await client.close()
+    assert second.stop() == 0
+    assert SECOND.hex() not in second.log
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("disk", ["256MiB", "24MiB"], ids=["room for all", "space given on all the time"])
+async def test_kill_9_tears_no_encrypted_entry(launch: Launch, tools: Any, tmp_path: Path, disk: str) -> None:
+    (tmp_path / "keys").write_text(FIRST.hex())
+    flags = ("--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB", "--disk-bytes", disk)
+    flags = (*flags, "--listen", "127.0.0.1:0", *with_keys(tmp_path / "keys"))
+    space, stored = tools.digest("n"), set()
+    sizes = {number: [300, 200_000, 2 * MIB + 17, 5 * MIB][number % 4] for number in range(60)}
+    todo = list(sizes)
+
+    async def work(address: str, killed: asyncio.Event, until: int) -> None:
+        client = CacheClient(address)
+        with contextlib.suppress(Unavailable):
+            while todo:
+                name = todo.pop()
+                if len(todo) <= until:
+                    killed.set()
+                data = memoryview(tools.payload(name, sizes[name]))
+                with contextlib.suppress(ResourceExhausted):
+                    put = client.put(
+                        namespace=space, path=[tools.digest(str(name))], tokens=1, base=0, data=data, timeout=30
+                    )
+                    assert (await put)[1]
+                    stored.add(name)
+        await client.close()
+
+    for until in (40, 20):
+        service = launch("fusionkv.kvcache_service", *flags)
+        killed = asyncio.Event()
+        workers = asyncio.gather(*(work(service.address, killed, until) for _ in range(4)))
+        await killed.wait()
+        service.kill9()
+        await workers
+    service = launch("fusionkv.kvcache_service", *flags)
+    client, found = CacheClient(service.address), set()
+    for name, size in sizes.items():
+        entry = (await client.lookup(space, [(tools.digest(str(name)), ())], lease_ms=1, timeout=20)).hits[0].entry
+        if entry is not None:
+            buffer = bytearray(size)
+            await client.fetch(entry, memoryview(buffer), timeout=20)
+            assert bytes(buffer) == tools.payload(name, size), f"entry {name} is torn"
+            found.add(name)
+    assert (await client.stats()).checksum_failures == 0
+    assert len(found) > 3
+    if disk == "256MiB":
+        assert stored <= found
+    await client.close()
+
+
+def with_keys(file: Path) -> tuple[str, str]:
+    return "--disk-keys", str(file)

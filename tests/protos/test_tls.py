@@ -1,0 +1,219 @@
+"""TLS and mTLS with real certificates: who may call whom, rotation under a running server, errors at start."""
+
+import asyncio
+import shutil
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from fusionkv.protos import rpc
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from fusionkv.protos.tls import ClientTLS, ServerTLS, read_identity
+from fusionkv.protos.watched import BadFile
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(60)]
+SERVER = str(Path(__file__).with_name("rpc_server.py"))
+
+
+def serve(launch: Any, cert: Path, key: Path, client_ca: Path | None = None, *addresses: str) -> Any:
+    env = {"TLS_CERT": str(cert), "TLS_KEY": str(key), **({"TLS_CLIENT_CA": str(client_ca)} if client_ca else {})}
+    return launch(SERVER, "5", "0", *(addresses or ("localhost:0",)), env=env)
+
+
+def stats(channel: Any, timeout: float = 3) -> Any:
+    return kvcache_pb2_grpc.KVCacheServiceStub(channel).Stats(pb.StatsRequest(), timeout=timeout)
+
+
+async def refused(address: str, tls: ClientTLS | None) -> None:
+    async with rpc.dial(address, tls=tls) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stats(channel)
+    assert raised.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+
+async def test_a_caller_that_trusts_the_authority_is_served_and_no_other(launch: Any, authority: Any) -> None:
+    ours, other = authority("ours"), authority("other")
+    server = serve(launch, *ours.issue("server"))
+    async with rpc.dial(server.address, tls=ClientTLS(ours.ca)) as channel:
+        await stats(channel)
+    with rpc.dial_sync(server.address, tls=ClientTLS(ours.ca)) as channel_sync:
+        stats(channel_sync)
+    await refused(server.address, ClientTLS(other.ca))
+    await refused(server.address, None)
+
+
+async def test_with_mtls_only_callers_with_a_certificate_of_the_authority(launch: Any, authority: Any) -> None:
+    ours, other = authority("ours"), authority("other")
+    server = serve(launch, *ours.issue("server"), ours.ca)
+    async with rpc.dial(server.address, tls=ClientTLS(ours.ca, *ours.issue("caller"))) as channel:
+        await stats(channel)
+    await refused(server.address, ClientTLS(ours.ca))
+    await refused(server.address, ClientTLS(ours.ca, *other.issue("stranger")))
+    await refused(server.address, None)
+
+
+async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, authority: Any, tmp_path: Path) -> None:
+    ours = authority("ours")
+    server = serve(launch, *ours.issue("server"), ours.ca, f"unix:{tmp_path}/s", "localhost:0")
+    plain, encrypted = server.addresses["test"]
+    for tls in (None, ClientTLS(ours.ca)):
+        async with rpc.dial(plain, tls=tls) as channel:
+            await stats(channel)
+        with rpc.dial_sync(plain, tls=tls) as channel_sync:
+            stats(channel_sync)
+    await refused(encrypted, None)
+
+
+async def test_a_server_shows_a_new_certificate_and_trusts_a_new_authority(launch: Any, authority: Any) -> None:
+    """Everything changes but the process: the old authority's callers are out, the new one's are in."""
+    old, new = authority("old"), authority("new")
+    cert, key = old.issue("server")
+    trusted = cert.with_name("trusted.pem")
+    shutil.copy(old.ca, trusted)
+    server = serve(launch, cert, key, trusted)
+    before, after = ClientTLS(old.ca, *old.issue("a")), ClientTLS(new.ca, *new.issue("b"))
+    async with rpc.dial(server.address, tls=before) as channel:
+        await stats(channel)
+        await refused(server.address, after)
+        shutil.copy(new.ca, trusted)
+        new.issue("server")
+        await until(lambda: answers(server.address, after))
+        await refused(server.address, before)
+        await stats(channel)  # a connection that was made before goes on
+
+
+async def test_a_server_keeps_the_old_certificate_while_the_new_one_is_half_written(
+    launch: Any, authority: Any
+) -> None:
+    ours = authority("ours")
+    cert, key = ours.issue("server")
+    server = serve(launch, cert, key)
+    first = await shown(server.address)
+    fresh = [file.read_bytes() for file in ours.issue("next")]
+    cert.write_bytes(fresh[0])
+    while "the last good state stays" not in server.log:
+        assert await shown(server.address) == first
+    assert "is not that of the certificate" in server.log
+    assert await answers(server.address, ClientTLS(ours.ca))
+    key.write_bytes(fresh[1])
+
+    async def changed() -> bool:
+        return await shown(server.address) != first
+
+    await until(changed)
+    assert await answers(server.address, ClientTLS(ours.ca))
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+async def test_a_channel_shows_a_new_certificate(launch: Any, authority: Any, blocking: bool) -> None:
+    """Caller and server both move to a new authority; the caller's channel object stays."""
+    old, new = authority("old"), authority("new")
+    own = old.issue("caller")
+    trusted = own[0].with_name("trusted.pem")
+    shutil.copy(old.ca, trusted)
+    tls = ClientTLS(trusted, *own)
+    first = serve(launch, *old.issue("server"), old.ca)
+    channel: Any = (rpc.dial_sync if blocking else rpc.dial)(first.address, tls=tls)
+    call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Stats
+
+    async def ask() -> bool:
+        try:
+            if blocking:
+                await asyncio.to_thread(call, pb.StatsRequest(), timeout=1)
+            else:
+                await call(pb.StatsRequest(), timeout=1)
+        except grpc.RpcError:
+            return False
+        return True
+
+    assert await ask()
+    address = first.address
+    assert await asyncio.to_thread(first.stop) == 0
+    serve(launch, *new.issue("server"), new.ca, address)
+    assert not await ask()
+    shutil.copy(new.ca, trusted)
+    new.issue("caller")
+    await until(ask)
+    if blocking:
+        channel.close()
+    else:
+        await channel.close()
+
+
+async def test_a_call_in_flight_outlives_a_change_of_its_channel(launch: Any, authority: Any) -> None:
+    ours = authority("ours")
+    own = ours.issue("caller")
+    server = serve(launch, *ours.issue("server"), ours.ca)
+    channel = rpc.dial(server.address, tls=ClientTLS(ours.ca, *own))
+    stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
+    pieces: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def requests() -> AsyncIterator[pb.PutRequest]:
+        while piece := await pieces.get():
+            yield pb.PutRequest(data=piece)
+
+    put = stub.Put(requests())
+    await pieces.put(b"12345")
+    await asyncio.to_thread(server.wait_for_line, "received 5")
+    ours.issue("caller")
+    await asyncio.sleep(1.1)  # the files are looked at once a second
+    await stub.Stats(pb.StatsRequest())
+    await pieces.put(b"678")
+    await pieces.put(b"")
+    assert (await put).key == (8).to_bytes(8, "big")
+    await channel.close()
+
+
+def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: Path) -> None:
+    ours = authority("ours")
+    cert, key = ours.issue("server")
+    _, foreign = ours.issue("another")
+    text = tmp_path / "text"
+    text.write_text("not PEM, but secret")
+    for given, message in [
+        ((tmp_path / "none", key), f"can't read the certificate {tmp_path}/none: No such file or directory"),
+        ((cert, tmp_path / "none"), f"can't read the key {tmp_path}/none: No such file or directory"),
+        ((cert, foreign), f"the key {foreign} is not that of the certificate {cert}"),
+        ((text, key), f"the certificate {text}: no PEM certificate in it that can be read"),
+        ((cert, text), f"the key {text} is no private key in PEM form without a password"),
+        ((cert, key, text), f"the CA certificates {text}: no PEM certificate in it that can be read"),
+    ]:
+        with pytest.raises(BadFile) as raised:
+            ServerTLS(*given).credentials()
+        assert str(raised.value) == message
+    with pytest.raises(AssertionError, match="is not that of the certificate"):
+        serve(launch, cert, foreign)
+    for half in ((cert, None, None), (None, key, None), (None, None, ours.ca)):
+        with pytest.raises(ValueError, match="tls_key"):
+            ServerTLS.of(*half)
+    with pytest.raises(ValueError, match="give both"):
+        ClientTLS(ours.ca, cert)
+    assert read_identity(cert, key).key == key.read_bytes()
+
+
+async def until(holds: Callable[[], Any], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not await holds():
+        assert time.monotonic() < end
+        await asyncio.sleep(0.1)
+
+
+async def answers(address: str, tls: ClientTLS) -> bool:
+    async with rpc.dial(address, tls=tls) as channel:
+        try:
+            await stats(channel, timeout=2)
+        except grpc.aio.AioRpcError:
+            return False
+        return True
+
+
+async def shown(address: str) -> str:
+    """The certificate that a new connection is shown."""
+    host, _, port = address.rpartition(":")
+    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
