@@ -220,6 +220,15 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
                 found.double() / scale, total / scale, atol=atol, rtol=rtol, msg=lambda m, n=name: f"{n}: {m}"
             )
             assert float(found.sum()) == pytest.approx(scale, rel=1e-3)
+    # Scores of the first and the last span in passing, on top of what is there already.
+    rest = case.rotation, case.dim**-0.5, case.window
+    sums = {span: torch.ones(len(total)) for span, total in ((spans[0], totals[0]), (spans[-1], totals[-1]))}
+    found = sparse_attention.sparse_attention(q, k, v, spans, *rest, sums)
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
+    for span, into in sums.items():
+        torch.testing.assert_close(
+            into - 1, attention_scores.attention_scores(q, k, span, *rest), atol=1e-4, rtol=1e-4
+        )
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
