@@ -304,6 +304,29 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
         assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
 
 
+@pytest.mark.parametrize("threads", [2, 9])
+def test_threads_change_nothing(threads: int) -> None:
+    """More pieces than threads, and under the engine's mode: each thread has its own mode and number of threads."""
+    request = Request([(300, 0), (500, 77)], list(range(5, 800, 3)), [])
+    case = Case((8, 4), 32, rotary(32, False, False), None, 3, [request])
+    q, k, v, spans = case.tensors(torch.float32)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.zeros(800)
+        return sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1, None, {spans[0]: scores}), scores
+
+    before, alone = torch.get_num_threads(), run()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            together = run()
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 def test_the_inputs_are_only_read() -> None:
     request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
     case = Case((4, 2), 64, rotary(64, False, False), None, 3, [request])
