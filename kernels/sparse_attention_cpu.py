@@ -1,9 +1,9 @@
 """Sparse attention on a CPU: keys in prompt order, explicit weights, a block of rows and keys at a time.
 
-With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. From 16 rows on, laying them
-out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside the fused
-attention operator, so the weights of a block are written out (1 MB: they stay in the cache). Each thread has blocks
-of its own.
+With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. With more rows than a few,
+laying them out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside
+the fused attention operator, so the weights of a block are written out (1 MB: they stay in the cache). Each thread
+has blocks of its own.
 
 A weight is 2^(score - guess), where the guess of a row's largest score comes from a few keys. Whatever the guess, it
 cancels out when the sum of the weights is divided by, so no block has to know of another.

@@ -250,23 +250,6 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     check(case, dtype, atol, rtol)
 
 
-@pytest.mark.parametrize(("dtype", "atol", "rtol"), TOLERANCES, ids=str)
-@pytest.mark.parametrize("times", [3, 10, 30])
-def test_a_key_far_above_the_others(times: int, dtype: torch.dtype, atol: float, rtol: float) -> None:
-    """A late key draws all attention of the rows behind it, however little the keys before it told of that."""
-    request = Request([(100, 0), (60, 31)], [], [])
-    request.positions = list(range(160, 200))
-    case = Case((4, 2), 64, rotary(64, False, False), None, 8, [request])
-    q, k, v, spans = case.tensors(torch.float32)
-    k[spans[0].segments[1].start + 40] = times * case.rotation.turn(q[0, ::2], -31) / 8
-    tensors = [x.to(dtype) for x in (q, k, v)]
-    expected, (total,) = case.expected(*tensors, spans)
-    found = sparse_attention.sparse_attention(*tensors, spans, case.rotation, 64**-0.5)
-    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=rtol)
-    scores = attention_scores.attention_scores(tensors[0], tensors[1], spans[0], case.rotation, 64**-0.5)
-    torch.testing.assert_close(scores / 160, (total / 160).float(), atol=atol, rtol=rtol)
-
-
 @pytest.mark.parametrize("rows", [2, MOST_ROWS + 10])
 def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
     """The same slots at two places: two shifts, each with its own hidden tokens."""
@@ -302,29 +285,6 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
     for span in spans:
         alone = sparse_attention.sparse_attention(q, k, v, Spans([span]), case.rotation, 0.1)
         assert torch.equal(alone[span.start : span.stop], both[span.start : span.stop])
-
-
-@pytest.mark.parametrize("threads", [2, 9])
-def test_threads_change_nothing(threads: int) -> None:
-    """More pieces than threads, and under the engine's mode: each thread has its own mode and number of threads."""
-    request = Request([(300, 0), (500, 77)], list(range(5, 800, 3)), [])
-    case = Case((8, 4), 32, rotary(32, False, False), None, 3, [request])
-    q, k, v, spans = case.tensors(torch.float32)
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        scores = torch.zeros(800)
-        return sparse_attention.sparse_attention(q, k, v, spans, case.rotation, 0.1, None, {spans[0]: scores}), scores
-
-    before, alone = torch.get_num_threads(), run()
-    torch.set_num_threads(threads)
-    try:
-        with torch.inference_mode():
-            together = run()
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(before)
-    for a, b in zip(alone, together, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
 def test_the_inputs_are_only_read() -> None:
