@@ -11,6 +11,7 @@ from transformers import AttentionInterface
 from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.attention_weights import attention_weights
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
@@ -46,6 +47,22 @@ class Votes:
 
     span: Span
     layers: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Followed:
+    """The attention of each row of one span, the mean over heads and over the model's layers.
+
+    weights: float32 [rows, last position + 1] when the forward is done.
+    """
+
+    span: Span
+    layers: int
+    weights: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        positions = self.span.positions
+        self.weights = torch.zeros(len(positions), int(positions[-1]) + 1, device=positions.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +109,7 @@ class Batch:
     rotation: Rotation
     probes: Sequence[Probe] = ()
     votes: Sequence[Votes] = ()
+    followed: Sequence[Followed] = ()
     tempered: Sequence[tuple[Span, Temper]] = ()
     states: dict[int, States | None] = field(default_factory=dict)
 
@@ -197,6 +215,9 @@ def _attend(
     stored = slice(len(batch.ids) - len(batch.slots), None)
     k_pool.index_copy_(0, batch.slots, fresh[0][stored])
     v_pool.index_copy_(0, batch.slots, fresh[1][stored])
+    for followed in batch.followed:
+        weights = attention_weights(rows, k_pool, followed.span, batch.rotation, scaling, sliding_window)
+        followed.weights += weights / followed.layers
     groups = rows.shape[1] // k_pool.shape[1]
     for votes in batch.votes:
         by_head = [

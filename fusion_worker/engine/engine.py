@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.attention import Batch, Probe, Votes, forward, install, logits, shallow
+from fusionkv.fusion_worker.attention import Batch, Followed, Probe, Votes, forward, install, logits, shallow
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
@@ -84,6 +84,7 @@ class Engine:
                 scores=step.probes[work].scores if work in step.probes else None,
                 mean=hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None,
                 votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
+                followed=step.followed[work].weights if work in step.followed else None,
             )
             work.future.set_result(result)
 
@@ -110,6 +111,7 @@ class Engine:
         spans: list[Span] = []
         probes: dict[Work, Probe] = {}
         votes: dict[Work, Votes] = {}
+        followed: dict[Work, Followed] = {}
         at = 0
         for part in parts:
             work = part.work
@@ -122,6 +124,8 @@ class Engine:
             if work.votes:
                 voters = Span(at - work.votes, at, positions[-work.votes :], span.segments)
                 votes[work] = Votes(voters)
+            if work.follow:
+                followed[work] = Followed(span, self._model.kv.layers)
         tempers = [part.work.temper for part in parts]
         batch = Batch(
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
@@ -132,9 +136,10 @@ class Engine:
             rotation=self._model.rotation,
             probes=tuple(probes.values()),
             votes=tuple(votes.values()),
+            followed=tuple(followed.values()),
             tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
         )
-        return _Step(batch, spans, probes, votes)
+        return _Step(batch, spans, probes, votes, followed)
 
 
 class _Step(NamedTuple):
@@ -144,3 +149,4 @@ class _Step(NamedTuple):
     spans: list[Span]
     probes: dict[Work, Probe]
     votes: dict[Work, Votes]
+    followed: dict[Work, Followed]

@@ -8,13 +8,20 @@ import torch
 from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.follower import Follower
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention, DistanceToStart, QuestionAttention, Score
+from fusionkv.fusion_worker.methods.scoring import (
+    AuxiliaryAttention,
+    DistanceToStart,
+    QuestionAttention,
+    Score,
+    Trace,
+)
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
@@ -37,6 +44,7 @@ class Fuser:
         self._model = model
         self._engine = engine
         self._auxiliary = auxiliary
+        self._follower = Follower(model, engine)
 
     def check(self, recipe: Recipe) -> None:
         """Raises FailedPrecondition when the model can't follow the recipe."""
@@ -68,9 +76,10 @@ class Fuser:
         return task
 
     async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
-        """The recipe's scores, for fusing the same parts at several ratios."""
+        """The recipe's scores, for fusing the same parts at several ratios; not when they depend on the ratio."""
         assert recipe.score is not None
-        return await self._score(placement, prompt, recipe.score, _stale(placement, prompt))
+        assert not recipe.scores_by_ratio
+        return await self._score(placement, prompt, recipe.score, _stale(placement, prompt), 0)
 
     async def fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
@@ -86,7 +95,8 @@ class Fuser:
             scored = None
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
-            scored = scored or await self.score(placement, prompt, recipe)
+            assert recipe.score is not None
+            scored = scored or await self._score(placement, prompt, recipe.score, stale, count)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
@@ -118,7 +128,9 @@ class Fuser:
         ids = prompt.ids()[positions]
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor) -> Scored:
+    async def _score(
+        self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor, count: int
+    ) -> Scored:
         if isinstance(score, DistanceToStart):
             chunks = [p for p in placement.parts if not p.wanted.is_system]
             starts = [p.wanted.position for p in chunks]
@@ -128,6 +140,10 @@ class Fuser:
             return await self._score_by_auxiliary(prompt)
         seen = tuple(s for part in placement.parts for s in part.segments())
         question = torch.arange(prompt.question_start, prompt.tokens)
+        if isinstance(score, Trace):
+            attended = await self._score(placement, prompt, QuestionAttention(last_only=False), stale, count)
+            found, more = await self._follower.scores(placement, prompt, score, attended.scores, stale, count)
+            return Scored(found, attended.rows + more)
         if isinstance(score, QuestionAttention):
             result = await self._run(
                 prompt, placement, question, seen, probe=score.layers(self._model.kv.layers), unstored=0

@@ -172,7 +172,7 @@ class Runner:
     ) -> dict[Cell, Answer]:
         """A recipe's cells, from one scoring."""
         scored = None
-        if recipe.score is not None:
+        if recipe.score is not None and not recipe.scores_by_ratio:
             async with self._placed(asked, recipe, 0, contexts) as placement:
                 scored = await self._fuser.score(placement, asked.prompt, recipe)
 

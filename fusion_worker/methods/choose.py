@@ -1,5 +1,6 @@
 """From scores to a set of tokens."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,22 @@ def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor
     """
     order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
     return order[:count].sort().values
+
+
+def in_turn(lists: Sequence[tuple[torch.Tensor, float]], have: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+    """Joins rankings: scores float32 [positions] by which the best of each list are taken in turn.
+
+    lists: scores, and how many are taken for each one of a list of weight 1; what scores 0 is not in a list.
+    have: bool [positions], those that come first. stale: bool, those that may be taken.
+    """
+    best = torch.full(stale.shape, float("inf"))
+    for number, (scores, weight) in enumerate(lists):
+        order = torch.where(stale & ~have, scores, float("-inf")).sort(descending=True, stable=True).indices
+        rank = torch.empty(len(order)).scatter_(0, order, torch.arange(len(order), dtype=torch.float32))
+        # A thousandth: at the same turn the earlier list comes first.
+        turn = torch.where(scores > 0, rank / weight + 1e-3 * number, float("inf"))
+        best = torch.minimum(best, turn)
+    return torch.where(have, 1.0, -best.clamp(max=2.0 * len(best)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     Score,
     ShallowAttention,
     ShallowScore,
+    Trace,
     ValueDeviation,
 )
 from fusionkv.protos.errors import InvalidArgument
@@ -73,6 +74,11 @@ class Recipe:
     def needs_layer_1(self) -> bool:
         """Whether tokens are scored by their states behind layer 0."""
         return isinstance(self.score, ShallowScore)
+
+    @property
+    def scores_by_ratio(self) -> bool:
+        """Whether the scores depend on how many tokens will be chosen."""
+        return isinstance(self.score, Trace)
 
     def kept(self, context_tokens: int) -> int:
         """Context tokens kept by layer and head; 0 when all stay as they are."""
@@ -149,6 +155,13 @@ RECIPES: dict[str, Recipe] = {
             _ALONE,
             QuestionAttention(last_only=False),
             0.2,
+        ),
+        Recipe(
+            "trace",
+            "recomputed along references, forward by attention in rounds and backward by words (docs/selection.md)",
+            _ALONE,
+            Trace(),
+            0.15,
         ),
         Recipe(
             "cacheclip",

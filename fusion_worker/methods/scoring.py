@@ -60,6 +60,21 @@ class AuxiliaryAttention:
     """Last-layer attention of the question into each token in a small second model (CacheClip 3.3)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Follows references from what the question attends to: docs/selection.md.
+
+    rounds: how often a few tokens more are computed, and followed. share, least: tokens of a round, of the budget and
+        at least. weights: tokens taken in turn by the question's attention, by what was followed, by words that are
+        spoken of again, and by the question's own words.
+    """
+
+    rounds: int = 3
+    share: float = 1 / 16
+    least: int = 2
+    weights: tuple[float, float, float, float] = (6.0, 0.5, 2.0, 1.0)
+
+
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
 ShallowScore = ValueDeviation | AttendedDeviation | ShallowAttention | InterChunkAttention
-Score = DistanceToStart | QuestionAttention | AuxiliaryAttention | ShallowScore
+Score = DistanceToStart | QuestionAttention | AuxiliaryAttention | Trace | ShallowScore

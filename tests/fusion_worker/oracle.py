@@ -239,6 +239,14 @@ class Oracle:
         found.layers = [_Overlay(k, v, fresh) for k, v in stale]
         return self.logits(ids, past_key_values=found)
 
+    @torch.inference_mode()
+    def weights(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, tokens]: attention in the pass of `overlaid`, the mean over heads and layers."""
+        found = DynamicCache()
+        found.layers = [_Overlay(k, v, fresh) for k, v in stale]
+        out = self.network(torch.tensor([ids]), past_key_values=found, output_attentions=True)
+        return torch.stack([layer[0].float().mean(0) for layer in out.attentions]).mean(0)
+
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 

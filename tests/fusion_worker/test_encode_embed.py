@@ -175,6 +175,7 @@ async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
         "a3": (0.15, 0),
         "fusionrag": (0.15, 10),
         "prophetkv": (0.2, 0),
+        "trace": (0.15, 0),
         "cacheclip": (0.2, 0),
     }
     with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):

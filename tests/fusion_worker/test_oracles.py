@@ -31,7 +31,7 @@ async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle:
     first = len(parts[1][0])
     rig = await start(family)
     expected = oracle(family).logits(whole(parts))
-    for recipe, ratio in (("prophetkv", 1.0), ("epic", 1.0), ("full_attention", 1.0)):
+    for recipe, ratio in (("prophetkv", 1.0), ("trace", 1.0), ("full_attention", 1.0)):
         answer = await rig.ask(*parts, recipe=recipe, ratio=ratio)
         assert tools.error(answer.logits[0], expected) < CLOSE, recipe
         lossless = 0 if recipe == "full_attention" else first

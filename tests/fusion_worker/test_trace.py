@@ -1,0 +1,96 @@
+"""Selection along references: words, turns, rounds, and what is computed in the end."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.methods.choose import in_turn, top_k
+from fusionkv.fusion_worker.methods.lexical import near_and_back
+
+CLOSE = 1e-4
+# Words as numbers: 1 filler; 10 a name of the question; 20 a role that stands beside it; 30 what the role did.
+IDS = [1, 1, 10, 20, 1, 1, 1, 1, 1, 1, 1, 1, 1, 20, 30, 1, 1, 1, 1, 1]
+CHUNKS = [0] * 10 + [1] * 10
+
+
+def test_words_lead_back_to_another_passage() -> None:
+    near, back = near_and_back(IDS, CHUNKS, question=[10, 99])
+    assert int(near.argmax()) == 2, "the question's own word"
+    assert near[3] == pytest.approx(0.95)
+    assert near[2 + 4 :].max() == 0, "out of reach"
+    assert int(back.argmax()) == 14, "a rare word beside one that stands near the question's in another passage"
+    assert back[10:].count_nonzero() > 0
+    assert back[14] > back[13], "the word in common stands in both, the other in one"
+
+
+def test_words_of_one_passage_link_to_no_other() -> None:
+    ids = [10, 20, 1, 1, 1, 1, 20, 30]
+    assert not near_and_back(ids, [0] * 8, [10])[1].any()
+    near, back = near_and_back(ids, [0] * 8, [99])
+    assert not near.any()
+    assert not back.any()
+
+
+def test_reach_ends_with_the_chunk() -> None:
+    near, _ = near_and_back([1, 10, 2, 3], [0, 0, 1, 1], [10])
+    assert near.tolist() == pytest.approx([0.95, 1.0, 0.0, 0.0])
+
+
+def test_lists_are_taken_in_turn() -> None:
+    stale = torch.tensor([False] + [True] * 7)
+    have = torch.zeros(8, dtype=torch.bool)
+    have[6] = True
+    first = torch.tensor([9.0, 8, 7, 6, 5, 4, 3, 2])
+    second = torch.tensor([9.0, 0, 0, 0, 1, 2, 0, 3])
+    order = in_turn([(first, 1.0), (second, 2.0)], have, stale)
+    # What is there already, then one of the first list and two of the second, and so on.
+    expected = [6, 1, 7, 5, 2, 4, 3]
+    assert [sorted(expected[:n]) for n in range(1, 8)] == [top_k(order, stale, n).tolist() for n in range(1, 8)]
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 30, 1, 25)], tools.random_ids(6, 99)
+
+
+async def test_what_is_chosen_is_recomputed(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start(family), oracle(family)
+    fuser, chosen, rounds = rig.servicer.answerer._fuser, [], []
+    fuse, compute = fuser.fuse, fuser._follower._compute
+
+    async def watch_fuse(*args: Any) -> Any:
+        chosen.append((await fuse(*args)).chosen)
+        return await fuse(*args)
+
+    async def watch_compute(placement: Any, prompt: Any, new: Any, *rest: Any) -> Any:
+        rounds.append((new, await compute(placement, prompt, new, *rest)))
+        return rounds[-1][1]
+
+    fuser.fuse, fuser._follower._compute = watch_fuse, watch_compute
+    answer = await rig.ask(*parts, recipe="trace", ratio=0.4, max_tokens=2)
+    context = sum(map(len, chunks))
+    assert answer.summary.tokens_recomputed == round(0.4 * context) == len(chosen[0])
+    whole, stale = [*system, *itertools.chain(*chunks), *question], plain.reused(system, chunks)
+    fresh = torch.zeros(len(system) + context, dtype=torch.bool)
+    fresh[chosen[0]] = True
+    assert not fresh[: len(system) + len(chunks[0])].any(), "lossless"
+    for at, logits in enumerate(answer.logits):
+        assert tools.error(logits, plain.overlaid([*whole, *answer.ids[:at]], stale, fresh)) < CLOSE
+    # The first round computes a few of the most attended tokens over the stale cache; each round others.
+    new, weights = rounds[0]
+    assert len(rounds) >= 3
+    assert len({int(p) for found, _ in rounds[:3] for p in found}) == sum(len(found) for found, _ in rounds[:3])
+    alone = torch.zeros_like(fresh)
+    alone[new] = True
+    expected = plain.weights(whole, stale, alone)[new][:, : weights.shape[1]]
+    assert float((weights - expected).abs().max()) < CLOSE
+
+
+async def test_fewer_tokens_than_a_round_takes(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    for ratio in (0.01, 0.03, 0.06):
+        answer = await rig.ask(*parts, recipe="trace", ratio=ratio)
+        assert answer.summary.tokens_recomputed == round(ratio * sum(map(len, parts[1])))
