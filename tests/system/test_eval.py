@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
 
 def fusionkv(*flags: object) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "eval", *map(str, flags)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=240)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300)
 
 
 def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
