@@ -40,10 +40,10 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def ratios(rows: Rows) -> list[float]:
-    """Those at which recipes that leave the ratio open were asked on most tasks."""
+    """Those at which recipes that leave the ratio open were asked."""
     several = {(recipe, r) for _, _, recipe, r, _ in rows}
     open_ = {recipe for recipe in names(rows, 2) if sum(name == recipe for name, _ in several) > 1}
-    return sorted({r for recipe, r in several if recipe in open_ and r > 0})
+    return sorted({r for recipe, r in several if recipe in open_})
 
 
 def table(rows: Rows, models: list[str], r: float) -> Iterator[str]:
@@ -77,6 +77,8 @@ def page(report: Path) -> str:
     }
     before, _, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)
     models, parts = names(rows, 0), [before, HEADING]
+    sizes = sorted({row["n"] for key, row in rows.items() if key[4] == metric_of(rows, key[1])})
+    parts.append(f"\nPercent, with the interval of 95%; {' to '.join(map(str, sizes))} samples a cell.\n")
     groups = [("Worst case over " + ", ".join(f"`{m}`" for m in models), models)] if len(models) > 1 else []
     for title, group in [*groups, *((f"`{model}`", [model]) for model in models)]:
         parts.append(f"\n### {title}\n")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
 
 def fusionkv(*flags: object) -> "subprocess.CompletedProcess[str]":
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "eval", *map(str, flags)]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=240)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=300)
 
 
 def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
@@ -75,14 +75,16 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["nowhere"], "nowhere holds no config.json"),
+        (["--auxiliary", "nowhere"], "nowhere holds no config.json"),
         (["--recipes", "magic"], "unknown recipe 'magic'"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
-        (["--n", "2", "--tasks", "single", "--pool-bytes", "2MiB", "--recipes", "epic"], "raise pool_bytes to"),
+        (["--n", "2", "--tasks", "single", "--pool-bytes", "2MiB", "--processes", "1"], "raise pool_bytes to"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(flags: list[str], message: str, tmp_path: Path) -> None:
-    done = fusionkv("--out", tmp_path, *flags)
+def test_what_is_wrong_is_said_in_one_line(
+    flags: list[str], message: str, reference_model: Path, tmp_path: Path
+) -> None:
+    done = fusionkv(reference_model, "--out", tmp_path, *flags)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("fusionkv eval: ")
     assert message in done.stderr
