@@ -67,13 +67,23 @@ docs: setup ## Writes what follows from the code: settings, one line a file, the
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 
 .PHONY: bench
-bench: setup ## Speed of the cache service and of the worker on this machine; rows in build/bench/
+bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
+	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json
+	@$(PY) -m fusionkv.kvcache_service.scale --json build/bench/scale.json
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)
+
+.PHONY: quality
+quality: setup ## Writes docs/quality.md's tables from the report of `make eval`
+	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md
+
+.PHONY: plots
+plots: setup ## Draws the plots of docs/performance.md from build/bench/
+	@$(PY) scripts/plots.py
 
 .PHONY: eval-smoke
 eval-smoke: setup ## Answers of every reference model under full attention and full reuse, 20 a task

@@ -31,14 +31,14 @@ def main() -> int:
 async def _serve(config: WorkerConfig) -> None:
     import torch
 
-    from fusionkv.fusion_worker import models
+    from fusionkv.fusion_worker import models, verdict
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
 
     torch.set_num_threads(config.threads or cores())
     model = models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
     # On the CPU, whose threads are idle while a GPU works.
     auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
-    servicer = FusionServicer(config, model, auxiliary)
+    servicer = FusionServicer(config, model, auxiliary, verdict.read(config.model, model.fingerprint))
     handler = rpc.handlers(SERVICE, servicer)
     await rpc.serve(
         "fusionkv-worker",

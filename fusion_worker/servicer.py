@@ -16,6 +16,7 @@ from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
 from fusionkv.fusion_worker.methods import modifiers, recipes
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.verdict import Verdict
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
@@ -37,9 +38,12 @@ _MAX_EMBED = 1 << 20
 class FusionServicer:
     """One model, one pool, one engine. Made inside the event loop that serves it."""
 
-    def __init__(self, config: WorkerConfig, model: Model, auxiliary: Model | None = None) -> None:
+    def __init__(
+        self, config: WorkerConfig, model: Model, auxiliary: Model | None = None, verdict: Verdict | None = None
+    ) -> None:
         self._config = config
         self._model = model
+        self._verdict = verdict
         self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self.pool, config.max_step_tokens)
@@ -94,6 +98,8 @@ class FusionServicer:
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
+        if self._verdict is not None:
+            self._verdict.check(recipe.name)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))

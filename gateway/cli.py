@@ -19,7 +19,8 @@ MODULES = {
     "worker": "fusionkv.fusion_worker",
     "gateway": "fusionkv.gateway",
 }
-EVALUATION = "fusionkv.fusion_worker.evaluation"
+# They compute with the worker's engine, which this process does not load.
+APART = {"eval": "fusionkv.fusion_worker.evaluation", "check": "fusionkv.fusion_worker.evaluation.check"}
 _USAGE = 2
 
 
@@ -30,9 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The service reads its own flags, and is this process from here on.
         # -P: a folder `kernels` in the working directory would be taken for another package of that name.
         os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
-    if given[:1] == ["eval"]:
-        # It computes with the worker's engine, which this process does not load.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", EVALUATION, *given[1:]])
+    if given and given[0] in APART:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", APART[given[0]], *given[1:]])
     args = _parser().parse_args(given)
     from fusionkv.gateway import commands, supervisor
 
@@ -134,8 +134,9 @@ def _parser() -> argparse.ArgumentParser:
         "--cache", default="", metavar="ADDRESS", help="(default: that of `fusionkv serve`, else 127.0.0.1:7070)"
     )
 
-    # Runs by itself, see `main`; here for the list of commands.
+    # These run by themselves, see `main`; here for the list of commands.
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
+    commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     return parser
 
 

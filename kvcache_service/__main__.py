@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import stat
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionkv.kvcache_service.arena import Doorway, path_of
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.metrics import observe_tiers
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
@@ -21,6 +23,7 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from fusionkv.protos import frames, rpc, settings, telemetry
 
+log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
 
 
@@ -72,6 +75,7 @@ async def run(config: Config) -> None:
     await store.open()
     observe_tiers(lambda: [(tier.name, tier.used_bytes) for tier in store.residents.tiers])
     sweeper = asyncio.create_task(store.sweep())
+    doorways = open_doorways(config, store)
     try:
         servicer = KVCacheServicer(store, config)
         await rpc.serve(
@@ -82,10 +86,27 @@ async def run(config: Config) -> None:
             tls=config.server_tls,
         )
     finally:
+        for doorway in doorways:
+            doorway.close()
         sweeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await sweeper
         await store.close()
+
+
+def open_doorways(config: Config, store: Store) -> list[Doorway]:
+    """Hands the memory tier over beside every unix socket; where that can't be, its bytes are streamed."""
+    doorways = []
+    paths = [path for address in config.listen if (path := path_of(address)) is not None]
+    for tier in store.residents.tiers:
+        if not isinstance(tier, MemoryTier):
+            continue
+        for path in paths:
+            try:
+                doorways.append(Doorway(path, tier.arena, tier.capacity_bytes, tier.file))
+            except OSError as error:
+                log.warning("can't hand memory over at %s, its bytes are streamed: %s", path, error)
+    return doorways
 
 
 def remove_stale_socket(address: str) -> None:

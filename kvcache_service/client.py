@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import xxhash
 from opentelemetry import propagate, trace
 
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.arena import Window
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -43,6 +45,9 @@ class Entry:
     """"memory", "disk" or "remote"."""
     variant: bytes
     """Empty when the entry is full attention over its path."""
+    shared: memoryview | None = field(default=None, compare=False, repr=False)
+    """The bytes where they lie, for as long as `lease` is held: on the service's machine, if they are in memory."""
+    lease: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,7 @@ class CacheClient:
         self._channel: grpc.aio.Channel | None = None
         self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
+        self._window = Window(address)
 
     async def lookup(
         self,
@@ -94,11 +100,17 @@ class CacheClient:
             path=[pb.PathElement(digest=digest, variants=variants) for digest, variants in path],
             lease_ms=lease_ms,
         )
+        asked = time.monotonic()
         response = await self._call("Lookup", request, timeout)
-        return Lookup(tuple(_hit(hit) for hit in response.hits), response.lease)
+        # The service counts from when it was asked, or later.
+        self._window.leased(response.lease, asked + response.lease_ms / 1000)
+        shared = await self._window.open(response.arena)
+        return Lookup(tuple(_hit(hit, response.lease, shared) for hit in response.hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
-        """Fills `into` (`entry.size` bytes) frame by frame and verifies the checksum.
+        """Fills `into` (`entry.size` bytes): copied from where they lie if that can be, else streamed and verified.
+
+        The service's memory is not verified, like any memory; what comes from a disk or over a connection is.
 
         Raises:
             DataLoss: the bytes are not those of `entry`; the server has been asked to delete it.
@@ -107,6 +119,9 @@ class CacheClient:
         into = into.cast("B")
         if len(into) != entry.size:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
+        shared = entry.shared or await self._risen(entry, timeout)
+        if shared is not None and await self._window.copied(shared, entry.lease, into):
+            return
         hasher, at = xxhash.xxh3_128(), 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
         try:
@@ -131,6 +146,17 @@ class CacheClient:
                 await self.delete([entry.key], timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
+    async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
+        """The bytes of a leased entry after the service took them up into memory; None if they are not seen there."""
+        if not self._window.opened(entry.lease):
+            return None
+        try:
+            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), timeout)
+        except ServiceError:
+            return None  # the stream, which comes next, says what is wrong
+        arena = await self._window.open(response.arena)
+        return None if arena is None else _shared(response.entries[0], arena, entry.size)
+
     async def put(
         self,
         *,
@@ -140,11 +166,13 @@ class CacheClient:
         tokens: int,
         base: int,
         data: memoryview,
+        offered: bool = False,
         timeout: float,
     ) -> tuple[bytes, bool]:
         """Stores one entry; gives its key and whether it was stored (False: it existed, nothing was done).
 
-        `data` must not change until this returns.
+        An entry that is `offered`, not encoded on purpose, is stored only if there is a use for it (the contract says
+        when). `data` must not change until this returns.
         """
         data = data.cast("B")
         if len(data) > _HASH_INLINE_BYTES:
@@ -159,6 +187,7 @@ class CacheClient:
             tokens=tokens,
             base=base,
             checksum=checksum,
+            offered=offered,
         )
 
         response = await self._put(header, data, timeout)
@@ -166,6 +195,7 @@ class CacheClient:
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is no error."""
+        self._window.released(lease)
         await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
 
     async def delete(self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", timeout: float = 30.0) -> int:
@@ -256,7 +286,7 @@ def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str,
             request_serializer=getattr(pb, f"{name}Request").SerializeToString,
             response_deserializer=getattr(pb, f"{name}Response").FromString,
         )
-        for name in ("Lookup", "Release", "Delete", "Stats")
+        for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats")
     }
     stubs["Fetch"] = channel.unary_stream(
         _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
@@ -271,9 +301,16 @@ def _put_message(part: pb.PutRequest | memoryview) -> bytes:
     return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()
 
 
-def _hit(hit: pb.Hit) -> Hit:
+def _hit(hit: pb.Hit, lease: int, shared: memoryview | None) -> Hit:
     if not hit.HasField("entry"):
         return Hit(_KINDS[hit.kind], None)
     e = hit.entry
-    entry = Entry(e.key, e.size_bytes, e.tokens, e.base, e.checksum, _TIERS[e.tier], e.variant)
+    there = None if shared is None else _shared(e, shared, e.size_bytes)
+    entry = Entry(e.key, e.size_bytes, e.tokens, e.base, e.checksum, _TIERS[e.tier], e.variant, there, lease)
     return Hit(_KINDS[hit.kind], entry)
+
+
+def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
+    """An entry's bytes in the arena, if it is there."""
+    inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
+    return arena[at.arena_offset : at.arena_offset + size] if inside else None

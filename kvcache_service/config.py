@@ -33,6 +33,10 @@ class Config:
     lease_ms: int = setting(30_000, "lease of a Lookup that asks for none", low=1)
     max_lease_ms: int = setting(600_000, "longest lease", low=1)
     half_life_seconds: float = setting(600.0, "time in which the weight of an access halves", low=1e-3)
+    high_watermark: float = setting(
+        0.98, "used share of the last tier above which the coldest entries go in the background", low=0.0, high=1.0
+    )
+    low_watermark: float = setting(0.95, "used share of the last tier at which that ends", low=0.0, high=1.0)
     drain_seconds: float = setting(10.0, "time for calls in flight to end after SIGTERM", low=0)
     tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
     tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")

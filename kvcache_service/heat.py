@@ -1,17 +1,14 @@
 """Heat: how often an entry was asked for, older accesses counting less, and the queue of the coldest."""
 
 import heapq
-import itertools
 import math
+import struct
+from array import array
 from collections.abc import Callable, Generator
-from typing import Generic, Protocol, TypeVar
 
-
-class Heated(Protocol):
-    heat: float
-
-
-T = TypeVar("T", bound=Heated)
+_FLOAT, _INT = struct.Struct("<d"), struct.Struct("<Q")
+_ROW_BITS = 32
+_ROW = (1 << _ROW_BITS) - 1
 
 
 def first(now: float, half_life: float) -> float:
@@ -31,52 +28,68 @@ def again(heat: float, now: float, half_life: float) -> float:
     return high + math.log2(1.0 + 2.0 ** max(low - high, -1000.0))
 
 
-class ColdQueue(Generic[T]):
-    """The members of one tier, the coldest first.
+class ColdQueue:
+    """The rows of one tier, the coldest first. A row is in the tier when it has a place there.
 
-    Heat never falls, so the heat noted at the last visit is a lower bound, and a member is only moved when it comes
-    to the front with an old note: an access costs nothing here.
+    Heat never falls while an entry lives, so the heat noted at the last visit is a lower bound, and a row is only
+    moved when it comes to the front with an old note: an access costs nothing here. A note is one integer (48 bytes
+    with its place in the heap): the bits of the heat, which order non-negative floats as their values do, and the
+    row.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, T]] = []
-        self._members: dict[int, int] = {}  # id of the member -> ticket of its one valid note
-        self._tickets = itertools.count()
+    def __init__(self, heats: "array[float]", places: "array[int]") -> None:
+        self._heats = heats
+        self._places = places
+        self._notes: list[int] = []
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._members)
+        return self._count
 
-    def add(self, member: T) -> None:
-        ticket = next(self._tickets)
-        self._members[id(member)] = ticket
-        heapq.heappush(self._heap, (member.heat, ticket, member))
+    def add(self, row: int) -> None:
+        """Adds a row that got its place."""
+        heapq.heappush(self._notes, self._note(row))
+        self._count += 1
 
-    def remove(self, member: T) -> None:
-        del self._members[id(member)]
-        # A removed member's note stays until it comes to the front; more than half being such, all are dropped.
-        if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [note for note in self._heap if self._members.get(id(note[2])) == note[1]]
-            heapq.heapify(self._heap)
+    def remove(self, row: int) -> None:
+        """Called when a row lost its place; its note stays until it comes to the front."""
+        self._count -= 1
+        # More than half of the notes being such, all are dropped.
+        if len(self._notes) > 2 * self._count + 64:
+            rows = {note & _ROW for note in self._notes}
+            self._notes = [self._note(row) for row in rows if self._places[row] >= 0]
+            heapq.heapify(self._notes)
 
-    def coldest(self, may_go: Callable[[T], bool]) -> Generator[T]:
-        """The members that `may_go`, the coldest first; all of them are members still afterwards."""
-        seen: list[tuple[float, int, T]] = []
+    def coldest(self, may_go: Callable[[int], bool]) -> Generator[int]:
+        """The rows that `may_go`, the coldest first; all of them are members still afterwards."""
+        seen: list[int] = []
         try:
-            while self._heap:
-                heat, ticket, member = heapq.heappop(self._heap)
-                if self._members.get(id(member)) != ticket:
+            while self._notes:
+                note = heapq.heappop(self._notes)
+                row = note & _ROW
+                now = self._note(row)
+                # The row has left, or its number is another entry's now: that one has a note of its own, which the
+                # old one is above or becomes equal to.
+                if self._places[row] < 0 or note > now or (seen and seen[-1] == note):
                     continue
-                if member.heat != heat:
-                    heapq.heappush(self._heap, (member.heat, ticket, member))
+                if now != note:
+                    heapq.heappush(self._notes, now)
                     continue
-                seen.append((heat, ticket, member))
-                if may_go(member):
-                    yield member
+                seen.append(note)
+                if may_go(row):
+                    yield row
         finally:
             for note in seen:
-                heapq.heappush(self._heap, note)
+                heapq.heappush(self._notes, note)
+
+    def _note(self, row: int) -> int:
+        bits: int = _INT.unpack(_FLOAT.pack(self._heats[row]))[0]
+        return bits << _ROW_BITS | row
 
     def check_integrity(self) -> None:
-        valid = [note for note in self._heap if self._members.get(id(note[2])) == note[1]]
-        assert len(valid) == len(self._members)
-        assert all(heat <= member.heat for heat, _, member in valid)
+        members = {row for row, place in enumerate(self._places) if place >= 0}
+        assert len(members) == self._count
+        lowest: dict[int, int] = {}
+        for note in self._notes:
+            lowest[note & _ROW] = min(note, lowest.get(note & _ROW, note))
+        assert all(row in lowest and lowest[row] <= self._note(row) for row in members)

@@ -7,8 +7,10 @@ begins with a tag of its own, so a digest of one kind is never one of another.
 import hashlib
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 DIGEST_BYTES = 32
+_FRAME = DIGEST_BYTES.to_bytes(8, "little")
 
 
 def namespace(model: bytes, settings: Mapping[str, str], tenant: str) -> bytes:
@@ -56,8 +58,14 @@ def replica_key(namespace: bytes, system: bytes, chunk: bytes) -> bytes:
 
 
 def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
-    hasher = hashlib.sha256()
-    for part in (tag, *parts):
-        hasher.update(struct.pack("<Q", len(part)))
-        hasher.update(part)
-    return hasher.digest()
+    # One call of the hash, which costs as much as 64 bytes more: a Lookup of 20 chunks makes up to 40 digests.
+    message = _framed(tag)
+    for part in parts:
+        message += _FRAME if len(part) == DIGEST_BYTES else len(part).to_bytes(8, "little")
+        message += part
+    return hashlib.sha256(message).digest()
+
+
+@lru_cache(maxsize=16)
+def _framed(tag: bytes) -> bytes:
+    return len(tag).to_bytes(8, "little") + tag

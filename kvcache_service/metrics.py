@@ -8,7 +8,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 _COUNTERS = {
     "lookups": ("{chunk}", "Path elements looked up, by kind of hit"),
-    "puts": ("{entry}", "Puts by outcome: stored, exists, refused"),
+    "puts": ("{entry}", "Puts by outcome: stored, exists, superfluous, refused"),
     "checksum.failures": ("{entry}", "Entries whose bytes did not have their checksum, by tier, or on the network"),
     "bytes.fetched": ("By", "Bytes sent to callers, by the tier that they came from"),
     "bytes.put": ("By", "Bytes stored"),

@@ -1,6 +1,7 @@
 """One Fetch: the entry pinned, verified when it comes from a slow tier, promoted when hot, read in frames."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,9 @@ class Reader:
             DataLoss: they don't have their checksum, or can't be read; the entry is deleted.
         """
         tier = self._fastest()
-        if tier.blocking:
-            if not await self._loaded():
-                raise DataLoss(f"entry {self.entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
-            tier = self._fastest()
+        if not await self._loaded():
+            raise DataLoss(f"entry {self.entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
+        tier = self._fastest()
         place = self.entry.places[tier.name]
         for at in range(0, place.size, FRAME_BYTES):
             length = min(FRAME_BYTES, place.size - at)
@@ -62,30 +62,45 @@ class Reader:
     def _fastest(self) -> Tier:
         return next(tier for tier in self._store.residents.tiers if tier.name in self.entry.places)
 
+    async def rise(self) -> bool:
+        """Brings the bytes up to a fast tier, verified; False when there is no room above, or they are damaged."""
+        if self._fastest().blocking and self.entry not in self._store.loading:
+            copies = _room_above(self._store, self.entry)
+            if not copies:
+                return False
+            self._start(copies)
+        return await self._loaded() and not self._fastest().blocking
+
     async def _loaded(self) -> bool:
         """Verifies the entry in its slow tier, once for all who fetch it now; goes on if the caller is cancelled."""
-        task = self._store.loading.get(self.entry)
-        if task is None:
-            task = asyncio.create_task(load(self._store, self.entry))
-            self._store.loading[self.entry] = task
-            task.add_done_callback(lambda _: self._store.loading.pop(self.entry))
-        return await asyncio.shield(task)
+        if not self._fastest().blocking:
+            return True
+        if self.entry not in self._store.loading:
+            self._start(_room_above(self._store, self.entry))
+        return await asyncio.shield(self._store.loading[self.entry])
+
+    def _start(self, copies: dict[Tier, Place]) -> None:
+        task = asyncio.create_task(load(self._store, self.entry, copies))
+        self._store.loading[self.entry] = task
+        task.add_done_callback(lambda _: self._store.loading.pop(self.entry))
 
 
-async def load(store: "Store", entry: Resident) -> bool:
-    """Verifies an entry's bytes at home, and copies them up on the way if it is hotter than what must go for it.
+def _room_above(store: "Store", entry: Resident) -> dict[Tier, Place]:
+    """A reservation in the fastest tier that has room for an entry, or colder copies to drop for it."""
+    residents = store.residents
+    for tier in residents.tiers[:-1]:
+        with contextlib.suppress(NoSpace):
+            return {tier: residents.reserve(tier, entry.record.size, entry.heat)[0]}
+    return {}
+
+
+async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bool:
+    """Verifies an entry's bytes at home, and writes them to the reserved places on the way.
 
     False when they were damaged: the entry is deleted then.
     """
     residents, record = store.residents, entry.record
     home, source = residents.home, entry.places[residents.home.name]
-    copies: dict[Tier, Place] = {}
-    for tier in residents.tiers[:-1]:
-        try:
-            copies[tier] = residents.reserve(tier, record.size, entry.heat)[0]
-            break
-        except NoSpace:
-            continue
     entry.pins += 1
     try:
         with tracer.start_as_current_span("kvcache.read") as span:

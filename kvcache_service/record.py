@@ -9,7 +9,8 @@ from fusionkv.kvcache_service.keys import DIGEST_BYTES, entry_key
 
 CHECKSUM_BYTES = 16
 _VERSION = 1
-# version, elements of the path, has a variant, size, tokens, base, checksum, place
+_VARIANT, _OFFERED = 1, 2
+# version, elements of the path, flags, size, tokens, base, checksum, place
 _HEAD = struct.Struct("<BHBQII16sQ")
 
 
@@ -30,6 +31,8 @@ class Record:
     tokens: int
     base: int
     checksum: bytes
+    offered: bool = False
+    """Computed on the way of a request, and kept only as long as no better entry of the chunk is there."""
 
     @property
     def depth(self) -> int:
@@ -46,11 +49,19 @@ class Record:
 
 
 def make(
-    namespace: bytes, path: list[bytes], variant: bytes, size: int, tokens: int, base: int, checksum: bytes
+    namespace: bytes,
+    path: list[bytes],
+    variant: bytes,
+    size: int,
+    tokens: int,
+    base: int,
+    checksum: bytes,
+    *,
+    offered: bool = False,
 ) -> Record:
     """A record with its key derived; `path` has the system prompt first."""
     key = entry_key(namespace, path, variant)
-    return Record(key, namespace, b"".join(reversed(path)), variant, size, tokens, base, checksum)
+    return Record(key, namespace, b"".join(reversed(path)), variant, size, tokens, base, checksum, offered)
 
 
 def encode(record: Record, offset: int) -> bytes:
@@ -58,7 +69,7 @@ def encode(record: Record, offset: int) -> bytes:
     head = _HEAD.pack(
         _VERSION,
         record.depth,
-        bool(record.variant),
+        _VARIANT * bool(record.variant) | _OFFERED * record.offered,
         record.size,
         record.tokens,
         record.base,
@@ -67,6 +78,15 @@ def encode(record: Record, offset: int) -> bytes:
     )
     body = b"".join((head, record.namespace, record.variant, record.trail))
     return body + xxhash.xxh3_64_digest(record.key + body)
+
+
+def place(key: bytes, value: bytes) -> tuple[int, int] | None:
+    """Offset and size alone, at a quarter of the cost of `decode`; None where that raises."""
+    if len(value) < _HEAD.size + 8 or xxhash.xxh3_64_digest(key + value[:-8]) != value[-8:]:
+        return None
+    version, depth, flags, size, *_, offset = _HEAD.unpack_from(value)
+    names = DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
+    return (offset, size) if version == _VERSION and len(value) == _HEAD.size + names + 8 else None
 
 
 def decode(key: bytes, value: bytes) -> tuple[Record, int]:
@@ -78,10 +98,10 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
     body, checksum = value[:-8], value[-8:]
     if len(body) < _HEAD.size or xxhash.xxh3_64_digest(key + body) != checksum:
         raise ValueError("a damaged index record")
-    version, depth, has_variant, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
-    names = body[_HEAD.size :]
+    version, depth, flags, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
+    names, has_variant = body[_HEAD.size :], flags & _VARIANT
     if version != _VERSION or len(names) != DIGEST_BYTES * (1 + has_variant + depth):
         raise ValueError(f"an index record of version {version}, expected {_VERSION}")
     at = DIGEST_BYTES * (1 + has_variant)
-    record = Record(key, names[:DIGEST_BYTES], names[at:], names[DIGEST_BYTES:at], size, tokens, base, digest)
-    return record, offset
+    namespace, variant, trail = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:]
+    return Record(key, namespace, trail, variant, size, tokens, base, digest, bool(flags & _OFFERED)), offset

@@ -3,19 +3,22 @@
 import contextlib
 import itertools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusionkv.kvcache_service.heat import ColdQueue
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import Index
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import aligned
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Resident:
-    """One entry and where its bytes are.
+    """One entry that somebody looks at, and where its bytes are.
 
     | held by      | meaning                             | may lose a copy or be evicted |
     |--------------|-------------------------------------|-------------------------------|
@@ -24,6 +27,8 @@ class Resident:
     | a pin        | its bytes are read or moved now     | no                            |
 
     An entry that is deleted while it is held turns invisible at once and gives its places back with the last hold.
+    There is at most one such object for an entry, and none while nobody refers to one: the index's rows know all
+    that has to last. So heat and places are changed by `Residents` alone, in both.
     """
 
     record: Record
@@ -31,7 +36,12 @@ class Resident:
     places: dict[str, Place] = field(default_factory=dict)
     leases: int = 0
     pins: int = 0
-    visible: bool = False
+    row: int | None = None
+    """In the index, while it is visible."""
+
+    @property
+    def visible(self) -> bool:
+        return self.row is not None
 
     @property
     def held(self) -> bool:
@@ -46,29 +56,50 @@ class Residents:
 
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
         self.tiers = tuple(tiers)
-        self.index = Index()
+        self.index = Index(len(tiers))
         self._counters = counters
-        self._entries: dict[bytes, Resident] = {}
+        self._seen: weakref.WeakValueDictionary[int, Resident] = weakref.WeakValueDictionary()
         self._leaving: set[Resident] = set()
-        self._reserved: set[tuple[str, int]] = set()
-        self._cold: dict[str, ColdQueue[Resident]] = {tier.name: ColdQueue() for tier in tiers}
+        self._reserved: dict[tuple[str, int], int] = {}
+        rows = self.index.rows
+        self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
+        self._cold = {tier.name: ColdQueue(rows.heats, self._places[tier.name]) for tier in tiers}
 
     @property
     def home(self) -> Tier:
         return self.tiers[-1]
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.index)
 
     def __iter__(self) -> Iterator[Resident]:
-        return iter(self._entries.values())
+        return map(self._resident, self.index.rows)
 
     def get(self, key: bytes) -> Resident | None:
-        return self._entries.get(key)
+        row = self.index.row(key)
+        return None if row is None else self._resident(row)
+
+    def find(
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
+    ) -> list[tuple[HitKind, Resident | None, bytes]]:
+        """As `Index.find`: how each element was found, its entry, and the key of an exact one."""
+        return [
+            (kind, None if row is None else self._resident(row), key)
+            for kind, row, key in self.index.find(namespace, path, variants)
+        ]
+
+    def replicas(self, record: Record) -> list[Resident]:
+        """All plain entries of a record's chunk behind its system prompt."""
+        return [self._resident(row) for row in self.index.replicas(record)]
 
     def count(self, tier: Tier) -> int:
         """Entries in a tier."""
         return len(self._cold[tier.name])
+
+    def saved(self, row: int) -> tuple[bytes, float] | None:
+        """Key and heat of the entry in a row, if there is one."""
+        rows = self.index.rows
+        return (rows.key(row), rows.heats[row]) if row in rows else None
 
     def reserve(
         self, tier: Tier, size: int, colder_than: float = math.inf
@@ -81,56 +112,76 @@ class Residents:
         Raises:
             NoSpace: these entries together don't make room; none was touched.
         """
-        looked_at: dict[int, Resident] = {}
-        with contextlib.closing(self._cold[tier.name].coldest(lambda entry: not entry.held)) as coldest:
+        rows, places = self.index.rows, self._places[tier.name]
+        looked_at: dict[int, int] = {}
+        with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
 
             def victims() -> Iterator[Place]:
-                for entry in itertools.takewhile(lambda entry: entry.heat < colder_than, coldest):
-                    place = entry.places[tier.name]
-                    looked_at[place.offset] = entry
-                    yield place
+                for row in itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest):
+                    looked_at[places[row]] = row
+                    yield Place(places[row], rows.size(row))
 
             place, freed = tier.reserve(size, victims())
         evicted: list[tuple[bytes, Place]] = []
-        for entry in (looked_at[offset] for offset in freed):
-            left = entry.places.pop(tier.name)
-            self._cold[tier.name].remove(entry)
+        for entry in (self._resident(looked_at[offset]) for offset in freed):
+            left = self._leave(entry, tier)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
                 evicted.append((entry.record.key, left))
                 self.withdraw(entry)
             else:
                 self._counters.add("demotions", tier=tier.name)
-        self._reserved.add((tier.name, place.offset))
+        self._reserved[tier.name, place.offset] = place.size
         return place, evicted
+
+    def surplus(self, tier: Tier, limit_bytes: int, most: int) -> list[Resident]:
+        """The coldest entries that nobody holds, at most `most`, without which a tier uses up to `limit_bytes`."""
+        rows: list[int] = []
+        excess = tier.used_bytes - limit_bytes
+        with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
+            while excess > 0 and len(rows) < most and (row := next(coldest, None)) is not None:
+                rows.append(row)
+                excess -= aligned(self.index.rows.size(row))
+        return [self._resident(row) for row in rows]
 
     def cancel(self, tier: Tier, place: Place) -> None:
         """Gives a reserved place back."""
-        self._reserved.remove((tier.name, place.offset))
+        del self._reserved[tier.name, place.offset]
         tier.free(place)
 
     def settle(self, entry: Resident, tier: Tier, place: Place) -> None:
         """Turns a reserved place into a copy of an entry."""
-        self._reserved.remove((tier.name, place.offset))
-        self.adopt(entry, tier, place)
-
-    def adopt(self, entry: Resident, tier: Tier, place: Place) -> None:
-        """Turns a place that a tier recovered into a copy of an entry."""
+        del self._reserved[tier.name, place.offset]
         entry.places[tier.name] = place
-        self._cold[tier.name].add(entry)
+        if entry.row is not None:
+            self._enter(entry.row, tier.name, place)
+
+    def recover(self) -> None:
+        """Takes over what the home tier has from before."""
+        for found in self.home.recover():
+            self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
 
     def publish(self, entry: Resident) -> None:
         """Makes an entry visible; its bytes are in the home tier."""
         assert self.home.name in entry.places
-        self._entries[entry.record.key] = entry
-        self.index.add(entry.record)
-        entry.visible = True
+        entry.row = self.index.add(entry.record, entry.heat)
+        self._seen[entry.row] = entry
+        for name, place in entry.places.items():
+            self._enter(entry.row, name, place)
+
+    def warm(self, entry: Resident, heat: float) -> None:
+        """Gives a visible entry a heat that is not below the one it has."""
+        assert entry.row is not None
+        entry.heat = self.index.rows.heats[entry.row] = heat
 
     def withdraw(self, entry: Resident) -> None:
         """Makes a visible entry invisible, and frees its places unless somebody holds it."""
-        del self._entries[entry.record.key]
+        assert entry.row is not None
+        row, entry.row = entry.row, None
         self.index.remove(entry.record.key)
-        entry.visible = False
+        del self._seen[row]
+        for name in entry.places:
+            self._cold[name].remove(row)
         self._leaving.add(entry)
         self.let_go(entry)
 
@@ -142,32 +193,62 @@ class Residents:
         for tier in self.tiers:
             place = entry.places.pop(tier.name, None)
             if place is not None:
-                self._cold[tier.name].remove(entry)
                 tier.free(place)
 
     def all(self) -> Iterator[Resident]:
         """Visible entries, and invisible ones that somebody still holds."""
-        return itertools.chain(self._entries.values(), self._leaving)
+        return itertools.chain(self, self._leaving)
+
+    def _resident(self, row: int) -> Resident:
+        entry = self._seen.get(row)
+        if entry is None:
+            rows = self.index.rows
+            record = rows.record(row)
+            places = {
+                name: Place(column[row], record.size) for name, column in self._places.items() if column[row] >= 0
+            }
+            entry = self._seen[row] = Resident(record, rows.heats[row], places, row=row)
+        return entry
+
+    def _free_to_go(self, row: int) -> bool:
+        entry = self._seen.get(row)
+        return entry is None or not entry.held
+
+    def _enter(self, row: int, name: str, place: Place) -> None:
+        self._places[name][row] = place.offset
+        self._cold[name].add(row)
+
+    def _leave(self, entry: Resident, tier: Tier) -> Place:
+        """Takes a copy from a visible entry; the place is the caller's."""
+        assert entry.row is not None
+        self._places[tier.name][entry.row] = -1
+        self._cold[tier.name].remove(entry.row)
+        return entry.places.pop(tier.name)
 
     def check_integrity(self) -> None:
         """Index, entries and tiers agree; every place is somebody's; every entry is at home."""
         self.index.check_integrity()
-        assert {record.key for record in self.index} == set(self._entries)
         assert all(entry.visible and self.home.name in entry.places for entry in self)
         assert all(entry.held and not entry.visible for entry in self._leaving), "a deleted entry was not freed"
+        for row, entry in list(self._seen.items()):
+            assert entry.row == row
+            assert entry.record == self.index.rows.record(row)
+            assert entry.heat == self.index.rows.heats[row]
+            offsets = {name: column[row] for name, column in self._places.items() if column[row] >= 0}
+            assert {name: place.offset for name, place in entry.places.items()} == offsets
         for tier in self.tiers:
-            held: dict[int, bytes | None] = {}
+            held: dict[Place, bytes | None] = {
+                Place(offset, size): None for (name, offset), size in self._reserved.items() if name == tier.name
+            }
             owners = [entry for entry in self.all() if tier.name in entry.places]
             for entry in owners:
                 place = entry.places[tier.name]
-                assert place.offset not in held, "two entries at one place"
+                assert place not in held, "two entries at one place, or a reserved place is an entry's"
                 assert place.size == entry.record.size
-                held[place.offset] = entry.record.key if entry.visible else None
-            reserved = {offset for name, offset in self._reserved if name == tier.name}
-            assert not reserved & set(held), "a reserved place is an entry's"
-            tier.check_integrity({**held, **dict.fromkeys(reserved)})
+                held[place] = entry.record.key if entry.visible else None
+            tier.check_integrity(held)
             self._cold[tier.name].check_integrity()
-            assert len(self._cold[tier.name]) == len(owners)
+            assert len(self._cold[tier.name]) == sum(entry.visible for entry in owners)
 
     def check_idle(self) -> None:
         """Nothing is reserved or pinned: asserted when no call is under way."""

@@ -1,5 +1,6 @@
 """The RPCs: requests checked, handed to the store, answered."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 
@@ -8,10 +9,11 @@ import grpc
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
@@ -23,6 +25,11 @@ _KINDS = {
     HitKind.EXACT: pb.HIT_KIND_EXACT,
     HitKind.ALTERNATIVE: pb.HIT_KIND_ALTERNATIVE,
     HitKind.MISS: pb.HIT_KIND_MISS,
+}
+_OUTCOMES = {
+    "stored": pb.PutResponse.OUTCOME_STORED,
+    "exists": pb.PutResponse.OUTCOME_EXISTS,
+    "superfluous": pb.PutResponse.OUTCOME_SUPERFLUOUS,
 }
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 # Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
@@ -46,6 +53,7 @@ class KVCacheServicer:
     def __init__(self, store: Store, config: Config) -> None:
         self._store = store
         self._config = config
+        self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
         self._puts = 0
         self._fetches = 0
         self._started = time.monotonic()
@@ -62,7 +70,7 @@ class KVCacheServicer:
             request.namespace, path, [list(element.variants) for element in request.path], lease_ms / 1000
         )
         hits = [pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None) for kind, entry in found]
-        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0)
+        return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         _check_digests([request.key], "the key")
@@ -79,6 +87,21 @@ class KVCacheServicer:
         context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
         async for frame in reader.frames():
             yield frame
+
+    async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
+        _check_digests(request.keys, "a key")
+        if len(request.keys) > self._config.max_path:
+            raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
+        if self._fetches >= self._config.max_fetches:
+            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
+        self._fetches += 1
+        try:
+            await asyncio.gather(*map(self._store.rise, request.keys))
+        finally:
+            self._fetches -= 1
+        found = map(self._store.residents.get, request.keys)
+        entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in found]
+        return pb.PrefetchResponse(entries=entries, arena=self._arena)
 
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
@@ -112,11 +135,12 @@ class KVCacheServicer:
             self._puts -= 1
             if writer is not None:
                 writer.abort()
-        self._store.counters.add("puts", kind="stored" if stored else "exists")
+        superfluous = record.offered and self._store.residents.get(record.key) is None
+        outcome = "stored" if stored else "superfluous" if superfluous else "exists"
+        self._store.counters.add("puts", kind=outcome)
         if stored:
             self._store.counters.add("bytes.put", record.size)
-        outcome = pb.PutResponse.OUTCOME_STORED if stored else pb.PutResponse.OUTCOME_EXISTS
-        return pb.PutResponse(outcome=outcome, key=record.key)
+        return pb.PutResponse(outcome=_OUTCOMES[outcome], key=record.key)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         self._store.leases.release(request.lease)
@@ -176,6 +200,7 @@ class KVCacheServicer:
             checksum=record.checksum,
             tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
             variant=record.variant,
+            arena_offset=_arena_offset(entry),
         )
 
     def _record(self, first: pb.PutRequest | memoryview | None) -> records.Record:
@@ -200,6 +225,7 @@ class KVCacheServicer:
             header.tokens,
             header.base,
             header.checksum,
+            offered=header.offered,
         )
 
     def _check_path(self, namespace: bytes, path: Iterable[bytes]) -> None:
@@ -208,6 +234,11 @@ class KVCacheServicer:
         if not 1 <= len(path) <= self._config.max_path:
             raise InvalidArgument(f"a path of {len(path)} elements; 1 to {self._config.max_path} are allowed")
         _check_digests(path, "a digest of the path")
+
+
+def _arena_offset(entry: Resident | None) -> int | None:
+    place = entry and entry.places.get(MemoryTier.name)
+    return place.offset if place else None
 
 
 async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: Writer) -> bool:

@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fusionkv.kvcache_service import heat
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.demand import Demand
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.leases import Leases
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.reading import Reader
@@ -56,15 +58,13 @@ class Store:
         self._wall = wall
         self._threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._touched: set[Resident] = set()
+        self._touched: set[int] = set()  # rows whose heat is not saved
+        self._demand = Demand()
 
     async def open(self) -> None:
-        """Takes over what the tiers have from before."""
+        """Takes over what the home tier has from before. Nothing else may run meanwhile."""
         home = self.residents.home
-        for found in await self.in_thread(home.recover):
-            entry = Resident(found.record, found.heat)
-            self.residents.adopt(entry, home, found.place)
-            self.residents.publish(entry)
+        await self.in_thread(self.residents.recover)
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
 
     async def close(self) -> None:
@@ -77,39 +77,60 @@ class Store:
             tier.close()
 
     async def sweep(self) -> None:
-        """Ends leases whose time is over and saves heat, until it is cancelled."""
+        """Ends leases whose time is over, makes room and saves heat, until it is cancelled."""
         saved = time.monotonic()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             self.leases.expire()
+            await self.make_room()
             if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
                 await self._save_heat()
                 saved = time.monotonic()
+
+    async def make_room(self) -> None:
+        """Evicts the coldest entries when the home tier is over its high watermark, down to the low one.
+
+        A Put that has to evict waits until that is recorded; one that finds room does not, and a thousand evictions
+        recorded together cost what ten do alone. A faster tier needs none of this: a copy is dropped at once.
+        """
+        home = self.residents.home
+        if home.used_bytes <= self.config.high_watermark * home.capacity_bytes:
+            return
+        limit = int(self.config.low_watermark * home.capacity_bytes)
+        while entries := self.residents.surplus(home, limit, _DELETE_BATCH):
+            try:
+                await self.to_the_end(self.withdraw(entries))
+            except OSError as error:
+                log.warning("can't record the eviction of %d entries: %s", len(entries), error)
+                return
+            self.counters.add("evictions", len(entries), tier=home.name)
 
     def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
     ) -> tuple[list[tuple[HitKind, Resident | None]], int]:
         """Finds the entries of a path, leases those found and makes them hotter; the lease is 0 when none was.
 
+        It notes which exact paths are asked for, behind at least one other chunk (`wanted`).
+
         Raises:
             ResourceExhausted: as many leases are out as allowed.
         """
-        found = [
-            (kind, None if record is None else self.residents.get(record.key))
-            for kind, record in self.residents.index.find(namespace, path, variants)
-        ]
-        entries = dict.fromkeys(entry for _, entry in found if entry is not None)
+        found = self.residents.find(namespace, path, variants)
+        entries = dict.fromkeys(entry for _, entry, _ in found if entry is not None)
         lease = self.leases.grant(entries, lease_seconds) if entries else 0
         now = self._wall()
         for entry in entries:
-            entry.heat = heat.again(entry.heat, now, self.config.half_life_seconds)
-        self._touched.update(entries)
-        for kind, _ in found:
-            self.counters.add("lookups", kind=kind.value)
-        return found, lease
+            self.residents.warm(entry, heat.again(entry.heat, now, self.config.half_life_seconds))
+            if entry.row is not None:
+                self._touched.add(entry.row)
+        for _, _, key in found[2:]:
+            self._demand.ask(key)
+        for kind, n in Counter(kind for kind, _, _ in found).items():
+            self.counters.add("lookups", n, kind=kind.value)
+        return [(kind, entry) for kind, entry, _ in found], lease
 
     def write(self, record: Record) -> Writer | None:
-        """Reserves the space of an entry; None when it exists already.
+        """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
 
         The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
         are colder than the new one.
@@ -117,7 +138,7 @@ class Store:
         Raises:
             ResourceExhausted: there is no room, or the entry is over the limit.
         """
-        if self.residents.get(record.key) is not None:
+        if self.residents.get(record.key) is not None or not self.wanted(record):
             return None
         if record.size > self.config.max_entry_bytes:
             raise ResourceExhausted(
@@ -140,51 +161,40 @@ class Store:
                 places[tier] = self.residents.reserve(tier, record.size, warmth)[0]
         return Writer(self, record, warmth, places, evicted)
 
-    def read(self, key: bytes) -> Reader:
-        """Pins an entry for reading.
+    def wanted(self, record: Record) -> bool:
+        """Whether an entry is kept: one replica of a chunk serves every path, unless there is a reason for a second.
+
+        What was encoded on purpose always is. What a request happened to compute is kept if it is the chunk's first
+        entry, if it has fewer chunks before it than every other one (it carries less of theirs, so it serves other
+        paths better), or if its own path was asked for before the request that computed it, since there it is
+        lossless.
+        """
+        if not record.offered or record.depth == 1 or record.variant:
+            return True
+        others = self.residents.replicas(record)
+        return all(record.depth < other.record.depth for other in others) or self._demand.count(record.key) > 1
+
+    def replaced_by(self, entry: Resident) -> list[Resident]:
+        """What goes when an entry is published: worse replicas, if they were offered and nobody asks for their path.
+
+        Worse is one with more chunks before it. What was encoded on purpose never goes this way.
+        """
+        if entry.record.depth == 1 or entry.record.variant:
+            return []
+        return [
+            other
+            for other in self.residents.replicas(entry.record)
+            if other.record.offered
+            and other.record.depth > entry.record.depth
+            and self._demand.count(other.record.key) <= 1
+        ]
+
+    async def withdraw(self, entries: Sequence[Resident]) -> None:
+        """Deletes entries: invisible at once, the places free only after the home tier has forgotten who was there.
 
         Raises:
-            NotFound: there is no such entry.
+            OSError: it can't be recorded; they are gone until the next start.
         """
-        entry = self.residents.get(key)
-        if entry is None:
-            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
-        return Reader(self, entry)
-
-    async def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes entries, also from what survives a restart, before it returns; gives how many there were.
-
-        Raises:
-            ResourceExhausted: it can't be recorded; they are gone until the next start.
-        """
-        deleted, names = 0, list(dict.fromkeys(keys))
-        for at in range(0, len(names), _DELETE_BATCH):
-            batch = names[at : at + _DELETE_BATCH]
-            entries = [entry for key in batch if (entry := self.residents.get(key)) is not None]
-            try:
-                await self.to_the_end(self._withdraw(entries))
-            except OSError as error:
-                raise ResourceExhausted(f"can't record the deletion: {error}") from error
-            deleted += len(entries)
-        return deleted
-
-    async def drop(self, entry: Resident) -> None:
-        """Deletes a damaged entry; never raises."""
-        if entry.visible:
-            with contextlib.suppress(OSError):
-                await self.to_the_end(self._withdraw([entry]))
-
-    def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
-
-    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
-
-    async def _withdraw(self, entries: Sequence[Resident]) -> None:
-        """Invisible at once; the places are free only after the home tier has forgotten who was there."""
         home = self.residents.home
         for entry in entries:
             entry.pins += 1
@@ -197,9 +207,59 @@ class Store:
                 entry.pins -= 1
                 self.residents.let_go(entry)
 
+    def read(self, key: bytes) -> Reader:
+        """Pins an entry for reading.
+
+        Raises:
+            NotFound: there is no such entry.
+        """
+        entry = self.residents.get(key)
+        if entry is None:
+            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
+        return Reader(self, entry)
+
+    async def rise(self, key: bytes) -> bool:
+        """Brings an entry up to a fast tier; whether it is there then."""
+        if self.residents.get(key) is None:
+            return False
+        with contextlib.closing(self.read(key)) as reader:
+            return await reader.rise()
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes entries, also from what survives a restart, before it returns; gives how many there were.
+
+        Raises:
+            ResourceExhausted: it can't be recorded; they are gone until the next start.
+        """
+        deleted, names = 0, list(dict.fromkeys(keys))
+        for at in range(0, len(names), _DELETE_BATCH):
+            batch = names[at : at + _DELETE_BATCH]
+            entries = [entry for key in batch if (entry := self.residents.get(key)) is not None]
+            try:
+                await self.to_the_end(self.withdraw(entries))
+            except OSError as error:
+                raise ResourceExhausted(f"can't record the deletion: {error}") from error
+            deleted += len(entries)
+        return deleted
+
+    async def drop(self, entry: Resident) -> None:
+        """Deletes a damaged entry; never raises."""
+        if entry.visible:
+            with contextlib.suppress(OSError):
+                await self.to_the_end(self.withdraw([entry]))
+
+    def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
     async def _save_heat(self) -> None:
         touched, self._touched = self._touched, set()
-        heats = [(entry.record.key, entry.heat) for entry in touched if entry.visible]
+        heats = [saved for row in touched if (saved := self.residents.saved(row)) is not None]
         if heats:
             try:
                 await self.in_thread(self.residents.home.save_heat, heats)

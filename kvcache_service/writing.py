@@ -1,6 +1,7 @@
 """One Put: space reserved, bytes written as they arrive, checked, committed, published - or nothing left."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -67,7 +68,7 @@ class Writer:
                 await self._flush()
 
     async def commit(self) -> bool:
-        """Checks and publishes what was written. False when another caller stored the entry meanwhile.
+        """Checks and publishes what was written. False when another caller stored it, or a better one, meanwhile.
 
         Raises:
             InvalidArgument: fewer bytes than the header said.
@@ -113,12 +114,18 @@ class Writer:
             await other.wait()
         done = store.committing[record.key] = asyncio.Event()
         try:
-            stored = residents.get(record.key) is None
+            # Asked again: others were stored since the reservation.
+            stored = residents.get(record.key) is None and store.wanted(record)
             if stored:
+                # Whoever found the replaced ones will find this one.
+                self._entry.heat = max([self._entry.heat, *(other.heat for other in store.replaced_by(self._entry))])
                 await store.in_thread(finish, places[home])
                 for tier in list(places):
                     residents.settle(self._entry, tier, places.pop(tier))
+                replaced = store.replaced_by(self._entry)
                 residents.publish(self._entry)
+                with contextlib.suppress(OSError):  # they come back with the next start, and go with the next Put
+                    await store.withdraw(replaced)
             return stored
         except OSError as error:
             raise _unwritable(error) from error

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
@@ -12,9 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
-from fusionkv.models.tasks import SYSTEM, TASKS, Sample, held_out
+from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
 
 METHODS = ("full_attention", "full_reuse")
+_SEED = 20_000_003  # far from the seeds of training
 _NONE = -100
 
 
@@ -43,6 +45,18 @@ class Prompts:
         """The same when every page is encoded behind the system text only."""
         same = self.chunk[:, None] == self.chunk[:, :, None]
         return self.visible & (same | (self.chunk == 0)[:, None])
+
+
+def held_out(task: str, count: int, size: Size = PROMPT) -> list[Sample]:
+    """`count` held-out samples, each with one question of `task`."""
+    rng = random.Random(f"{_SEED} {task}")
+    out: list[Sample] = []
+    while len(out) < count:
+        made = sample(rng, "heldout", size)
+        fitting = [q for q in made.questions if q.task == task]
+        if fitting:
+            out.append(Sample(made.pages, (rng.choice(fitting),)))
+    return out
 
 
 def lay_out(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Prompts:

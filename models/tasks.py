@@ -85,7 +85,6 @@ class Size:
 
 
 PROMPT = Size()  # what the models are made for, and evaluated on
-_HELD_OUT_SEED = 20_000_003  # far from the seeds of training
 
 
 def sentence(text: str, owner: str = "", at: int = 0, resolved: str = "") -> Sentence:
@@ -247,15 +246,3 @@ def sample(rng: random.Random, split: words.Split, size: Size) -> Sample:
     others = [foreign_page(rng, names, size) for _ in range(foreign)]
     moved = tuple(Question(q.task, q.text, q.answer, tuple(p + before for p in q.needs)) for q in questions)
     return Sample(tuple(others[:before] + pages + others[before:]), moved)
-
-
-def held_out(task: str, count: int, size: Size = PROMPT) -> list[Sample]:
-    """`count` held-out samples, each with one question of `task`."""
-    rng = random.Random(f"{_HELD_OUT_SEED} {task}")
-    out: list[Sample] = []
-    while len(out) < count:
-        made = sample(rng, "heldout", size)
-        fitting = [q for q in made.questions if q.task == task]
-        if fitting:
-            out.append(Sample(made.pages, (rng.choice(fitting),)))
-    return out

@@ -66,7 +66,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add("--recipes", nargs="+", default=_BY_ITSELF, metavar="RECIPE", help="with or without modifiers (default: all)")
+    add(
+        "--recipes", nargs="+", metavar="RECIPE", help="with or without modifiers (default: all that can be followed)"
+    )
+    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
         "--ratios",
         nargs="+",
@@ -92,12 +95,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     store = Store(args.out / "cells.jsonl")
     plan = _plan(args)
     configs = {_subject(directory, args): _config(directory, args) for directory in args.models or jobs.shipped()}
-    todo = [
-        job
-        for subject, config in configs.items()
-        for task, cells in plan
-        for job in jobs.missing(subject, config, task, cells, store)
-    ]
+    todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, store)]
     _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), store, console)
     found = [
         (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, store)))
@@ -117,7 +115,8 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
-    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *args.recipes])]
+    wanted = args.recipes or (RECIPES if args.auxiliary else _BY_ITSELF)
+    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *wanted])]
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
     asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
@@ -128,27 +127,40 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
 
 def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
     """Does what is to do, and keeps each block as soon as it is done."""
-    left = Counter((job.subject.model, job.block.task.name) for job in todo)
+    left = Counter((job.subject.model, part.block.task.name) for job in todo for part in job.parts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("eval", total=sum(len(job.cells) for job in todo))
+        bar = progress.add_task("samples x cells", total=sum(_size(job) for job in todo))
         for job, measured in jobs.run(todo, processes, max(1, cores() // processes)):
-            store.append(job.subject, job.block, zip(job.cells, measured, strict=True))
-            name = (job.subject.model, job.block.task.name)
-            progress.update(bar, advance=len(job.cells), description=" ".join(name))
-            left[name] -= 1
-            if not left[name]:
-                console.print(f"{name[0]} {name[1]}: done")
+            for part, found in zip(job.parts, measured, strict=True):
+                store.append(job.subject, part.block, zip(part.cells, found, strict=True))
+                name = (job.subject.model, part.block.task.name)
+                left[name] -= 1
+                if not left[name]:
+                    console.print(f"{name[0]} {name[1]}: done")
+            progress.advance(bar, _size(job))
+
+
+def _size(job: jobs.Job) -> int:
+    return sum(len(part.block.samples) * len(part.cells) for part in job.parts)
 
 
 def _subject(directory: Path, args: argparse.Namespace) -> Subject:
+    auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
+    return Subject(directory.resolve().name, _fingerprint(directory), args.dtype, args.chunk_tokens, auxiliary)
+
+
+def _fingerprint(directory: Path) -> str:
     if not (directory / "config.json").is_file():
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
-    return Subject(directory.resolve().name, fingerprint(directory).hex()[:16], args.dtype, args.chunk_tokens)
+    return fingerprint(directory).hex()[:16]
 
 
 def _config(directory: Path, args: argparse.Namespace) -> WorkerConfig:
-    return WorkerConfig(model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes)
+    auxiliary = str(args.auxiliary or "")
+    return WorkerConfig(
+        model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes, auxiliary=auxiliary
+    )
 
 
 def _ratio(text: str) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from fusionkv.fusion_worker.evaluation.samples import Block
 from fusionkv.fusion_worker.methods.recipes import Recipe
+from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +33,16 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and how it is run: what a measurement belongs to besides cell and samples."""
+    """A model and how it is run: what a measurement belongs to besides cell and samples.
+
+    auxiliary: fingerprint of the second model, for recipes that choose by one.
+    """
 
     model: str
     fingerprint: str
     dtype: str
     chunk_tokens: int
+    auxiliary: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,8 @@ Key = tuple[str, ...]
 
 def key(subject: Subject, block: Block, cell: Cell) -> Key:
     """What a measurement is found by."""
-    how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens))
+    by_auxiliary = isinstance(cell.recipe.score, AuxiliaryAttention)
+    how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
     return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
 
 

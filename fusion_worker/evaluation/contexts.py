@@ -4,14 +4,11 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
-import torch
-
-from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, Embedder
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.placement import Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.recipes import Isolated, SimilarityGuided
-from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service import keys
 
 Encode = Isolated | SimilarityGuided
@@ -50,7 +47,7 @@ class Contexts:
 
 @asynccontextmanager
 async def hold(
-    model: Model, loader: Loader, embedder: Embedder, prompts: Sequence[Prompt], encodes: Sequence[Encode]
+    loader: Loader, similarity: Similarity, prompts: Sequence[Prompt], encodes: Sequence[Encode]
 ) -> AsyncIterator[Contexts]:
     """The prompts' chunks in the pool in every way of `encodes`, until the context is left.
 
@@ -64,11 +61,12 @@ async def hold(
         for prompt in prompts:
             await stack.enter_async_context(Contexts(loader, {}).placed(prompt, Isolated(), 0))
         guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
-        ranked = await _ranked(model, embedder, prompts) if guided else {}
+        chunks = {chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}
+        ranked = await similarity.ranked(list(chunks.values())) if guided else {}
         for encode in guided:
             for prompt in prompts:
                 for chunk in prompt.chunks:
-                    near = _fitting(model, prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
+                    near = similarity.fitting(prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
                     wanted, variants[encode, chunk.digest] = _after(loader, prompt, near, chunk)
                     await stack.enter_async_context(loader.parts(wanted))
         yield Contexts(loader, variants)
@@ -86,27 +84,3 @@ def _after(
     key = keys.entry_key(namespace, path, variant)
     new = Wanted(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
     return [w for w in (*wanted, new) if len(w.chunk)], (variant, key)
-
-
-async def _ranked(model: Model, embedder: Embedder, prompts: Sequence[Prompt]) -> dict[bytes, list[Chunk]]:
-    """All other chunks for each chunk, by digest, the most similar first."""
-    chunks = list({chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}.values())
-    vectors: list[torch.Tensor] = []
-    for start in range(0, len(chunks), MAX_TEXTS):
-        texts = [model.tokenizer.decode(chunk.ids) for chunk in chunks[start : start + MAX_TEXTS]]
-        vectors += await embedder.embed(texts)
-    similarity = torch.stack(vectors) @ torch.stack(vectors).T
-    similarity.fill_diagonal_(float("-inf"))
-    order = similarity.sort(descending=True, stable=True).indices.tolist()
-    return {chunk.digest: [chunks[j] for j in row[:-1]] for chunk, row in zip(chunks, order, strict=True)}
-
-
-def _fitting(model: Model, system: Chunk, chunk: Chunk, near: Sequence[Chunk]) -> list[Chunk]:
-    """As many neighbours as the model's length takes."""
-    room, fitting = model.max_tokens - len(system) - len(chunk), []
-    for other in near:
-        room -= len(other)
-        if room < 0:
-            break
-        fitting.append(other)
-    return fitting

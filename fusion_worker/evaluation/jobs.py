@@ -1,4 +1,4 @@
-"""The work of an evaluation, cut into jobs for a few processes: a block of samples of a task, under a model."""
+"""The work of an evaluation, cut into jobs for a few processes: a block of samples under a model."""
 
 import asyncio
 import multiprocessing
@@ -14,21 +14,35 @@ from fusionkv.fusion_worker.evaluation.samples import Block, Task
 from fusionkv.fusion_worker.methods.recipes import Recipe
 
 # Samples of a job: what an interrupted run loses at most, for each process.
-BLOCK = 20
+BLOCK = 25
+# One sample of every second block runs alone and is timed: 10 of 500.
+_TIMED = 2 * BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Cells that are to be measured over a block. picture: whether what was chosen in its first sample is kept."""
+class Part:
+    """Cells that are to be measured over a block."""
 
-    subject: Subject
-    config: WorkerConfig
     block: Block
     cells: tuple[Cell, ...]
 
     @property
+    def timed(self) -> bool:
+        return self.block.start % _TIMED == 0
+
+    @property
     def picture(self) -> bool:
+        """Whether what is chosen in the first sample is kept, to be drawn."""
         return self.block.start == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Blocks that ask about the same contexts, so that one process encodes them once."""
+
+    subject: Subject
+    config: WorkerConfig
+    parts: tuple[Part, ...]
 
 
 def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> list[Cell]:
@@ -43,15 +57,21 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
     return list(found)
 
 
-def missing(subject: Subject, config: WorkerConfig, task: Task, cells: Sequence[Cell], store: Store) -> Iterator[Job]:
-    """Jobs for what the store lacks."""
-    for block in task.blocks(BLOCK):
-        lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
-        if lacking:
-            yield Job(subject, config, block, lacking)
+def missing(
+    subject: Subject, config: WorkerConfig, plan: Sequence[tuple[Task, Sequence[Cell]]], store: Store
+) -> Iterator[Job]:
+    """Jobs for what the store lacks of a plan: tasks, each with its cells."""
+    parts: dict[tuple[str, int], list[Part]] = {}
+    for task, cells in plan:
+        for block in task.blocks(BLOCK):
+            lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
+            if lacking:
+                parts.setdefault((task.contexts or task.name, block.start), []).append(Part(block, lacking))
+    for together in parts.values():
+        yield Job(subject, config, tuple(together))
 
 
-def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[Measured]]]:
+def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[list[Measured]]]]:
     """Does the jobs in `processes` processes of `threads` CPU threads each; yields them as they are done.
 
     Raises what the first job that fails raises.
@@ -59,7 +79,7 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
     # Not forked: a child would take over locks that the parent's threads hold.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start, (threads,)) as pool:
-        waiting: dict[Future[list[Measured]], Job] = {}
+        waiting: dict[Future[list[list[Measured]]], Job] = {}
         queue = iter(jobs)
         try:
             while True:
@@ -80,8 +100,9 @@ def _start(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _work(job: Job) -> list[Measured]:
-    return _Bench.of(job).measure(job)
+def _work(job: Job) -> list[list[Measured]]:
+    bench = _Bench.of(job)
+    return [bench.measure(part) for part in job.parts]
 
 
 class _Bench:
@@ -96,9 +117,10 @@ class _Bench:
         self.key = (config, chunk_tokens)
         self._loop = asyncio.new_event_loop()
         model = models.load(config.model, config.device, config.dtype)
+        auxiliary = models.load(Path(config.auxiliary), "cpu") if config.auxiliary else None
 
         async def make() -> Runner:
-            return Runner(model, config, chunk_tokens)
+            return Runner(model, config, chunk_tokens, auxiliary)
 
         self._runner = self._loop.run_until_complete(make())
 
@@ -112,8 +134,9 @@ class _Bench:
             cls._current = cls(*wanted)
         return cls._current
 
-    def measure(self, job: Job) -> list[Measured]:
-        return self._loop.run_until_complete(self._runner.measure(job.block, job.cells, job.picture))
+    def measure(self, part: Part) -> list[Measured]:
+        measuring = self._runner.measure(part.block, part.cells, part.timed, part.picture)
+        return self._loop.run_until_complete(measuring)
 
     def close(self) -> None:
         self._loop.run_until_complete(self._runner.close())

@@ -6,7 +6,6 @@ from importlib import resources
 from typing import Any
 
 from jinja2 import Environment
-from markupsafe import Markup
 from rich.table import Table
 
 from fusionkv.fusion_worker.evaluation import charts
@@ -103,7 +102,7 @@ def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
         figures=figures,
         styles=[charts.hue(names, name) for name in names],
         sections=[
-            (title, [(task, Markup(charts.curves(figures.lines(task, models), names))) for task in figures.tasks])
+            (title, [(task, charts.curves(figures.lines(task, models), names)) for task in figures.tasks])
             for title, models in sections
         ],
         ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),

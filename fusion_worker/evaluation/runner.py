@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fuser import Fuser
@@ -19,6 +20,7 @@ from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, 
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
+from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.recipes import Isolated, Recipe
@@ -32,25 +34,28 @@ _MOST_GROUPS = 8
 class Runner:
     """One model, one pool, one engine. Made and used inside one event loop."""
 
-    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int) -> None:
+    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config.max_step_tokens)
         self._loader = Loader(config, model, self._pool, self._engine, None)
-        self._embedder = Embedder(model, self._engine, self._loader)
-        self._fuser = Fuser(model, self._engine)
+        self._similarity = Similarity(model, Embedder(model, self._engine, self._loader))
+        self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
+        self._fuser = Fuser(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
         self._prompter = Prompter(model, chunk_tokens)
 
     async def close(self) -> None:
+        if self._auxiliary is not None:
+            await self._auxiliary.close()
         await self._loader.close()
         self._engine.close()
 
-    async def measure(self, block: Block, cells: Sequence[Cell], picture: bool) -> list[Measured]:
+    async def measure(self, block: Block, cells: Sequence[Cell], timed: bool, picture: bool) -> list[Measured]:
         """The cells over the block's samples, in the order of `cells`.
 
-        The first sample runs alone, one cell after the other, and is timed; the others run together.
-        picture: whether to keep what was chosen in the first sample.
+        timed: whether the first sample runs alone, one cell after the other, with a clock; the others run together.
+        picture: whether to keep what was chosen in the first sample, if it is timed.
 
         Raises:
             ResourceExhausted: a group of samples does not fit the pool.
@@ -65,11 +70,12 @@ class Runner:
 
         async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
             async with slots:
-                return await self._group(task, group, cells, alone, picture)
+                return await self._group(group, cells, alone, picture)
 
-        first = await one(groups[0], True)
-        others = await asyncio.gather(*(one(group, False) for group in groups[1:]))
-        answers = [answer for group in (first, *others) for answer in group]
+        # What is timed has nothing running beside it.
+        first = [await one(groups.pop(0), True)] if timed else []
+        others = await asyncio.gather(*(one(group, False) for group in groups))
+        answers = [answer for group in (*first, *others) for answer in group]
         self._pool.check_integrity(idle=True)
         return [_together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
@@ -92,11 +98,11 @@ class Runner:
         return max(1, min(_MOST_GROUPS, (self._pool.capacity - own) // held))
 
     async def _group(
-        self, task: Task, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
+        self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
     ) -> list[list[Answer]]:
         encodes = list({cell.recipe.encode: None for cell in cells if cell.recipe.encode is not None})
         prompts = [asked.prompt for asked in group]
-        async with hold(self._model, self._loader, self._embedder, prompts, encodes) as contexts:
+        async with hold(self._loader, self._similarity, prompts, encodes) as contexts:
             done = []
             if alone:
                 done.append(await self._sample(group[0], cells, contexts, True, picture))

@@ -30,6 +30,7 @@ class Task:
     first expected answer is fed in and compared token by token.
     chat: whether the prompt goes into the model's chat template. first_line: only the answer's first line counts.
     group: neighbours of a chunk are looked for in the context of so many samples together.
+    contexts: tasks of the same name here ask about the same contexts, sample by sample.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Task:
     chat: bool = False
     first_line: bool = False
     group: int = 1
+    contexts: str = ""
 
     def first(self, count: int) -> "Task":
         """The task with its first `count` samples alone."""

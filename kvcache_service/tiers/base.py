@@ -1,7 +1,7 @@
 """The contract of a tier: a bounded place for bytes, that may outlive the process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionkv.kvcache_service.record import Record
@@ -58,12 +58,12 @@ class Tier(ABC):
         Raises:
             NoSpace: `size` is over what the tier can ever hold, or not even all victims make room. Nothing changed.
         """
-        start, freed = self._extents.allocate(size, (victim.offset for victim in victims))
+        start, freed = self._extents.allocate(size, ((victim.offset, victim.size) for victim in victims))
         return Place(start, size), freed
 
     def free(self, place: Place) -> None:
         """Gives a place back."""
-        self._extents.free(place.offset)
+        self._extents.free(place.offset, place.size)
 
     @abstractmethod
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
@@ -108,13 +108,13 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def recover(self) -> list[Recovered]:
-        """What is there at start, each at a place that is reserved now. Called once, before anything else."""
+    def recover(self) -> Iterator[Recovered]:
+        """What is there at start, each at a place that is reserved now. Called once, first of all, to its end."""
 
     @abstractmethod
     def close(self) -> None:
         """Ends the use of the tier; all that was committed is on its device."""
 
-    def check_integrity(self, held: dict[int, bytes | None]) -> None:
-        """Asserts that the places taken are those `held`: the key by offset, None where a write is under way."""
-        self._extents.check_integrity(held)
+    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
+        """Asserts that the places taken are those `held`: the key by place, None where a write is under way."""
+        self._extents.check_integrity({place.offset: place.size for place in held})

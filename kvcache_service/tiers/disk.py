@@ -13,14 +13,17 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
-from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace
+from fusionkv.kvcache_service.tiers.extents import Extents
 from fusionkv.kvcache_service.tiers.ledger import Ledger
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class DiskTier(Tier):
     def commit(self, record: Record, place: Place, heat: float) -> None:
         if self._sync:
             os.fdatasync(self._at(place, 0)[0])
-        self._ledger.put(record, place.offset, heat)
+        self._ledger.put([(record, place.offset, heat)])
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
         self._ledger.delete([(key, place.offset) for key, place in entries])
@@ -86,49 +89,38 @@ class DiskTier(Tier):
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         self._ledger.save_heat(heats)
 
-    def recover(self) -> list[Recovered]:
+    def recover(self) -> Iterator[Recovered]:
         """What the index names and the segment files hold. The rest of the index is deleted.
 
         Bytes are not read here (a start takes seconds, not minutes; every read verifies them), except where two
-        records claim the same bytes: there only one whose checksum agrees stays.
+        records claim the same bytes: there only one whose checksum agrees stays. The index is read twice, first for
+        the places alone, so that ten million records never are in memory together.
         """
-        found, bad = [], []
         lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
-        for key, known, heat in self._ledger.load():
-            if known is None:
-                bad.append((key, -1))
-                continue
-            record, offset = known
-            if offset % SEGMENT_BYTES + record.size > lengths.get(offset // SEGMENT_BYTES, 0):
-                bad.append((key, offset))
-                continue
-            found.append(Recovered(record, Place(offset, record.size), heat))
-        found.sort(key=lambda entry: entry.place.offset)
-        kept: list[Recovered] = []
-        for entry in found:
-            if kept and entry.place.offset < kept[-1].place.offset + kept[-1].place.size:
-                if self._intact(entry):
-                    loser = kept.pop()
-                    self._extents.free(loser.place.offset)
-                else:
-                    loser = entry
-                bad.append((loser.record.key, loser.place.offset))
-                if loser is entry:
-                    continue
-            try:
-                self._extents.occupy(entry.place.offset, entry.place.size)
-                kept.append(entry)
-            except NoSpace:
-                bad.append((entry.record.key, entry.place.offset))
+        found: list[array[int]] = [array("q"), array("q")]
+        for offset, size in self._ledger.places():
+            if offset % SEGMENT_BYTES + size > lengths.get(offset // SEGMENT_BYTES, 0):
+                offset = -1
+            found[0].append(offset)
+            found[1].append(size)
+        starts, sizes = (np.array(column, np.int64) for column in found)
+        good = self._extents.fit(starts, sizes)
+        self._drop_false_claims(starts, sizes, good)
+        self._extents.restore(starts[good], sizes[good])
+        bad: list[tuple[bytes, int]] = []
+        for keep, (key, known, heat) in zip(good, self._ledger.load(), strict=True):
+            if keep and known is not None:
+                yield Recovered(known[0], Place(known[1], known[0].size), heat)
+            else:
+                bad.append((key, -1 if known is None else known[1]))
         if bad:
             log.warning(
                 "%d of %d entries in %s are damaged or out of its bounds and dropped",
                 len(bad),
-                len(bad) + len(kept),
+                len(good),
                 self._directory,
             )
             self._ledger.delete(bad)
-        return kept
 
     def close(self) -> None:
         for file in self._files.values():
@@ -139,22 +131,41 @@ class DiskTier(Tier):
         self._mark("")
         os.close(self._lock)
 
-    def check_integrity(self, held: dict[int, bytes | None]) -> None:
+    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
         super().check_integrity(held)
         recorded = {}
         for key, known, _ in self._ledger.load():
             assert known is not None, f"record {key.hex()} is unreadable"
-            recorded[known[1]] = key
-        assert recorded == {offset: key for offset, key in held.items() if key is not None}, (
-            "index and store disagree"
-        )
+            recorded[Place(known[1], known[0].size)] = key
+        assert recorded == {place: key for place, key in held.items() if key is not None}, "index and store disagree"
 
-    def _intact(self, entry: Recovered) -> bool:
-        hasher = xxhash.xxh3_128()
+    def _drop_false_claims(
+        self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]
+    ) -> None:
+        """Of places that overlap only those stay `good` whose bytes have their record's checksum, the first first."""
+        order = np.flatnonzero(good)
+        order = order[np.argsort(starts[order], kind="stable")]
+        ends = np.maximum.accumulate((starts + sizes)[order])
+        meet = np.flatnonzero(starts[order][1:] < ends[:-1])
+        if not len(meet):
+            return
+        doubtful = set(order[np.unique(np.concatenate([meet, meet + 1]))].tolist())
+        for number, (_, known, _) in enumerate(self._ledger.load()):
+            if number in doubtful:
+                good[number] = known is not None and self._intact(known[0], known[1])
+        kept_end = 0
+        for number in order[good[order]].tolist():
+            if starts[number] < kept_end:
+                good[number] = False
+            else:
+                kept_end = int(starts[number] + sizes[number])
+
+    def _intact(self, record: Record, offset: int) -> bool:
+        hasher, place = xxhash.xxh3_128(), Place(offset, record.size)
         with contextlib.suppress(OSError):
-            for at in range(0, entry.place.size, _READ_BYTES):
-                hasher.update(self.read(entry.place, at, min(_READ_BYTES, entry.place.size - at)))
-        return hasher.digest() == entry.record.checksum
+            for at in range(0, place.size, _READ_BYTES):
+                hasher.update(self.read(place, at, min(_READ_BYTES, place.size - at)))
+        return hasher.digest() == record.checksum
 
     def _at(self, place: Place, at: int) -> tuple[int, int]:
         """File descriptor and offset within the file of a byte of a place."""

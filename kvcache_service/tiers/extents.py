@@ -2,7 +2,10 @@
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
 
 ALIGNMENT = 4096
 
@@ -61,21 +64,24 @@ class Holes:
 
 
 class Extents:
-    """Who owns which region of 0..capacity; an extent starts at a multiple of 4096 and crosses no `boundary`."""
+    """What of 0..capacity is free; an extent starts at a multiple of 4096 and crosses no `boundary`.
+
+    Who owns what is not free is the owners' business: they name start and size when they give it back, so that ten
+    million extents cost nothing here.
+    """
 
     def __init__(self, capacity: int, boundary: int | None = None) -> None:
         self.capacity = capacity // ALIGNMENT * ALIGNMENT
         self._boundary = boundary or max(self.capacity, ALIGNMENT)
         starts = list(range(0, self.capacity, self._boundary))
         self._holes = Holes(starts, [min(s + self._boundary, self.capacity) for s in starts], self._boundary)
-        self._taken: dict[int, int] = {}  # start -> length
         self.used = 0
 
-    def allocate(self, size: int, victims: Iterable[int] = ()) -> tuple[int, list[int]]:
-        """Takes an extent for `size` bytes: its start, and the victims that were freed for it.
+    def allocate(self, size: int, victims: Iterable[tuple[int, int]] = ()) -> tuple[int, list[int]]:
+        """Takes an extent for `size` bytes: its start, and the starts of the victims that were freed for it.
 
-        `victims` are starts of extents that may be freed, the first to go first. Of those looked at until a hole is
-        large enough, only the ones that lie in the way of the new extent are freed.
+        `victims` are starts and sizes of extents that may be freed, the first to go first. Of those looked at until a
+        hole is large enough, only the ones that lie in the way of the new extent are freed.
 
         Raises:
             NoSpace: not even all victims make a hole; nothing was changed.
@@ -84,49 +90,55 @@ class Extents:
         if length > min(self.capacity, self._boundary):
             raise NoSpace
         start = self._holes.find(length)
-        freed: list[int] = []
+        freed: list[tuple[int, int]] = []
         if start is None:
             start, freed = self._plan(length, victims)
             for victim in freed:
-                self.free(victim)
+                self.free(*victim)
         self._holes.take(start, start + length)
-        self._taken[start] = length
         self.used += length
-        return start, freed
+        return start, [victim for victim, _ in freed]
 
-    def occupy(self, start: int, size: int) -> None:
-        """Takes a given extent, at recovery.
+    def free(self, start: int, size: int) -> None:
+        """Gives an extent back, under the size that it was taken with."""
+        self._holes.add(start, start + aligned(size))
+        self.used -= aligned(size)
 
-        Raises:
-            NoSpace: it is not within the range, crosses a boundary or is taken.
-        """
-        length = aligned(size)
-        i = bisect_left(self._holes.starts, start + 1) - 1
-        if start % ALIGNMENT or i < 0 or start + length > self._holes.ends[i]:
-            raise NoSpace
-        self._holes.take(start, start + length)
-        self._taken[start] = length
-        self.used += length
+    def fit(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of these could be extents: aligned, within the range, across no boundary."""
+        ends = starts + -(-sizes // ALIGNMENT) * ALIGNMENT
+        whole = (starts >= 0) & (starts % ALIGNMENT == 0) & (sizes > 0) & (ends <= self.capacity)
+        same: npt.NDArray[np.bool_] = starts // self._boundary == (ends - 1) // self._boundary
+        return whole & same
 
-    def free(self, start: int) -> None:
-        length = self._taken.pop(start)
-        self._holes.add(start, start + length)
-        self.used -= length
+    def restore(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
+        """Takes all extents that there are, at once, before anything else; each fits and none overlaps another."""
+        order = np.argsort(starts)
+        starts, lengths = starts[order], -(-sizes[order] // ALIGNMENT) * ALIGNMENT
+        ends = starts + lengths
+        assert np.all(ends[:-1] <= starts[1:]), "two extents overlap"
+        gaps = np.stack([np.concatenate([[0], ends]), np.concatenate([starts, [self.capacity]])], axis=1)
+        self._holes = Holes([], [], self._boundary)
+        for start, end in gaps[gaps[:, 0] < gaps[:, 1]].tolist():
+            for at in (start, *range((start // self._boundary + 1) * self._boundary, end, self._boundary)):
+                self._holes.starts.append(at)
+                self._holes.ends.append(min(end, (at // self._boundary + 1) * self._boundary))
+        self.used = int(lengths.sum())
 
-    def _plan(self, length: int, victims: Iterable[int]) -> tuple[int, list[int]]:
+    def _plan(self, length: int, victims: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
         holes, looked_at = self._holes.copy(), []
-        for victim in victims:
-            looked_at.append(victim)
-            start, end = holes.add(victim, victim + self._taken[victim])
+        for victim, size in victims:
+            looked_at.append((victim, size))
+            start, end = holes.add(victim, victim + aligned(size))
             if end - start >= length:
-                return start, [v for v in looked_at if start <= v < start + length]
+                return start, [(v, n) for v, n in looked_at if start <= v < start + length]
         raise NoSpace
 
-    def check_integrity(self, held: Iterable[int]) -> None:
-        """Taken extents are exactly those `held`; taken and free ones tile the range; the count of bytes is right."""
-        assert set(held) == set(self._taken), "extents taken and extents held disagree"
+    def check_integrity(self, held: Mapping[int, int]) -> None:
+        """What is held (size by start) and what is free tile the range; the count of bytes is right."""
+        taken = {start: aligned(size) for start, size in held.items()}
         free = list(zip(self._holes.starts, self._holes.ends, strict=True))
-        regions = sorted([*free, *((s, s + n) for s, n in self._taken.items())])
+        regions = sorted([*free, *((s, s + n) for s, n in taken.items())])
         at = 0
         for start, end in regions:
             assert at == start < end, f"a gap or an overlap at {at}"
@@ -135,4 +147,4 @@ class Extents:
         assert at == self.capacity
         merged = all(e != s or s % self._boundary == 0 for (_, e), (s, _) in itertools.pairwise(free))
         assert merged, "two holes touch"
-        assert self.used == sum(self._taken.values())
+        assert self.used == sum(taken.values())

@@ -4,12 +4,12 @@ import contextlib
 import logging
 import shutil
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
 
-from fusionkv.kvcache_service.record import Record, decode, encode
+from fusionkv.kvcache_service.record import Record, decode, encode, place
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,11 @@ class Ledger:
             self._records = self._env.open_db(b"records")
             self._heats = self._env.open_db(b"heat")
 
-    def put(self, record: Record, offset: int, heat: float) -> None:
+    def put(self, entries: Iterable[tuple[Record, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:
-            txn.put(record.key, encode(record, offset), db=self._records)
-            txn.put(record.key, _HEAT.pack(heat), db=self._heats)
+            for record, offset, heat in entries:
+                txn.put(record.key, encode(record, offset), db=self._records)
+                txn.put(record.key, _HEAT.pack(heat), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Deletes keys that are recorded at the given offset still, or that are unreadable."""
@@ -68,6 +69,12 @@ class Ledger:
                     known = None
                 yield key, known, _HEAT.unpack(heat)[0] if heat and len(heat) == _HEAT.size else 0.0
 
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Offset and size of each record, in the order of `load`; (-1, 0) for an unreadable one."""
+        with self._errors(), self._env.begin() as txn:
+            for key, value in txn.cursor(db=self._records):
+                yield place(key, value) or (-1, 0)
+
     def close(self) -> None:
         with self._errors():
             self._env.sync(True)
@@ -86,7 +93,5 @@ class Ledger:
 
 
 def _offset(key: bytes, value: bytes) -> int | None:
-    try:
-        return decode(key, value)[1]
-    except ValueError:
-        return None
+    known = place(key, value)
+    return None if known is None else known[0]

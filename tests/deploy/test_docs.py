@@ -16,7 +16,9 @@ def test_a_page_that_follows_from_the_code_is_current(root: Path, page: str) -> 
     assert (root / f"docs/{page}.md").read_text() == done.stdout, "run `make docs`"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/structure.md", "docs/configuration.md", "docs/security.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/structure.md", "docs/configuration.md", "docs/quality.md", "docs/security.md"]
+)
 def test_links_lead_to_files(root: Path, page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (root / page).read_text()):
         if not target.startswith(("http:", "https:")):

@@ -24,7 +24,7 @@ class Filled:
         self.directory = directory
         self.entries: dict[bytes, tuple[Record, Place, bytes]] = {}
         tier = DiskTier(directory, CAPACITY)
-        assert tier.recover() == []
+        assert list(tier.recover()) == []
         for i in range(count):
             data = tools.payload(i, 3 * BLOCK - 100 * i)
             record = tools.record(
@@ -44,14 +44,14 @@ class Filled:
     def reopened(self, survivors: list[bytes], **more: Any) -> DiskTier:
         """Opens the tier and asserts that exactly the `survivors` are there, with their bytes."""
         tier = DiskTier(self.directory, more.pop("capacity", CAPACITY), **more)
-        found = tier.recover()
+        found = list(tier.recover())
         assert {one.record.key for one in found} == set(survivors)
         for one in found:
             record, place, data = self.entries[one.record.key]
             assert (one.record, one.place) == (record, place)
             assert one.heat == self.keys.index(record.key)
             assert bytes(tier.read(place, 0, place.size)) == data
-        tier.check_integrity({one.place.offset: one.record.key for one in found})
+        tier.check_integrity({one.place: one.record.key for one in found})
         return tier
 
     def edit_index(self, key: bytes, value: bytes | None) -> None:

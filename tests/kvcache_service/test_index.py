@@ -5,8 +5,9 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import record
-from fusionkv.kvcache_service.index import HitKind, Index
+from fusionkv.kvcache_service import keys, record
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index import Index
 
 NAMESPACE = b"n" * 32
 
@@ -34,7 +35,8 @@ def index_of(*entries: record.Record) -> Index:
 def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
     wanted = [[d(v) for v in (variants or {}).get(i, "")] for i in range(len(names))]
     found = index.find(NAMESPACE, path(names), wanted)
-    return [(kind.value, hit) for kind, hit in found]
+    assert [key for _, _, key in found] == keys.path_keys(NAMESPACE, path(names))
+    return [(kind.value, None if row is None else index.rows.record(row)) for kind, row, _ in found]
 
 
 def test_exact_path_alternative_and_miss() -> None:
@@ -61,6 +63,14 @@ def test_longest_common_suffix_wins_at_any_depth() -> None:
     assert find(index, "SQXBC")[4] == ("alternative", other)
     assert find(index, "SQBC")[3][1] in (other, long)
     assert find(index, "SQC")[2][0] == "alternative"
+
+
+def test_of_entries_that_share_the_chunk_alone_the_one_encoded_alone_wins() -> None:
+    alone, before, after = entry("SC"), entry("SAC"), entry("SZC")
+    index = index_of(before, alone, after)
+    for other in "0BMz":
+        assert find(index, f"S{other}C")[2] == ("alternative", alone)
+    assert find(index, "SYZC")[3] == ("alternative", after)
 
 
 def test_a_deep_replica_serves_a_shallow_prompt() -> None:
@@ -124,14 +134,17 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
             n += 1
         return n
 
-    for i, (kind, found) in enumerate(index.find(NAMESPACE, path(asked), [()] * len(asked))):
+    for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [()] * len(asked))):
+        found = None if row is None else index.rows.record(row)
         prefix = asked[: i + 1]
         replicas = [n for n in entries if len(n) > 1 and n[-1] == prefix[-1]] if i else []
         if prefix in entries:
             assert (kind, found) == (HitKind.EXACT, entries[prefix])
         elif replicas:
             best = max(common(n, prefix) for n in replicas)
+            good = [n for n in replicas if common(n, prefix) == best]
+            alone = ["S" + prefix[-1]] if best == 1 and "S" + prefix[-1] in good else good
             assert kind is HitKind.ALTERNATIVE
-            assert found in [entries[n] for n in replicas if common(n, prefix) == best]
+            assert found in [entries[n] for n in alone]
         else:
             assert (kind, found) == (HitKind.MISS, None)

@@ -170,6 +170,52 @@ async def test_memory_holds_the_hottest(start: Any, tools: Any, names: dict[str,
     assert stats[pb.TIER_DISK].entries == 3
 
 
+async def test_prefetch_brings_up_what_there_is_room_for(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+    service = await start(memory=2 * MIB, disk=16 * MIB)
+    keys = {}
+    for name in "SABC":
+        keys[name], _ = await service.put([names[name]], tools.payload(name, MIB))
+        service.clock.now += 1000
+    residents = service.store.residents
+    assert {n for n, key in keys.items() if "memory" in residents.get(key).places} == {"B", "C"}
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        prefetch = kvcache_pb2_grpc.KVCacheServiceStub(channel).Prefetch
+        found = await prefetch(pb.PrefetchRequest(keys=[keys["S"], keys["C"], b"?" * 32]), timeout=20)
+        assert [entry.HasField("arena_offset") for entry in found.entries] == [False, True, False], "S is the coldest"
+        for _ in range(3):
+            lease = (await service.find(names["A"])).lease
+        asked = pb.PrefetchRequest(keys=[keys["A"]] * 3)
+        found = await prefetch(asked, timeout=20)
+        place = residents.get(keys["A"]).places["memory"]
+        assert {entry.arena_offset for entry in found.entries} == {place.offset}
+        assert found.arena == residents.tiers[0].arena
+        assert service.store.counters.get("promotions", "memory") == 1
+        assert bytes(residents.tiers[0].read(place, 0, MIB)) == tools.payload("A", MIB)
+        await service.client.release(lease)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await prefetch(pb.PrefetchRequest(keys=[b"short"]), timeout=20)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await prefetch(pb.PrefetchRequest(keys=[b"k" * 32] * 257), timeout=20)
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_prefetch_finds_damaged_is_deleted(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    key, _ = await service.put([names["S"]], tools.payload("S", 900_000))
+    service.clock.now += 1000
+    await service.put([names["A"]], tools.payload("A", 900_000))
+    place = service.store.residents.get(key).places["disk"]
+    service.store.residents.home.write(place, 5000, [memoryview(b"?" * 10)])
+    await service.find(names["S"])
+    async with grpc.aio.insecure_channel(service.address) as channel:
+        prefetch = kvcache_pb2_grpc.KVCacheServiceStub(channel).Prefetch
+        found = await prefetch(pb.PrefetchRequest(keys=[key]), timeout=20)
+    assert not found.entries[0].HasField("arena_offset")
+    assert service.store.residents.get(key) is None
+    assert (await service.client.stats()).checksum_failures == 1
+
+
 async def test_without_a_disk_tier(start: Any, tools: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=1 * MIB, disk=0)
     s = names["S"]

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.index import HitKind
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.store import Store
 from fusionkv.protos.errors import NotFound, ResourceExhausted
 

@@ -30,6 +30,9 @@ class Servicer:
         finally:
             print("ended", flush=True)
 
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        return pb.PrefetchResponse()
+
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
         """Answers with the number of bytes received."""
         received = 0

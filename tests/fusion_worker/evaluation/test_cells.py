@@ -59,6 +59,13 @@ def test_whatever_changes_a_figure_changes_its_key(other: tuple[str, ...]) -> No
     assert other != key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
 
 
+def test_a_second_model_counts_where_it_is_asked() -> None:
+    block, other = next(TASK.blocks(BLOCK)), dataclasses.replace(SUBJECT, auxiliary="cd")
+    clip = Cell(modifiers.find("cacheclip"), 0.1)
+    assert key(SUBJECT, block, clip) != key(other, block, clip)
+    assert key(SUBJECT, block, CELL) == key(other, block, CELL)
+
+
 def test_names_that_change_no_figure_change_no_key() -> None:
     renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
     other = key(dataclasses.replace(SUBJECT, model="moved"), next(TASK.blocks(BLOCK)), Cell(renamed, 0.1))
@@ -72,10 +79,21 @@ def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -
     store.append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
     path.write_bytes(path.read_bytes()[:-30])
     config = WorkerConfig()
-    (job,) = missing(SUBJECT, config, TASK, [CELL], Store(path))
-    assert (job.block, job.cells, job.picture) == (second, (CELL,), False)
+    (job,) = missing(SUBJECT, config, [(TASK, [CELL])], Store(path))
+    assert [(part.block, part.cells, part.picture) for part in job.parts] == [(second, (CELL,), False)]
     Store(path).append(SUBJECT, second, [(CELL, measured(BLOCK, 5))])
-    assert list(missing(SUBJECT, config, TASK, [CELL], Store(path))) == []
+    assert list(missing(SUBJECT, config, [(TASK, [CELL])], Store(path))) == []
+
+
+def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
+    store = Store(tmp_path / "cells.jsonl")
+    one, two = (dataclasses.replace(TASK, name=name, contexts="stories") for name in ("one", "two"))
+    plan = [(task, [CELL]) for task in (one, TASK, two)]
+    found = [
+        [(part.block.task.name, part.block.start) for part in j.parts]
+        for j in missing(SUBJECT, WorkerConfig(), plan, store)
+    ]
+    assert found == [[("one", 0), ("two", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", 0)], [("t", BLOCK)]]
 
 
 def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:

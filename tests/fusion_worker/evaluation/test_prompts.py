@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.samples import Sample
 from fusionkv.fusion_worker.models import Model
 from fusionkv.models import evaluate
-from fusionkv.models.tasks import held_out
+from fusionkv.models.tasks import Sample as Story
 
 TEXT = "The lake is wide. Ada owns the lamp.\nBen chose the rope. The sky\u00e9 is calm.\n" * 9
 
@@ -26,9 +26,9 @@ def model(reference_model: Path) -> Model:
 def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Path) -> None:
     tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
     task, prompter = tasks.reference("coref", 3), Prompter(model, 512)
-    for sample, made in zip(task.samples, held_out("coref", 3), strict=True):
+    for sample, (made, question) in zip(task.samples, tasks.asked("coref", 3), strict=True):
         prompt, left_out = prompter.prompt(sample, task.chat, 4)
-        (expected,) = evaluate.lay_out([made], tokenizer).ids.tolist()
+        (expected,) = evaluate.lay_out([Story(made.pages, (question,))], tokenizer).ids.tolist()
         assert [*prompt.ids().tolist(), *prompter.ids(sample.answers[0])] == expected
         assert (len(prompt.chunks), left_out) == (len(made.pages), 0)
 

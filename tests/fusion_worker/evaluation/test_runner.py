@@ -18,8 +18,8 @@ from fusionkv.fusion_worker.evaluation.runner import Runner
 from fusionkv.fusion_worker.evaluation.samples import Block, Task
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.models import evaluate
-from fusionkv.models.tasks import held_out
-from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.models.tasks import Sample as Story
+from fusionkv.protos.errors import FailedPrecondition, ResourceExhausted
 
 TASK, COUNT = "chain2", 6
 
@@ -34,12 +34,17 @@ def model(reference_model: Path) -> models.Model:
 
 
 def measure(
-    model: models.Model, task: Task, asked: Sequence[Cell], picture: bool = False, pool_bytes: int = 64 << 20
+    model: models.Model,
+    task: Task,
+    asked: Sequence[Cell],
+    picture: bool = False,
+    pool_bytes: int = 64 << 20,
+    auxiliary: models.Model | None = None,
 ) -> dict[Cell, Measured]:
     async def run() -> list[Measured]:
-        runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512)
+        runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512, auxiliary)
         try:
-            return await runner.measure(Block(task, 0, len(task.samples)), asked, picture)
+            return await runner.measure(Block(task, 0, len(task.samples)), asked, True, picture)
         finally:
             await runner.close()
 
@@ -58,7 +63,8 @@ def oracle(reference_model: Path) -> dict[str, np.ndarray]:
     """By models/evaluate.py, which shares no code with the engine: exact, KL and KV deviation of full reuse."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
     network = Qwen2ForCausalLM.from_pretrained(reference_model, dtype=torch.float32).eval()
-    p = evaluate.lay_out(held_out(TASK, COUNT), tokenizer)
+    stories = [Story(made.pages, (question,)) for made, question in tasks.asked(TASK, COUNT)]
+    p = evaluate.lay_out(stories, tokenizer)
     place = torch.arange(p.ids.shape[1]).expand_as(p.ids)
     with torch.inference_mode():
         full, states = evaluate.forward(network, p.ids, place, p.visible)
@@ -137,6 +143,17 @@ def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Mode
     assert (
         0 < sum(found[asked[2]].values["exact_match"]) < COUNT or sum(found[asked[1]].values["exact_match"]) < COUNT
     )
+
+
+def test_a_second_model_chooses(model: models.Model, reference_model: Path) -> None:
+    """Here the model is its own second one."""
+    task, asked = tasks.reference(TASK, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
+    with pytest.raises(FailedPrecondition, match="--auxiliary"):
+        measure(model, task, asked)
+    reuse, clip = measure(model, task, asked, auxiliary=models.load(reference_model)).values()
+    changed = [c != r for c, r in zip(clip.values["kl"], reuse.values["kl"], strict=True)]
+    assert changed == [count > 0 for count in clip.values["recomputed"]]
+    assert any(changed)
 
 
 def test_what_does_not_fit_the_pool_says_what_would(model: models.Model) -> None:

@@ -1,0 +1,112 @@
+"""`fusionkv check`: the oracles on every family, the verdict, and what a worker makes of it."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker import models, verdict
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluation.check import Score
+from fusionkv.fusion_worker.evaluation.needles import KINDS, needles
+from fusionkv.fusion_worker.evaluation.oracles import compare
+from fusionkv.fusion_worker.verdict import FILE, Judged, Verdict
+from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from tests.fusion_worker.oracle import byte_tokenizer, network
+
+
+def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
+    network(family).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = models.load(tmp_path, "cpu")
+    found = asyncio.run(compare(tmp_path, model, WorkerConfig(model=tmp_path, pool_bytes=8 << 20)))
+    assert max(found.full_attention, found.full_reuse) < 1e-4
+    assert found.held
+
+
+def test_an_engine_that_is_off_is_found_out(tmp_path: Path) -> None:
+    network("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    model = models.load(tmp_path, "cpu")
+    with torch.no_grad():
+        model.network.model.layers[1].self_attn.v_proj.weight *= 1.1
+    found = asyncio.run(compare(tmp_path, model, WorkerConfig(model=tmp_path, pool_bytes=8 << 20)))
+    assert not found.held
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_needles_hold_their_answers(kind: str) -> None:
+    task = needles(kind, 20)
+    assert task == needles(kind, 20)
+    for sample in task.samples:
+        text = "".join(sample.passages)
+        assert all(text.count(answer) == 1 for answer in sample.answers)
+        assert len(sample.passages) == 8
+    assert len({sample.answers for sample in task.samples}) > 15
+
+
+@pytest.mark.parametrize(
+    ("score", "safe", "why"),
+    [
+        (Score(18, 20, 0, 30), True, "it keeps 18 of 20 right answers"),
+        (Score(17, 20, 30, 30), False, "it keeps 17 of 20 right answers"),
+        (Score(0, 0, 27, 30), True, "the model answers no task; 27 of 30 first tokens are full attention's"),
+        (Score(0, 0, 26, 30), False, "the model answers no task; 26 of 30 first tokens are full attention's"),
+    ],
+)
+def test_what_is_safe(score: Score, safe: bool, why: str) -> None:
+    assert score.judge() == Judged(safe, why)
+
+
+def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
+    made = Verdict(b"f".hex(), {"epic": Judged(False, "bad"), "a3": Judged(True, "good")})
+    assert made.write(tmp_path) == tmp_path / FILE
+    read = verdict.read(tmp_path, b"f")
+    assert read == made
+    for name in ("a3", "a3+window", "prophetkv", "full_attention"):
+        read.check(name)
+    for name in ("epic", "epic+window"):
+        with pytest.raises(FailedPrecondition, match=r"failed `fusionkv check` on this model: bad\. Use another"):
+            read.check(name)
+    with pytest.raises(FailedPrecondition, match="is of another model, or this one was changed"):
+        verdict.read(tmp_path, b"g")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fingerprint": "66", "recipes": {"a": 1}}', "\x00"])
+def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
+        verdict.read(tmp_path, b"f")
+
+
+def test_no_verdict_refuses_nothing(tmp_path: Path) -> None:
+    verdict.read(tmp_path, b"f").check("epic")
+
+
+@pytest.mark.system
+async def test_a_worker_refuses_what_failed(reference_model: Path, tmp_path: Path, launch: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(reference_model, model)
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "check", str(model), "--n", "4", "--json"]
+    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["oracles"]["full_attention"] < 1e-4
+    assert not said["recipes"]["full_reuse"]["safe"], "the reference models need their chunks fused"
+    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(model))
+    client = WorkerClient(worker.address)
+    try:
+        asked = {"chunks": [pb.Chunk(ids=[5, 6])], "question": pb.Tokens(ids=[7])}
+        with pytest.raises(FailedPrecondition, match="recipe 'full_reuse' failed `fusionkv check` on this model"):
+            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="full_reuse", **asked))]
+        assert [r async for r in client.generate(pb.GenerateRequest(recipe="full_attention", **asked))]
+    finally:
+        await client.close()

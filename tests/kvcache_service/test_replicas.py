@@ -1,0 +1,246 @@
+"""One replica of a chunk serves every path: which are kept and which replaced, against a model; who goes first."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.demand import Demand
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.workload import SYSTEM, Workload
+
+NAMESPACE = b"n" * 32
+BLOCK = 4096
+
+
+def path(names: str) -> list[bytes]:
+    return [name.encode() * 32 for name in names]
+
+
+class Replicas:
+    """A store in memory, named by strings: the system prompt S, then chunks."""
+
+    def __init__(self, blocks: int = 512, **more: Any) -> None:
+        self.now = 1000.0
+        self.loop = asyncio.new_event_loop()
+        self.store = Store(
+            Config(**more), [MemoryTier(blocks * BLOCK)], clock=lambda: self.now, wall=lambda: self.now
+        )
+
+    def close(self) -> None:
+        self.store.check_integrity()
+        self.store.residents.check_idle()
+        self.loop.run_until_complete(self.store.close())
+        self.loop.close()
+
+    def put(self, digests: list[bytes], offered: bool = False) -> bool:
+        data = digests[-1]
+        new = record.make(NAMESPACE, digests, b"", 32, 1, 0, xxhash.xxh3_128_digest(data), offered=offered)
+
+        async def send() -> bool:
+            writer = self.store.write(new)
+            if writer is None:
+                return False
+            await writer.write(memoryview(data))
+            return await writer.commit()
+
+        return self.loop.run_until_complete(send())
+
+    def find(self, digests: list[bytes]) -> list[tuple[HitKind, record.Record | None]]:
+        found, lease = self.store.lookup(NAMESPACE, digests, [()] * len(digests), 30.0)
+        self.store.leases.release(lease)
+        return [(kind, entry and entry.record) for kind, entry in found]
+
+    def stored(self) -> set[str]:
+        trails = [entry.record.trail for entry in self.store.residents]
+        return {"".join(chr(byte) for byte in trail[::-32]) for trail in trails}
+
+
+@pytest.fixture
+def replicas() -> Iterator[Replicas]:
+    made = Replicas()
+    yield made
+    made.close()
+
+
+def test_the_first_replica_stays_whatever_its_depth_and_every_path_finds_it(replicas: Replicas) -> None:
+    assert replicas.put(path("SABC"), offered=True)
+    assert not replicas.put(path("SDEC"), offered=True), "as deep, and for another path"
+    assert not replicas.put(path("SDEFC"), offered=True)
+    for names in ("SC", "SDC", "SABDC", "SBC"):
+        kind, found = replicas.find(path(names))[-1]
+        assert kind is HitKind.ALTERNATIVE
+        assert found is not None
+        assert found.trail == b"".join(path("CBAS"))
+    assert replicas.find(path("SABC"))[-1][0] is HitKind.EXACT
+
+
+def test_one_with_fewer_chunks_before_it_replaces_what_was_offered(replicas: Replicas) -> None:
+    for names, left in [("SABC", {"SABC"}), ("SDC", {"SDC"}), ("SC", {"SC"})]:
+        replicas.now += 1
+        assert replicas.put(path(names), offered=True)
+        assert replicas.stored() == left
+    assert not replicas.put(path("SAC"), offered=True)
+
+
+def test_a_replica_takes_over_the_heat_of_those_that_it_replaces(replicas: Replicas) -> None:
+    replicas.put(path("SABC"), offered=True)
+    for _ in range(50):
+        replicas.find(path("SXC"))
+    before = next(iter(replicas.store.residents)).heat
+    replicas.put(path("SC"), offered=True)
+    assert next(iter(replicas.store.residents)).heat == before
+
+
+def test_a_path_that_is_asked_for_again_gets_and_keeps_its_own(replicas: Replicas) -> None:
+    replicas.put(path("SC"), offered=True)
+    replicas.find(path("SABC"))
+    assert not replicas.put(path("SABC"), offered=True), "asked for once, by the request that computed it"
+    replicas.find(path("SABC"))
+    assert replicas.put(path("SABC"), offered=True)
+    assert replicas.find(path("SABC"))[-1][0] is HitKind.EXACT
+    kind, found = replicas.find(path("SDC"))[-1]
+    assert kind is HitKind.ALTERNATIVE
+    assert found is not None
+    assert found.depth == 2, "other paths go on with the one encoded alone"
+    assert replicas.put(path("SDEC"))
+    assert replicas.stored() == {"SC", "SABC", "SDEC"}
+
+
+def test_what_was_encoded_on_purpose_is_stored_and_never_replaced(replicas: Replicas) -> None:
+    for names in ("SABC", "SDEC", "SXC", "SC"):
+        assert replicas.put(path(names))
+    assert replicas.stored() == {"SABC", "SDEC", "SXC", "SC"}
+    assert not replicas.put(path("SQC"), offered=True)
+
+
+def test_a_leased_replica_is_replaced_and_its_bytes_stay_until_the_lease_ends(replicas: Replicas) -> None:
+    replicas.put(path("SABC"), offered=True)
+    found, lease = replicas.store.lookup(NAMESPACE, path("SC"), [(), ()], 30.0)
+    replicas.put(path("SC"), offered=True)
+    old = found[1][1]
+    assert old is not None
+    assert not old.visible
+    assert replicas.store.residents.home.used_bytes == 2 * BLOCK
+    replicas.store.leases.release(lease)
+    assert replicas.store.residents.home.used_bytes == BLOCK
+
+
+def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
+    async def both() -> list[bool]:
+        writers = []
+        for names in ("SABC", "SXYC"):
+            data = path(names)[-1]
+            checksum = xxhash.xxh3_128_digest(data)
+            entry = record.make(NAMESPACE, path(names), b"", 32, 1, 0, checksum, offered=True)
+            writer = replicas.store.write(entry)
+            assert writer is not None
+            await writer.write(memoryview(data))
+            writers.append(writer)
+        return [await writer.commit() for writer in writers]
+
+    assert replicas.loop.run_until_complete(both()) == [True, False]
+    assert replicas.stored() == {"SABC"}
+
+
+paths = st.lists(st.sampled_from("ABC"), min_size=1, max_size=4).map(lambda tail: "S" + "".join(tail))
+steps = st.lists(st.tuples(st.sampled_from(["put", "offer", "offer", "find", "find"]), paths), max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps)
+def test_replicas_agree_with_a_model(taken: list[tuple[str, str]]) -> None:
+    replicas = Replicas()
+    entries: dict[str, bool] = {}  # path -> offered
+    asked: Counter[str] = Counter()
+    for step, names in taken:
+        same = [other for other in entries if other[-1] == names[-1]]
+        if step == "find":
+            found = replicas.find(path(names))
+            for at in range(2, len(names) + 1):
+                prefix = names[:at]
+                known = [other for other in entries if other[-1] == prefix[-1]]
+                asked[prefix] += at > 2
+                kind = HitKind.EXACT if prefix in entries else HitKind.ALTERNATIVE if known else HitKind.MISS
+                assert found[at - 1][0] is kind, "a chunk that has a replica is found by every path"
+            continue
+        offered = step == "offer"
+        wanted = all(len(names) < len(other) for other in same) or asked[names] > 1
+        stores = names not in entries and (wanted or not offered)
+        isolated = {other for other in entries if len(other) == 2}
+        assert replicas.put(path(names), offered) == stores
+        if stores:
+            for other in same:
+                if entries[other] and len(other) > len(names) and asked[other] <= 1:
+                    del entries[other]
+            entries[names] = offered
+        assert replicas.stored() == set(entries)
+        assert isolated <= set(entries), "an entry encoded alone went"
+    replicas.close()
+
+
+def test_demand_is_bounded_and_remembers_the_last() -> None:
+    demand = Demand(limit=100)
+    for i in range(1000):
+        demand.ask(i.to_bytes(8))
+        demand.ask(b"often..." + b"x" * i)
+        assert len(demand._young) + len(demand._old) <= 200
+    assert demand.count(b"often...") == 1000
+    assert demand.count((999).to_bytes(8)) == 1
+    assert demand.count((700).to_bytes(8)) == 0
+
+
+def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
+    replicas = Replicas(blocks=100, high_watermark=0.9, low_watermark=0.5)
+    for i in range(90):
+        replicas.now += 600
+        replicas.put([SYSTEM, bytes([i]) * 32])
+    replicas.loop.run_until_complete(replicas.store.make_room())
+    home = replicas.store.residents.home
+    assert home.used_bytes == 90 * BLOCK, "not over the high watermark"
+    replicas.put([SYSTEM, bytes([90]) * 32])
+    found, lease = replicas.store.lookup(NAMESPACE, [SYSTEM, bytes([0]) * 32], [(), ()], 30.0)
+    held = found[1][1]
+    replicas.find([SYSTEM, bytes([1]) * 32])
+    replicas.loop.run_until_complete(replicas.store.make_room())
+    left = {entry.record.chunk[0] for entry in replicas.store.residents}
+    assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
+    assert held is not None
+    assert held.visible
+    assert replicas.store.counters.get("evictions", "memory") == 41
+    replicas.store.leases.release(lease)
+    replicas.close()
+
+
+def test_under_pressure_uploads_of_one_query_go_first() -> None:
+    """60% of the chunks from a knowledge base, 30% shared, 10% unique; room for little more than the former two."""
+    workload = Workload(queries=1500, chunks=6, knowledge=60, shared=60, zipf=0.5, seed=3)
+    replicas = Replicas(blocks=1 + 60 + 60 + 40)
+    knowledge, went = set(workload.corpus()), Counter[str]()
+    asked = Counter(chunk for query in workload for chunk in query[1:])
+    lasting = knowledge | {chunk for chunk, n in asked.items() if n > 1}
+    replicas.put([SYSTEM])
+    for chunk in workload.corpus():
+        replicas.put([SYSTEM, chunk])
+    for query in workload:
+        replicas.now += 5
+        before = {entry.record.chunk for entry in replicas.store.residents}
+        for chunk, (kind, _) in zip(query, replicas.find(query), strict=True):
+            if kind is HitKind.MISS:
+                replicas.put([SYSTEM, chunk], offered=True)
+        gone = before - {entry.record.chunk for entry in replicas.store.residents}
+        went.update("lasting" if chunk in lasting else "unique" for chunk in gone)
+    present = {entry.record.chunk for entry in replicas.store.residents}
+    assert went["unique"] > 700
+    assert went["lasting"] < 0.02 * went["unique"]
+    assert len(lasting - present) <= 2
+    replicas.close()

@@ -1,0 +1,91 @@
+"""The storage simulation: its workloads are what they say, its caches agree with plain counting."""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from fusionkv.kvcache_service.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
+from fusionkv.kvcache_service.workload import Workload
+
+SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
+
+
+def outcome(workload: Workload, cache: Service | Baseline) -> Outcome:
+    return asyncio.run(simulate(workload, cache, [workload.queries]))[-1][1]
+
+
+def test_queries_are_seeded_and_hold_different_chunks_in_the_shares_asked_for() -> None:
+    queries = list(PAPER)
+    assert queries == list(PAPER)
+    assert queries != list(replace(PAPER, seed=1))
+    assert all(query[0] == SYSTEM and len(set(query[1:])) == PAPER.chunks for query in queries)
+    times = Counter(chunk for query in queries for chunk in query[1:])
+    knowledge = sum(times[chunk] for chunk in PAPER.corpus())
+    assert knowledge / times.total() == pytest.approx(0.6, abs=0.02)
+    assert sum(1 for n in times.values() if n == 1) / times.total() == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_query_has_the_chunks_of_one_topic() -> None:
+    half = set(SMALL.corpus()[:10])
+    for query in SMALL:
+        known = set(query) & set(SMALL.corpus())
+        assert known <= half or not known & half
+
+
+def test_the_same_chunks_in_document_order_are_one_path() -> None:
+    drawn, ordered = list(PAPER), list(replace(PAPER, sorted=True))
+    assert [set(query) for query in drawn] == [set(query) for query in ordered]
+    paths: dict[frozenset[bytes], set[tuple[bytes, ...]]] = {}
+    for query in ordered:
+        paths.setdefault(frozenset(query), set()).add(tuple(query))
+    assert all(len(same) == 1 for same in paths.values())
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("workload", [SMALL, replace(SMALL, topics=1, sorted=True)])
+def test_the_service_computes_each_chunk_once(workload: Workload, in_place: bool) -> None:
+    asked = {chunk for query in workload for chunk in query[1:]}
+    known = set(workload.corpus())
+    service = Service(2000, in_place=in_place)
+    done = outcome(workload, service)
+    service.store.check_integrity()
+    assert done.stored == len(asked | known)
+    assert done.missed == len(asked - known)
+    assert done.redundant == 0
+    assert done.exact + done.alternative + done.missed == workload.queries * workload.chunks
+
+
+def test_a_prefix_cache_computes_each_path_once() -> None:
+    paths = {tuple(query[:n]) for query in SMALL for n in range(2, SMALL.chunks + 2)}
+    known = {(SYSTEM, chunk) for chunk in SMALL.corpus()}
+    done = outcome(SMALL, Baseline(backtrack=False))
+    assert done.stored == len(paths | known)
+    assert done.missed == len(paths - known)
+    assert done.alternative == 0
+    chunks = {path[-1] for path in paths | known}
+    assert done.redundant == done.stored - len(chunks)
+
+
+def test_backtracking_finds_what_is_stored_behind_a_shorter_path() -> None:
+    cache = Baseline(backtrack=True)
+
+    def ask(names: str) -> str:
+        path = [SYSTEM, *(name.encode() * 32 for name in names)]
+        return "".join(kind.value[0] for kind in asyncio.run(cache.ask(path))[1:])
+
+    assert ask("ab") == "mm"
+    assert ask("b") == "m"
+    assert ask("cab") == "maa"
+    assert ask("cdb") == "ema"
+    assert ask("d") == "m", "it was stored behind c only: no shorter path has it"
+
+
+def test_rows_compare_the_three_and_follow_growth() -> None:
+    rows = asyncio.run(compare(SMALL, [50, 200], backtracking=True))
+    assert [row["workload"]["queries"] for row in rows] == [50, 200]
+    last = rows[-1]
+    assert last["service"]["storage"] == last["service"]["stored"] / last["prefix"]["stored"] - 1 < 0
+    assert last["service"]["stored"] <= last["backtracking"]["stored"] <= last["prefix"]["stored"]
+    assert rows[0]["prefix"]["stored"] < last["prefix"]["stored"]
