@@ -71,7 +71,6 @@ class Served:
         span = self._span(torch.empty(0, dtype=torch.int64))
         probe = Probe(span, frozenset({self._shape.layers - 1}))
         attention.forward(self._model, self._batch(span, [probe]))
-        assert probe.scores is not None
         return top_k(probe.scores[: self._start].cpu(), self._stale, count)
 
     def answer(self, chosen: torch.Tensor) -> int:

@@ -95,7 +95,8 @@ class Report:
         """Something that was left out, and why."""
         print(f"left out: {message}", flush=True)
 
-    def table(self, title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
+    @staticmethod
+    def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
         """Prints lines of cells below their columns; None is an empty cell."""
         if not lines:
             return

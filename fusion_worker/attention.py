@@ -26,12 +26,15 @@ _FAR = 100  # positions, for the check of the rotation
 class Probe:
     """Sums up the attention of one span's rows into each position, over the given layers.
 
-    scores: float32 [last position + 1] when the forward is done.
+    scores: float32 [last position + 1], complete when the forward is done.
     """
 
     span: Span
     layers: frozenset[int]
-    scores: torch.Tensor | None = None
+    scores: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
 
 
 @dataclass(slots=True)
@@ -194,10 +197,6 @@ def _attend(
     stored = slice(len(batch.ids) - len(batch.slots), None)
     k_pool.index_copy_(0, batch.slots, fresh[0][stored])
     v_pool.index_copy_(0, batch.slots, fresh[1][stored])
-    for probe in batch.probes:
-        if layer in probe.layers:
-            scores = attention_scores(rows, k_pool, probe.span, batch.rotation, scaling, sliding_window)
-            probe.scores = scores if probe.scores is None else probe.scores + scores
     groups = rows.shape[1] // k_pool.shape[1]
     for votes in batch.votes:
         by_head = [
@@ -212,7 +211,8 @@ def _attend(
             for head in range(k_pool.shape[1])
         ]
         votes.layers.append(torch.stack(by_head))
-    out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window)
+    scores = {probe.span: probe.scores for probe in batch.probes if layer in probe.layers}
+    out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window, scores)
     for span, temper in batch.tempered:
         part = slice(span.start, span.stop)
         out[part] = tempered_attention(

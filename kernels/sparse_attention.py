@@ -5,12 +5,19 @@ by the chunk's shift instead, once a segment. When the rows outnumber what that 
 request out once in prompt order (turned on the way), and the rows walk them in blocks, each over its own prefix.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from fusionkv.kernels import decode_attention_cpu, reference, sparse_attention_cpu
+from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
+from fusionkv.kernels.segments import Span
+
+_NONE: Mapping[Span, torch.Tensor] = MappingProxyType({})
 
 
 def sparse_attention(
@@ -21,15 +28,19 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
+    scores: Mapping[Span, torch.Tensor] = _NONE,
 ) -> torch.Tensor:
     """Attention of a ragged batch of rows over one layer of the pool.
 
     q: [rows, q_heads, head_dim], carrying RoPE for the rows' positions.
     k_pool, v_pool: [slots, kv_heads, head_dim]; the rows' own keys are in there already.
     window: a row at p sees positions above p - window only; None sees all.
+    scores: what the `attention_scores` of some of the spans are added to, float32 [last position + 1] each.
     Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
     """
     if q.device.type != "cpu":
+        for span, into in scores.items():
+            into += attention_scores(q, k_pool, span, rotation, scale, window)
         if not has_triton():
             return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
         from fusionkv.kernels import sparse_attention_triton
@@ -38,6 +49,9 @@ def sparse_attention(
     out = torch.empty_like(q)
     for span in spans:
         rows = slice(span.start, span.stop)
-        path = decode_attention_cpu if span.rows <= decode_attention_cpu.MOST_ROWS else sparse_attention_cpu
-        out[rows] = path.attention(q[rows], k_pool, v_pool, span, rotation, scale, window)
+        rest = k_pool, v_pool, span, rotation, scale, window
+        if span.rows <= decode_attention_cpu.MOST_ROWS and span not in scores:
+            out[rows] = decode_attention_cpu.attention(q[rows], *rest)
+        else:
+            out[rows] = sparse_attention_cpu.attention(q[rows], *rest, scores.get(span))
     return out

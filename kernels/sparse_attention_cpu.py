@@ -1,8 +1,9 @@
 """Sparse attention on a CPU: keys in prompt order, explicit weights, a block of rows and keys at a time.
 
-With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. From 16 rows on, laying them
-out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside the fused
-attention operator, so the weights of a block are written out (1 MB: they stay in the cache).
+With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. With more rows than a few,
+laying them out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside
+the fused attention operator, so the weights of a block are written out (1 MB: they stay in the cache). Each thread
+has blocks of its own.
 
 A weight is 2^(score - guess), where the guess of a row's largest score comes from a few keys. Whatever the guess, it
 cancels out when the sum of the weights is divided by, so no block has to know of another.
@@ -16,8 +17,9 @@ import torch
 
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import Span
+from fusionkv.kernels.threads import side_by_side
 
-WEIGHTS = 1 << 19  # of a block
+WEIGHTS = 1 << 19  # of a block and a KV head
 # Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
 ROWS, KEYS = (256, 512), (256, 1024)
 SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
@@ -63,9 +65,7 @@ def attention(
     out = torch.empty_like(q)
     k = _keys(k_pool, span, rotation)
     v = v_pool.index_select(0, span.in_order(rotation).slots).transpose(0, 1).to(k.dtype).contiguous()
-    for block in _blocks(span, q.shape[1], window, k):
-        mean = _attend(_fold(q[block.rows], k), k, v, block, scale, scores)
-        out[block.rows] = mean.view(q.shape[1], -1, q.shape[2]).transpose(0, 1)
+    _walk(q, k, v, _blocks(span, q.shape[1] // len(k), window, k.dtype), scale, out, scores)
     return out
 
 
@@ -75,16 +75,42 @@ def attention_scores(
     """As `attention_scores.attention_scores`; q is the span's rows alone."""
     scores = torch.zeros(int(span.positions[-1]) + 1)
     k = _keys(k_pool, span, rotation)
-    nothing = k.new_empty(len(k), k.shape[2], 0)
-    for block in _blocks(span, q.shape[1], window, k):
-        _attend(_fold(q[block.rows], k), k, nothing, block, scale, scores)
+    v, out = k.new_empty(len(k), k.shape[2], 0), q[..., :0]
+    _walk(q, k, v, _blocks(span, q.shape[1] // len(k), window, k.dtype), scale, out, scores)
     return scores
 
 
+def _walk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: list[_Block],
+    scale: float,
+    out: torch.Tensor,
+    scores: torch.Tensor | None,
+) -> None:
+    """Blocks and KV heads side by side: writes means of v [kv_heads, positions, any size], adds to the scores."""
+    groups = q.shape[1] // len(k)
+
+    def attend(piece: tuple[_Block, int]) -> torch.Tensor | None:
+        block, head = piece
+        heads, one = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
+        rows = _fold(q[block.rows, heads], k.dtype)
+        mean, columns = _attend(rows, k[one], v[one], block, scale, scores is not None)
+        out[block.rows, heads] = mean.unflatten(1, (groups, -1))[0].transpose(0, 1)
+        return columns
+
+    # The last rows see the most keys: begun last, they would end last, alone.
+    pieces = [(block, head) for block in reversed(blocks) for head in range(len(k))]
+    for (block, _), columns in zip(pieces, side_by_side(attend, pieces), strict=True):
+        if scores is not None and columns is not None:
+            scores[block.low : block.high] += columns
+
+
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scores: torch.Tensor | None
-) -> torch.Tensor:
-    """Means of the values, float32 [kv_heads, groups * rows, any size]; q and k with their channel for the guess."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of one KV head, float32: means of values [1, groups * rows, size], and sums of weights [keys] if asked for."""
     # The first keys are a good sample: in most models they draw the most attention (EPIC).
     sampled = block.shared[:_SAMPLE] if len(block.shared) >= _SAMPLE else range(block.low, block.high)
     for sample in (sampled, range(block.low, block.high)):
@@ -94,16 +120,15 @@ def _attend(
         for keys in _steps(range(block.low, block.high), block.step):
             weights = _exponents(q, k, block, keys, scale).exp2_()
             mean += torch.bmm(weights, v[:, keys.start : keys.stop])
-            if scores is not None:
+            if scored:
                 weights = weights.float()
                 parts.append(weights)
             total += weights.sum(-1)
         if float(total.max()) < _FAR:
             break
-    if scores is not None:
-        for keys, part in zip(_steps(range(block.low, block.high), block.step), parts, strict=True):
-            scores[keys.start : keys.stop] += torch.bmm(1 / total[:, None], part).sum((0, 1))
-    return mean.div_(total[..., None])
+    shares = total.reciprocal_()
+    columns = torch.cat([torch.bmm(shares[:, None], part)[0, 0] for part in parts]) if scored else None
+    return mean.mul_(shares[..., None]), columns
 
 
 def _steps(keys: range, step: int) -> Iterator[range]:
@@ -122,7 +147,7 @@ def _guess(q: torch.Tensor, k: torch.Tensor, block: _Block, sample: range, scale
 
 
 def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, scale: float) -> torch.Tensor:
-    """Scores to base 2 less the guess, -inf where unseen [kv_heads, groups * rows, keys]."""
+    """Scores to base 2 less the guess, -inf where unseen [1, groups * rows, keys]."""
     out = q.new_empty(*q.shape[:2], len(keys))
     base2 = scale * math.log2(math.e)
     out.baddbmm_(q, k[..., keys.start : keys.stop], beta=0, alpha=base2)
@@ -134,18 +159,16 @@ def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, sca
     return out
 
 
-def _blocks(span: Span, q_heads: int, window: int | None, k: torch.Tensor) -> list[_Block]:
+def _blocks(span: Span, groups: int, window: int | None, dtype: torch.dtype) -> list[_Block]:
     """The span's rows in blocks; the same for all layers."""
-    key = (q_heads, len(k), window, k.dtype)
+    key = ("blocks", groups, window, dtype)
     if key not in span.views:
-        span.views[key] = list(_cut(span.positions, q_heads, q_heads // len(k), window, k.dtype))
+        span.views[key] = list(_cut(span.positions, groups, window, dtype))
     blocks: list[_Block] = span.views[key]
     return blocks
 
 
-def _cut(
-    positions: torch.Tensor, heads: int, groups: int, window: int | None, dtype: torch.dtype
-) -> Iterator[_Block]:
+def _cut(positions: torch.Tensor, groups: int, window: int | None, dtype: torch.dtype) -> Iterator[_Block]:
     least, most = (max(1, rows // groups) for rows in ROWS)
     start = 0
     while start < len(positions):
@@ -160,7 +183,7 @@ def _cut(
             low, shared = max(0, first - window + 1), range(max(0, last - window + 1), first + 1)
             behind = torch.arange(low, min(shared.start, last + 1))
             masks.append(_Mask(low, _bias(behind <= rows - window, dtype)))
-        step = max(KEYS[0], min(WEIGHTS // (heads * len(rows)) // 128 * 128, KEYS[1]))
+        step = max(KEYS[0], min(WEIGHTS // (groups * len(rows)) // 128 * 128, KEYS[1]))
         yield _Block(slice(start, stop), low, last + 1, step, shared, tuple(masks))
         start = stop
 
@@ -182,11 +205,11 @@ def _keys(k_pool: torch.Tensor, span: Span, rotation: Rotation) -> torch.Tensor:
     return k
 
 
-def _fold(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Rows [rows, q_heads, head_dim] as [kv_heads, groups * rows, head_dim + 1]; the last channel is not set."""
-    rows, heads, dim = q.shape
-    folded = k.new_empty(len(k), heads // len(k) * rows, dim + 1)
-    folded[..., :dim].unflatten(1, (-1, rows)).copy_(q.transpose(0, 1).unflatten(0, (len(k), -1)))
+def _fold(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [rows, groups, head_dim] as [1, groups * rows, head_dim + 1]; the last channel is not set."""
+    rows, groups, dim = q.shape
+    folded = q.new_empty(1, groups * rows, dim + 1, dtype=dtype)
+    folded[..., :dim].unflatten(1, (groups, rows)).copy_(q.transpose(0, 1)[None])
     return folded
 
 

@@ -109,9 +109,9 @@ async def _judge(
         with Progress(console=console, disable=not console.is_terminal) as progress:
             for task in progress.track(tasks, description=f"check {model.name}"):
                 (block,) = task.blocks(count)
-                full = (await runner.measure(block, cells[:1], picture=False))[0].values[primary(task)]
+                full = (await runner.measure(block, cells[:1], picture=False, timed=False))[0].values[primary(task)]
                 if sum(full) >= _ANSWERED * count or task is tasks[0]:
-                    found.append((task, await runner.measure(block, cells, picture=False)))
+                    found.append((task, await runner.measure(block, cells, picture=False, timed=False)))
     finally:
         await runner.close()
     return {cell.recipe.name: _score(found, i).judge() for i, cell in enumerate(cells) if i}

@@ -33,6 +33,7 @@ class States:
     window: int | None
 
 
+@torch.inference_mode()
 def scores(
     score: ShallowScore, states: States, kv: torch.Tensor, span: Span, rotation: Rotation, starts: torch.Tensor
 ) -> torch.Tensor:

@@ -16,9 +16,10 @@ def test_a_page_that_follows_from_the_code_is_current(root: Path, page: str) -> 
     assert (root / f"docs/{page}.md").read_text() == done.stdout, "run `make docs`"
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", "docs/structure.md", "docs/configuration.md", "docs/quality.md", "docs/security.md"]
-)
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("structure", "configuration", "quality", "security", "cache")))
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(root: Path, page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", (root / page).read_text()):
         if not target.startswith(("http:", "https:")):

@@ -1,0 +1,75 @@
+"""The CPU path where the plain cases don't lead: a guess that is far off, and more than one thread."""
+
+import pytest
+import torch
+
+from fusionkv.kernels import reference
+from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
+from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.sparse_attention import sparse_attention
+
+CONTEXT, SHIFT, DIM = 900, 77, 64
+ROTATION = Rotation(10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
+SCALE = DIM**-0.5
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> None:
+    torch.set_num_threads(1)
+
+
+def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
+    """A third of two chunks as rows: queries, keys, values, spans."""
+    torch.manual_seed(0)
+    rows = torch.arange(5, CONTEXT, 3)
+    hidden = torch.zeros(CONTEXT, dtype=torch.bool).index_fill_(0, rows, True)
+    segments = (
+        Segment(0, 400, 0, hidden=hidden[:400]),
+        Segment(400, CONTEXT - 400, 400, SHIFT, hidden=hidden[400:]),
+        Segment(CONTEXT, len(rows), 5, positions=rows),
+    )
+    k, v = torch.randn(2, CONTEXT + len(rows), 2, DIM)
+    return torch.randn(len(rows), 8, DIM), k, v, Spans([Span(0, len(rows), rows, segments)])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("score", [12, 40, 120])
+def test_a_key_far_above_the_others(score: int, dtype: torch.dtype, tolerance: float) -> None:
+    """A late key draws all attention of a row, and nothing before it told of that."""
+    q, k, v, spans = problem()
+    row, head = -1, 5
+    wanted = q[row, head] * score / SCALE / q[row, head].square().sum()
+    k[700, head // 4] = ROTATION.turn(wanted[None], -SHIFT)[0]
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    doubles = q.double(), k.double()
+    expected = reference.sparse_attention(*doubles, v.double(), spans, ROTATION, SCALE)
+    assert bool(spans[0].segments[1].hidden[300]) is False
+    assert float((expected[row, head] - v[700, head // 4]).norm()) < 0.2
+    found = sparse_attention(q, k, v, spans, ROTATION, SCALE)
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
+    rows = len(q) * q.shape[1]
+    total = reference.attention_scores(*doubles, spans[0], ROTATION, SCALE)
+    scores = attention_scores(q, k, spans[0], ROTATION, SCALE)
+    torch.testing.assert_close(scores / rows, total / rows, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("threads", [2, 9])
+def test_threads_change_nothing(threads: int) -> None:
+    """Under the engine's mode: each thread has a mode and a number of threads of its own."""
+    q, k, v, spans = problem()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.zeros(int(spans[0].positions[-1]) + 1)
+        return sparse_attention(q, k, v, spans, ROTATION, SCALE, None, {spans[0]: scores}), scores
+
+    alone = run()
+    torch.set_num_threads(threads)
+    with torch.inference_mode():
+        together = run()
+    assert torch.get_num_threads() == threads
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,29 @@
+"""The benchmark of the kernels on a CPU, at toy sizes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parent.parent.parent / "bench" / "cpu.py"
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16")
+def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "cpu.json"
+    command = [sys.executable, "-P", str(SCRIPT), "--tiny", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = json.loads(out.read_text())
+    assert set(written["gflops"]) == {"bfloat16", "float32"}
+    assert [row["what"].partition(",")[0] for row in written["rows"]] == ["attention"] * 3 + ["linear layers"] * 2
+    for row in written["rows"]:
+        assert row["what"] in done.stdout
+        assert row["ms"] > 0
+        assert row["ratio"] == pytest.approx(row["baseline_ms"] / row["ms"])
+        for error in (row["error"], row["baseline_error"]):
+            # Two ways to one result: bfloat16 rounds both, and neither leaves out or adds a key.
+            assert error < 0.02 if row["what"].startswith("attention") else error is None
