@@ -46,7 +46,9 @@ async def compare(directory: Path, model: Model, config: WorkerConfig) -> Oracle
     chunks = [_draw(model, count, chance) for count in _CHUNKS]
     prompt = Prompt(Chunk(()), tuple(map(Chunk, chunks)), _draw(model, _QUESTION, chance))
     found = await _by_engine(model, prompt, config)
-    network: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=model.kv.dtype, attn_implementation="eager")
+    network: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=model.kv.dtype, attn_implementation="eager", use_safetensors=True
+    )
     network = network.to(model.device).eval()
     block = torch.tensor([i for i, c in enumerate(chunks) for _ in c] + [-1] * _QUESTION, device=model.device)
     apart = (block[:, None] == block) | (block[:, None] == -1)

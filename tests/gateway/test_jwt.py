@@ -17,7 +17,7 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.gateway.access import Caller, Role
@@ -160,11 +160,13 @@ _CLAIMS = st.fixed_dictionaries({}, optional=dict.fromkeys([*CLAIMS, "exp", "nbf
 _HEADERS = st.fixed_dictionaries({}, optional=dict.fromkeys(["alg", "kid", "typ", "crit", "b64", "cty"], _JSON))
 
 
+@settings(deadline=None)
 @given(st.text(max_size=200))
 async def test_any_text_is_a_token_or_none(text: str) -> None:
     assert await ANY.caller(text) is None
 
 
+@settings(deadline=None)
 @given(_CLAIMS, _HEADERS)
 async def test_whatever_a_signed_token_says_is_a_caller_a_refusal_or_none(claims: Any, headers: Any) -> None:
     """The issuer itself may sign nonsense."""

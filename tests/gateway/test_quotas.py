@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.gateway.client import Client
@@ -27,6 +27,7 @@ class Clock:
         return self.now
 
 
+@settings(deadline=None)
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
 def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
     clock = Clock()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
@@ -59,6 +59,7 @@ def unreadable(tier: SealedDiskTier) -> int:
     return failed
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 700_000), min_size=1, max_size=6), st.data())
 def test_any_pieces_come_back_at_any_range(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[int], draw: st.DataObject
