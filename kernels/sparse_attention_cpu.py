@@ -75,7 +75,7 @@ def attention_scores(
     """As `attention_scores.attention_scores`; q is the span's rows alone."""
     scores = torch.zeros(int(span.positions[-1]) + 1)
     k = _keys(k_pool, span, rotation)
-    v, out = k.new_empty(len(k), k.shape[2], 0), q[..., :0]
+    v, out = k.new_empty(len(k), k.shape[2], 0), k.new_empty(*q.shape[:2], 0)
     _walk(q, k, v, _blocks(span, q.shape[1] // len(k), window, k.dtype), scale, out, scores)
     return scores
 

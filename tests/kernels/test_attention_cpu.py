@@ -73,3 +73,14 @@ def test_threads_change_nothing(threads: int) -> None:
     assert torch.get_num_threads() == threads
     for a, b in zip(alone, together, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_tensors_of_the_engine_outside_its_mode(threads: int) -> None:
+    """Tensors made in inference mode can't be written to outside it."""
+    with torch.inference_mode():
+        q, k, v, spans = problem()
+    torch.set_num_threads(threads)
+    total = attention_scores(q, k, spans[0], ROTATION, SCALE)
+    assert float(total.sum()) == pytest.approx(len(q) * q.shape[1], rel=1e-4)
+    assert sparse_attention(q, k, v, spans, ROTATION, SCALE).isfinite().all()
