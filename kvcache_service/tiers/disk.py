@@ -107,6 +107,8 @@ class DiskTier(Tier):
         good = self._extents.fit(starts, sizes)
         self._drop_false_claims(starts, sizes, good)
         self._extents.restore(starts[good], sizes[good])
+        # 30 bytes a record that the index, which grows from here on, can have.
+        del found, starts, sizes
         bad: list[tuple[bytes, int]] = []
         for keep, (key, known, heat) in zip(good, self._ledger.load(), strict=True):
             if keep and known is not None:

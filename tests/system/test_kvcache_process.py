@@ -235,6 +235,30 @@ async def test_health_reflection_and_a_unix_socket(launch: Any, tmp_path: Path) 
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
+async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch: Any, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/cache.sock"
+    listen, client = ("--listen", address), CacheClient(address)
+
+    async def streamed() -> int:
+        found = await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk("x"), [])], timeout=10)
+        entry = found.hits[1].entry
+        assert entry is not None
+        into = bytearray(entry.size)
+        await client.fetch(entry, memoryview(into), timeout=30)
+        assert into == b"abc" * 1000
+        return (await client.stats()).bytes_fetched
+
+    service = launch(*flags(tmp_path / "data"), *listen)
+    assert await put(client, "x", b"abc" * 1000)
+    assert await streamed() == 0
+    service.kill9()
+    launch(*flags(tmp_path / "data"), *listen)
+    # The new process has it on disk only, brings it up, and hands over a memory of its own.
+    assert await streamed() == 0
+    assert (await client.stats()).tiers[0].promotions == 1
+    await client.close()
+
+
 def run_once(*more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", *more], capture_output=True, text=True, timeout=60, check=False
