@@ -62,7 +62,7 @@ proto-breaking: setup ## Refuses changes that break clients of an earlier commit
 
 .PHONY: docs
 docs: setup ## Writes what follows from the code: settings, one line a file, the chart's schema
-	@for page in configuration structure; do \
+	@for page in configuration structure recipes; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 

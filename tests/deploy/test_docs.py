@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.parametrize("page", ["configuration", "structure"])
+@pytest.mark.parametrize("page", ["configuration", "structure", "recipes"])
 def test_a_page_that_follows_from_the_code_is_current(root: Path, page: str) -> None:
     script = root / f"scripts/{page}_docs.py"
     done = subprocess.run([sys.executable, "-P", script], capture_output=True, text=True, check=True)
     assert (root / f"docs/{page}.md").read_text() == done.stdout, "run `make docs`"
 
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("structure", "configuration", "quality", "security", "cache")))
+PAGES = (
+    "README.md",
+    *(
+        f"docs/{name}.md"
+        for name in ("structure", "configuration", "recipes", "selection", "quality", "security", "cache")
+    ),
+)
 
 
 @pytest.mark.parametrize("page", PAGES)
