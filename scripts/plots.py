@@ -37,8 +37,8 @@ def index(rows: list[dict[str, Any]]) -> None:
             values = [row["lookup_us"][kind][at] for row in rows]
             times.semilogx(chunks, values, style, ms=3, color=colour, label=f"{kind}, {name}")
     times.set(title="lookup of 20 chunks", xlabel="chunks in the index", ylabel="microseconds")
-    times.set_ylim(bottom=0)
-    times.legend(frameon=False, fontsize=8)
+    times.set_ylim(0, 1.6 * times.get_ylim()[1])  # room for the legend
+    times.legend(frameon=False, fontsize=8, ncols=2, loc="upper left")
     memory.semilogx(chunks, [row["bytes_per_chunk"] for row in rows], "o-", ms=3, color=OURS)
     memory.set(title="memory", xlabel="chunks in the index", ylabel="bytes a chunk")
     memory.set_ylim(bottom=0)
