@@ -6,11 +6,11 @@ from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe, SimilarityGu
 HEAD = """# Recipes
 
 How a prompt's context is made, by request: `fusionkv ask CORPUS QUESTION --recipe NAME --ratio R`. The ratio is the
-share of context tokens that is recomputed. With a ratio of 1 every recipe equals full attention (`ape` and `full_reuse`
-have none). What they are worth: [quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
+share of context tokens that is recomputed. With a ratio of 1 a recipe equals full attention. What they are worth:
+[quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
 """
 MODIFIED = """
-A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+snapkv(512)`.
+A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+window`.
 Numbers in brackets are the modifier's own; those left out take the defaults.
 """
 

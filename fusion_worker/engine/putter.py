@@ -44,9 +44,9 @@ class Putter:
         Raises:
             ServiceError: the cache service refused it or can't be reached.
         """
-        await self._send(namespace, part.wanted, await asyncio.to_thread(self._copy_out, part))
+        await self._send(namespace, part.wanted, await asyncio.to_thread(self._copy_out, part), offered=False)
 
-    async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview) -> None:
+    async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview, offered: bool) -> None:
         await self._cache.put(
             namespace=namespace,
             path=wanted.path,
@@ -54,6 +54,7 @@ class Putter:
             tokens=len(wanted.chunk),
             base=wanted.base,
             data=data,
+            offered=offered,
             timeout=self._timeout,
         )
 
@@ -74,7 +75,7 @@ class Putter:
                     data = await asyncio.to_thread(self._copy_out, part)
                 finally:
                     self._pool.unpin(part.resident)
-                await self._send(namespace, part.wanted, data)
+                await self._send(namespace, part.wanted, data, offered=True)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
                 log.warning("a chunk was not stored: %s", error)
