@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import random
 import resource
@@ -19,67 +18,25 @@ import pytest
 import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fusionkv.kvcache_service.client import CacheClient, HitKind, Lookup
-from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import Store
-from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from tests.system.cache_process import (
+    MIB,
+    MODULE,
+    NAMESPACE,
+    SYSTEM,
+    check_stopped,
+    chunk,
+    find,
+    flags,
+    get,
+    payload,
+    put,
+)
 
 pytestmark = pytest.mark.system
-
-MODULE = "fusionkv.kvcache_service"
-MIB = 1 << 20
-NAMESPACE = hashlib.sha256(b"namespace").digest()
-SYSTEM = hashlib.sha256(b"S").digest()
-
-
-def chunk(name: object) -> bytes:
-    return hashlib.sha256(repr(name).encode()).digest()
-
-
-def payload(name: object, size: int) -> bytes:
-    return random.Random(repr(name)).randbytes(size)
-
-
-def flags(data: Path, *more: str, memory: str = "4MiB", disk: str = "256MiB") -> list[str]:
-    return [
-        MODULE, "--data-dir", str(data), "--listen", "127.0.0.1:0",
-        "--memory-bytes", memory, "--disk-bytes", disk, *more,
-    ]  # fmt: skip
-
-
-async def put(client: CacheClient, name: object, data: bytes, timeout: float = 30) -> bool:
-    path = [SYSTEM, chunk(name)]
-    put = client.put(namespace=NAMESPACE, path=path, tokens=1, base=0, data=memoryview(data), timeout=timeout)
-    return (await put)[1]
-
-
-async def find(client: CacheClient, name: object) -> Lookup:
-    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=10)
-
-
-async def get(client: CacheClient, name: object) -> bytes | None:
-    """The bytes of an entry, None where there is none."""
-    hit = (await find(client, name)).hits[1]
-    if hit.entry is None:
-        return None
-    buffer = bytearray(hit.entry.size)
-    await client.fetch(hit.entry, memoryview(buffer), timeout=30)
-    return bytes(buffer)
-
-
-async def check_stopped(data: Path, disk: int = 256 * MIB) -> int:
-    """Opens what a stopped process left, asserts that all of it agrees; gives the number of entries."""
-    store = Store(Config(data_dir=data), [MemoryTier(MIB), DiskTier(data, disk)])
-    await store.open()
-    store.check_integrity()
-    store.residents.check_idle()
-    count = len(store.residents)
-    await store.close()
-    return count
 
 
 async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any, tmp_path: Path) -> None:
