@@ -66,6 +66,12 @@ class Summary:
     first_logits: torch.Tensor | None = None
 
     @property
+    def kept(self) -> int:
+        """Context tokens that stay for decoding, 0 for all: so it is when full attention takes the recipe's place."""
+        replaced = self.degraded or (self.raised and self.ratio == 1.0)
+        return 0 if replaced else self.recipe.kept(self.prompt.context_tokens)
+
+    @property
     def reused(self) -> int:
         return self.prompt.context_tokens - self.lossless - self.recomputed
 
@@ -148,7 +154,7 @@ class Answerer:
     async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
         prompt, recipe = summary.prompt, summary.recipe
-        kept = recipe.kept(prompt.context_tokens)
+        kept = summary.kept
         if recipe.encode is not None:
 
             def fresh(stale: int) -> int:
@@ -157,8 +163,12 @@ class Answerer:
 
             early = self._fuser.score_early(prompt, recipe, summary.ratio)
             try:
-                loading = self._loader.prompt(prompt, fresh, summary.stages)
-                return await self._fuse(await stack.enter_async_context(loading), summary, early)
+                # Let go before the plain prefill waits for room: the fault may come from the second model, later.
+                async with AsyncExitStack() as held:
+                    loading = self._loader.prompt(prompt, fresh, summary.stages)
+                    fused = await self._fuse(await held.enter_async_context(loading), summary, early)
+                    await stack.enter_async_context(held.pop_all())
+                    return fused
             except CacheFault as fault:
                 log.warning("answered by plain prefill: %s", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
@@ -193,8 +203,7 @@ class Answerer:
         stages = summary.stages
         with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
             span.set_attribute("fusionkv.rows", len(fused.ids))
-            kept = 0 if summary.degraded else summary.recipe.kept(summary.prompt.context_tokens)
-            votes = len(summary.prompt.question) if kept else 0
+            votes = len(summary.prompt.question) if summary.kept else 0
             result = await self._engine.run(fused.prefill(sampler, logits=int(watched), votes=votes))
         if result.logits is not None:
             summary.first_logits = result.logits[0]

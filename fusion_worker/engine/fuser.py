@@ -106,7 +106,8 @@ class Fuser:
             seen += part.segments(fresh[start : start + len(part.wanted.chunk)].to(self._model.device))
         positions = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
         fused = self._fused(placement, prompt, seen, positions, chosen, stale)
-        if recipe.attend is not None:
+        # With nothing stale left this is full attention, whatever the recipe.
+        if recipe.attend is not None and len(chosen) < stale_tokens:
             low, high = len(prompt.system), prompt.question_start
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:

@@ -1,5 +1,6 @@
 """CacheClip's second model: another tokenizer, its own KV in the same cache service, scores by character."""
 
+import asyncio
 import copy
 import itertools
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.methods.mapping import carry_over, spans_of
+from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.errors import FailedPrecondition
 
 CLOSE = 1e-4
@@ -98,6 +100,22 @@ async def test_its_kv_is_kept_in_the_same_cache_service(
     assert counted == []
     assert again.ids == before.ids
     assert tools.error(again.logits[0], before.logits[0]) < CLOSE
+
+
+@pytest.mark.system
+async def test_its_cache_out_of_reach_is_plain_prefill(
+    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, parts: Any, second: Any
+) -> None:
+    """In a pool that has no room for the loaded context beside the plain prefill."""
+    system, chunks, question = parts
+    whole = [*system, *itertools.chain(*chunks), *question]
+    room = (len(whole) + 110) * (await start("llama")).model.kv.token_bytes
+    rig = await start("llama", auxiliary=second, cache=cache_service, pool_bytes=room)
+    rig.servicer.auxiliary._loader.locator._cache = CacheClient("127.0.0.1:1")
+    async with asyncio.timeout(30):
+        answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
+    assert answer.summary.degraded
+    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

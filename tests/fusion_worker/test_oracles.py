@@ -11,6 +11,7 @@ CLOSE = 1e-4
 # bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
 # is that ours lies hardly further from the same weights in float32 than plain transformers in bfloat16 does.
 AS_GOOD = 1.5
+RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "fusionrag")
 
 
 def whole(parts: tuple[list[int], list[list[int]], list[int]]) -> list[int]:
@@ -31,8 +32,8 @@ async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle:
     first = len(parts[1][0])
     rig = await start(family)
     expected = oracle(family).logits(whole(parts))
-    for recipe, ratio in (("prophetkv", 1.0), ("trace", 1.0), ("full_attention", 1.0)):
-        answer = await rig.ask(*parts, recipe=recipe, ratio=ratio)
+    for recipe in (*RECIPES, "trace", "full_attention"):
+        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
         assert tools.error(answer.logits[0], expected) < CLOSE, recipe
         lossless = 0 if recipe == "full_attention" else first
         assert answer.summary.tokens_lossless == lossless
@@ -48,9 +49,6 @@ async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle:
     assert answer.summary.tokens_recomputed == 0
     full = plain.logits(whole(parts))
     assert tools.error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
-
-
-RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "fusionrag")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
