@@ -165,7 +165,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "cacheclip",
-            "recomputed by a small second model's attention, in windows of 8 that hold 5 (CacheClip 3)",
+            "recomputed by a small second model's attention, in windows; needs --auxiliary (CacheClip 3)",
             _ALONE,
             AuxiliaryAttention(),
             0.2,
