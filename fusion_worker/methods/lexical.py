@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
+from fusionkv.fusion_worker.methods.choose import spread
+
 # Tokens to either side of a word that belong to it, each step counting a little less.
 _REACH, _FADE = 3, 0.95
 
@@ -26,20 +28,10 @@ def near_and_back(
     chunk = torch.tensor(chunks)
     rarity = torch.tensor([1 / counts[i] for i in ids])
     named = torch.where(torch.tensor([i in asked for i in ids]), rarity, 0.0)
-    near = _spread(named, chunk)
+    near = spread(named, chunk, _REACH, _FADE)
     # Not the question's own words: where those stand is what `near` says.
     linked = torch.tensor(_elsewhere(ids, chunks, torch.where(named > 0, 0.0, near).tolist()))
-    return near, _spread(linked * rarity, chunk) * rarity
-
-
-def _spread(scores: torch.Tensor, chunk: torch.Tensor) -> torch.Tensor:
-    """For each token the best score within reach in its chunk."""
-    best = scores.clone()
-    for distance in range(1, _REACH + 1):
-        same = chunk[distance:] == chunk[:-distance]
-        for to, of in ((slice(distance, None), slice(-distance)), (slice(-distance), slice(distance, None))):
-            best[to] = torch.maximum(best[to], torch.where(same, scores[of] * _FADE**distance, 0.0))
-    return best
+    return near, spread(linked * rarity, chunk, _REACH, _FADE) * rarity
 
 
 def _elsewhere(ids: Sequence[int], chunks: Sequence[int], scores: Sequence[float]) -> list[float]:

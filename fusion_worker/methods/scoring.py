@@ -69,10 +69,10 @@ class Trace:
         spoken of again, and by the question's own words.
     """
 
-    rounds: int = 3
+    rounds: int = 2
     share: float = 1 / 16
     least: int = 2
-    weights: tuple[float, float, float, float] = (6.0, 0.5, 2.0, 1.0)
+    weights: tuple[float, float, float, float] = (1.0, 1.0, 3.0, 1.0)
 
 
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
