@@ -72,7 +72,8 @@ class Follower:
             start = part.wanted.position
             seen += part.segments(computed[start : start + len(part.wanted.chunk)].to(device))
         # The same slots in every round, and again in the prefill proper, whose rows are all that was chosen.
-        work = Work(ids=prompt.ids()[new].to(device), positions=new.to(device), runs=placement.fresh, seen=seen, follow=True)
+        ids = prompt.ids()[new].to(device)
+        work = Work(ids, positions=new.to(device), runs=placement.fresh, seen=seen, follow=True)
         weights = (await self._engine.run(work)).followed
         assert weights is not None
         return weights.cpu()
