@@ -22,6 +22,10 @@ class WorkerConfig:
     max_requests: int = setting(32, "requests worked on at once", low=1)
     max_queue: int = setting(256, "requests that may wait; more are refused", low=0)
     max_step_tokens: int = setting(4096, "rows of one step of the engine; longer prefills take several", low=16)
+    max_mixed_tokens: int = setting(
+        512, "rows of a step while answers are streamed: their next token waits for it", low=16
+    )
+    max_loads: int = setting(8, "chunks fetched at once, those of the oldest request first", low=1)
     lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
     fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)

@@ -46,7 +46,7 @@ class FusionServicer:
         self._verdict = verdict
         self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-        self._engine = Engine(model, self.pool, config.max_step_tokens)
+        self._engine = Engine(model, self.pool, config)
         self._loader = Loader(config, model, self.pool, self._engine, self._cache)
         self.auxiliary = Auxiliary(config, model, auxiliary, self._cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self._engine, self._loader, self.auxiliary)

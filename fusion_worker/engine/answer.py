@@ -37,6 +37,10 @@ _degraded = meter.create_counter("fusionkv.worker.degraded", description="Answer
 _tokens = meter.create_counter("fusionkv.worker.tokens", description="Context tokens, by what was done with them")
 _ttft = meter.create_histogram("fusionkv.worker.ttft", unit="s", description="Arrival to first token")
 
+# What the last request counts in the mean time of a request.
+_PACE = 0.2
+_LEAST_RETRY_SECONDS = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -99,6 +103,7 @@ class Answerer:
         self._active = 0
         self._running = asyncio.Semaphore(config.max_requests)
         self._waiting = 0
+        self._seconds = 0.0  # that a request takes, of late
 
     async def answer(
         self, prompt: Prompt, recipe: Recipe, ratio: float, params: SamplingParams, corpus: str = ""
@@ -136,7 +141,9 @@ class Answerer:
 
     async def _enter(self, stack: AsyncExitStack) -> None:
         if self._running.locked() and self._waiting >= self._config.max_queue:
-            raise ResourceExhausted(f"{self._waiting} requests wait already: try again later")
+            # A place in the queue is free when one of those that run has ended.
+            after = max(_LEAST_RETRY_SECONDS, self._seconds / self._config.max_requests)
+            raise ResourceExhausted(f"{self._waiting} requests wait already: try again later", retry_after=after)
         self._waiting += 1
         self._active += 1
         self.shadow.idle.clear()
@@ -145,6 +152,10 @@ class Answerer:
             await stack.enter_async_context(self._running)
         finally:
             self._waiting -= 1
+        stack.callback(self._time, time.perf_counter())
+
+    def _time(self, started: float) -> None:
+        self._seconds += _PACE * (time.perf_counter() - started - self._seconds)
 
     def _leave(self) -> None:
         self._active -= 1

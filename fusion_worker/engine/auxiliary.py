@@ -28,7 +28,7 @@ class Auxiliary:
         self._primary = primary
         self._model = model
         self._pool = KVPool.of(model.kv, config.auxiliary_pool_bytes, config.page_tokens, model.device)
-        self._engine = Engine(model, self._pool, config.max_step_tokens)
+        self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, cache)
         # Ids, spans in the primary's tokens and in its own, by the primary's ids.
         self._read = lru_cache(maxsize=4096)(self._read_anew)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from fusionkv.fusion_worker.attention import Batch, Followed, Probe, Votes, forward, install, logits, shallow
+from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
@@ -21,11 +22,11 @@ log = logging.getLogger(__name__)
 class Engine:
     """Computes works of many requests together. `run` is called from the event loop, the rest is the thread's."""
 
-    def __init__(self, model: Model, pool: KVPool, max_step_tokens: int) -> None:
+    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig) -> None:
         install(model)
         self._model = model
         self._pool = pool
-        self._scheduler = Scheduler(max_step_tokens)
+        self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
 

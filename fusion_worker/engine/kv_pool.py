@@ -52,6 +52,7 @@ class KVPool:
     kv: torch.Tensor
     _free: list[Run] = field(default_factory=list)
     _residents: "OrderedDict[bytes, Resident]" = field(default_factory=OrderedDict)
+    _hidden: set[Resident] = field(default_factory=set)
     _fresh: int = 0
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -130,18 +131,27 @@ class KVPool:
         resident = Resident(key, tokens, base, self._take(tokens), asyncio.get_running_loop().create_future(), pins=1)
         # Whoever waits sees the failure; when nobody does, it is no error of the loop's.
         resident.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        if (failed := self._residents.get(key)) is not None:
+            self.hide(failed)
         self._residents[key] = resident
         return resident
 
     def pin(self, resident: Resident) -> None:
         resident.pins += 1
-        self._residents.move_to_end(resident.key)
+        if self._residents.get(resident.key) is resident:
+            self._residents.move_to_end(resident.key)
 
     def unpin(self, resident: Resident) -> None:
         resident.pins -= 1
         if resident.pins == 0 and (not resident.ready.done() or resident.ready.exception() is not None):
             self._drop(resident)
         self._changed.set()
+
+    def hide(self, resident: Resident) -> None:
+        """Nobody finds the chunk any more; its slots are free when the last pin is gone."""
+        if self._residents.get(resident.key) is resident:
+            del self._residents[resident.key]
+            self._hidden.add(resident)
 
     def clear(self) -> None:
         """Evicts every chunk that nobody pins."""
@@ -162,6 +172,7 @@ class KVPool:
     def _drop(self, resident: Resident) -> None:
         if self._residents.get(resident.key) is resident:
             del self._residents[resident.key]
+        self._hidden.discard(resident)
         self._give(resident.runs)
 
     def _take(self, tokens: int) -> tuple[Run, ...]:
@@ -205,13 +216,12 @@ class KVPool:
         Raises:
             AssertionError: it is not so.
         """
-        owned = sorted(
-            [*self._free, *(run for r in self._residents.values() for run in r.runs)], key=lambda r: r.start
-        )
+        chunks = (*self._residents.values(), *self._hidden)
+        owned = sorted([*self._free, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)
         for a, b in itertools.pairwise(owned):
             assert a.start + a.length <= b.start, f"{a} and {b} overlap"
         assert sum(run.length for run in owned) + self._fresh == self.capacity, "slots were lost or given out twice"
-        assert all(r.pins >= 0 for r in self._residents.values()), "a chunk was unpinned twice"
+        assert all(r.pins >= 0 for r in chunks), "a chunk was unpinned twice"
         if idle:
             assert self._fresh == 0, f"{self._fresh} fresh slots are still reserved"
-            assert not any(r.pins for r in self._residents.values()), "a chunk is still pinned"
+            assert not any(r.pins for r in chunks), "a chunk is still pinned"

@@ -1,9 +1,10 @@
 """Brings a prompt's parts into the pool: fetched from the cache service, or encoded here and put back there."""
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import lru_cache, partial
 
@@ -17,6 +18,7 @@ from fusionkv.fusion_worker.engine.locator import CacheFault, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
 from fusionkv.fusion_worker.engine.putter import Putter
+from fusionkv.fusion_worker.engine.turns import Turns
 from fusionkv.fusion_worker.engine.work import Work
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service import keys
@@ -38,7 +40,9 @@ class Loader:
         self._pool = pool
         self._engine = engine
         self._cache = cache
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[Resident, asyncio.Task[None]] = {}
+        self._turns = Turns(config.max_loads)
+        self._admitted = itertools.count()
         self.locator = Locator(model, cache, config.lookup_timeout)
         self.putter = Putter(pool, cache, config.max_puts, config.fetch_timeout) if cache else None
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, model.settings))
@@ -46,7 +50,7 @@ class Loader:
     async def settle(self) -> None:
         """Waits until nothing is being loaded or put."""
         if self._loads:
-            await asyncio.wait(self._loads)
+            await asyncio.wait(self._loads.values())
         if self.putter is not None:
             await self.putter.settle()
 
@@ -130,6 +134,7 @@ class Loader:
 
         try:
             async with pool.admission():
+                number = next(self._admitted)
                 for key in dict.fromkeys(w.key for w in wanted):
                     if (found := pool.find(key)) is not None:
                         residents[key] = found
@@ -144,7 +149,7 @@ class Loader:
                         part = Placed(w, residents[w.key])
                         before = [p for p in placed if p.wanted.is_system or not w.alone]
                         placed.append(part)
-                        self._start(part, before, stages, namespace)
+                        self._start(part, before, stages, namespace, number)
                 runs = pool.reserve(fresh)
             try:
                 yield Placement(tuple(placed), runs, let_go)
@@ -152,21 +157,33 @@ class Loader:
                 pool.release(runs)
         finally:
             for resident in residents.values():
-                pool.unpin(resident)
+                self._unpin(resident)
 
-    def _start(self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes) -> None:
+    def _start(self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes, number: int) -> None:
         """Loads a part in a task of its own: other requests may wait for it when this one is gone."""
         for p in (part, *before):
             self._pool.pin(p.resident)
-        task = asyncio.create_task(self._load(part, before, stages, namespace))
-        self._loads.add(task)
-        task.add_done_callback(self._loads.discard)
+        task = asyncio.create_task(self._load(part, before, stages, namespace, number))
+        self._loads[part.resident] = task
+        task.add_done_callback(lambda _: self._loads.pop(part.resident))
 
-    async def _load(self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes) -> None:
+    def _unpin(self, resident: Resident) -> None:
+        """Ends a use; the load of what nobody else waits for is ended with it."""
+        self._pool.unpin(resident)
+        load = self._loads.get(resident)
+        if resident.pins == 1 and load is not None and not resident.ready.done():
+            # Its slots stay taken until the load has let go of them.
+            self._pool.hide(resident)
+            load.cancel()
+
+    async def _load(
+        self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes, number: int
+    ) -> None:
         ready = part.resident.ready
         try:
             if part.wanted.entry is not None:
-                await self._fetch(part, stages)
+                async with self._turns.turn(number):
+                    await self._fetch(part, stages)
             else:
                 await _ready(p.resident for p in before)
                 await self._encode(part, before)
@@ -176,12 +193,13 @@ class Loader:
         except ServiceError as error:
             ready.set_exception(CacheFault(f"fetch failed: {error}"))
         except BaseException as error:
-            ready.set_exception(error if isinstance(error, Exception) else CacheFault("the worker is stopping"))
+            ready.set_exception(error if isinstance(error, Exception) else CacheFault("nobody waits any more"))
             if not isinstance(error, Exception):
                 raise
         finally:
-            for p in (part, *before):
-                self._pool.unpin(p.resident)
+            self._pool.unpin(part.resident)
+            for p in before:
+                self._unpin(p.resident)
 
     async def _fetch(self, part: Placed, stages: Stages) -> None:
         entry = part.wanted.entry
@@ -189,7 +207,7 @@ class Loader:
         assert self._cache is not None
         buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
         await self._cache.fetch(entry, buffer.numpy().data, timeout=self._config.fetch_timeout)
-        await asyncio.to_thread(self._copy_in, part, buffer)
+        await _to_the_end(asyncio.to_thread(self._copy_in, part, buffer))
         stages.bytes_fetched += entry.size
 
     def _copy_in(self, part: Placed, buffer: torch.Tensor) -> None:
@@ -212,6 +230,16 @@ class Loader:
 async def _ready(residents: Iterable[Resident]) -> None:
     for resident in residents:
         await asyncio.shield(resident.ready)
+
+
+async def _to_the_end(writing: Coroutine[None, None, None]) -> None:
+    """Waits for what writes to the pool, also when the caller is cancelled: its slots are not to be given away."""
+    task = asyncio.create_task(writing)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def _count(stages: Stages, wanted: Wanted, present: bool) -> None:

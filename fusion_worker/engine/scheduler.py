@@ -1,7 +1,6 @@
-"""What goes into the next step: a row of every running answer, then prefills in the order they came."""
+"""What goes into the next step: a row of every running answer, then prefills: the oldest, and the shortest."""
 
 import threading
-from collections import deque
 from dataclasses import dataclass
 
 from fusionkv.fusion_worker.engine.work import Work
@@ -21,13 +20,20 @@ class Part:
 
 
 class Scheduler:
-    """Thread-safe queue of works; `take` gives the engine its next step."""
+    """Thread-safe queue of works; `take` gives the engine its next step.
 
-    def __init__(self, max_step_tokens: int) -> None:
+    Of the rows that a step has for prefills, half belong to the oldest one and the rest to those with the fewest rows
+    left. So no prefill starves, and a short one doesn't wait for a long one: it takes at most twice as many steps as
+    alone, plus those of shorter ones.
+    """
+
+    def __init__(self, max_step_tokens: int, max_mixed_tokens: int) -> None:
+        """max_step_tokens: rows of a step. max_mixed_tokens: the same while answers are decoded."""
         self._budget = max_step_tokens
-        self._decodes: deque[Work] = deque()
-        self._prefills: deque[Work] = deque()
-        self._background: deque[Work] = deque()
+        self._mixed = min(max_mixed_tokens, max_step_tokens)
+        self._decodes: list[Work] = []
+        self._prefills: list[Work] = []
+        self._background: list[Work] = []
         self._lock = threading.Condition()
         self._closed = False
 
@@ -46,7 +52,7 @@ class Scheduler:
             self._lock.notify()
 
     def take(self) -> list[Part] | None:
-        """Blocks for work. A prefill over the step's budget is split; one that can't be goes alone.
+        """Blocks for work. A prefill over the step's budget is split; the oldest goes whole if it can't be.
 
         Returns None after `close`.
         """
@@ -57,22 +63,33 @@ class Scheduler:
                 return None
             parts = [Part(w, 0, 1) for w in self._decodes if self._starts(w)]
             self._decodes.clear()
-            left = self._budget - len(parts)
-            while left > 0 and (queue := self._prefills or self._background):
-                work = queue[0]
-                if not self._starts(work):
-                    queue.popleft()
-                    continue
-                rows = work.rows - work.done
-                if rows > left and not work.splittable and parts:
-                    break
-                count = min(rows, left) if work.splittable else rows
-                parts.append(Part(work, work.done, work.done + count))
-                work.done += count
-                left -= count
-                if work.done == work.rows:
-                    queue.popleft()
+            left = max(1, self._mixed - len(parts)) if parts else self._budget
+            for queue in (self._prefills, self._background):
+                if left > 0:
+                    taken = self._share(queue, left)
+                    parts += taken
+                    left -= sum(part.stop - part.start for part in taken)
             return parts
+
+    def _share(self, queue: list[Work], rows: int) -> list[Part]:
+        """Takes about `rows` rows from the prefills of a queue; those that are over, or not wanted, leave it."""
+        queue[:] = [work for work in queue if not work.abandoned or self._starts(work)]
+        if not queue:
+            return []
+        oldest, others = queue[0], sorted(queue[1:], key=lambda work: work.left)
+        share = rows - rows // 2 if others else rows
+        counts = {oldest: min(oldest.left, share) if oldest.splittable else oldest.left}
+        free = rows - counts[oldest]
+        for work in others:
+            if free > 0 and (work.splittable or work.left <= free):
+                counts[work] = min(work.left, free)
+                free -= counts[work]
+        counts[oldest] += max(0, min(oldest.left - counts[oldest], free))
+        parts = [Part(w, w.done, w.done + count) for w, count in counts.items() if self._starts(w)]
+        for part in parts:
+            part.work.done = part.stop
+        queue[:] = [work for work in queue if work.left and not work.future.cancelled()]
+        return parts
 
     @staticmethod
     def _starts(work: Work) -> bool:

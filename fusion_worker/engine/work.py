@@ -82,6 +82,11 @@ class Work:
         return len(self.ids)
 
     @property
+    def left(self) -> int:
+        """Rows that no step has taken yet."""
+        return self.rows - self.done
+
+    @property
     def shallow(self) -> bool:
         return isinstance(self.probe, ShallowProbe)
 

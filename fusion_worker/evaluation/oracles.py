@@ -64,7 +64,7 @@ def _draw(model: Model, count: int, chance: torch.Generator) -> tuple[int, ...]:
 async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list[torch.Tensor]:
     """Logits of the next token with everything recomputed, then with nothing."""
     pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-    engine = Engine(model, pool, config.max_step_tokens)
+    engine = Engine(model, pool, config)
     loader, fuser = Loader(config, model, pool, engine, None), Fuser(model, engine)
     found = []
     try:

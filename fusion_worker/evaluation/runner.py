@@ -37,7 +37,7 @@ class Runner:
     def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-        self._engine = Engine(model, self._pool, config.max_step_tokens)
+        self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
         self._similarity = Similarity(model, Embedder(model, self._engine, self._loader))
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None

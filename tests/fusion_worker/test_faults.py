@@ -169,6 +169,38 @@ async def test_a_request_beside_one_that_fails(
     await rig.settled()
 
 
+async def test_a_load_that_nobody_waits_for_ends(
+    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(90, 3)
+    maker = await start("llama", cache=cache_service)
+    await maker.ask(system, [chunk], question, tenant=tenant)
+    await maker.stored()
+
+    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=60.0)
+    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
+    await rig.stored()
+    line.down = line.stall
+    waiting = [asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2)]
+    await rig.until(lambda: bool(line.touched))
+    waiting[0].cancel()
+    await asyncio.wait([waiting[0]])
+    await asyncio.sleep(0.05)
+    assert rig.servicer._loader._loads, "the other still waits for it"
+    started = time.perf_counter()
+    waiting[1].cancel()
+    await asyncio.wait([waiting[1]])
+    await rig.settled()
+    assert time.perf_counter() - started < 5, "far from the fetch's timeout"
+    assert not rig.servicer._loader._loads
+    assert rig.pool.idle < len(chunk), "nothing of the chunk is left"
+    line.heal()
+    async with asyncio.timeout(20):
+        while (again := await rig.ask(system, [chunk], question, tenant=tenant)).summary.degraded:
+            pass
+    assert tools.error(again.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+
+
 async def test_nobody_there(start: Any, oracle: Any, tools: Any) -> None:
     rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=LOOKUP)
     system, question, chunks = tools.random_ids(6, 1), tools.random_ids(5, 2), [tools.random_ids(30, 3)] * 2

@@ -223,8 +223,10 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     gate, running = await rig.block(*parts)
     waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
     await rig.until(lambda: rig.servicer.answerer._waiting == 2)
-    with pytest.raises(ResourceExhausted, match="try again later"):
+    with pytest.raises(ResourceExhausted, match="try again later") as refused:
         await rig.ask(*parts)
+    assert refused.value.retry_after is not None
+    assert refused.value.retry_after > 0
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     late = asyncio.create_task(rig.ask(*parts))

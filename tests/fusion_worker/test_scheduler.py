@@ -1,0 +1,169 @@
+"""Which rows a step takes, and whose turn it is: nobody starves, nobody waits for long."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
+from fusionkv.fusion_worker.engine.turns import Turns
+from fusionkv.fusion_worker.engine.work import Work
+
+
+def work(rows: int, **more: Any) -> Work:
+    return Work(torch.arange(rows), torch.arange(rows), (), **more)
+
+
+def finish(parts: list[Part]) -> None:
+    for part in parts:
+        if part.last:
+            part.work.future.set_result(None)  # type: ignore[arg-type]
+
+
+def step(scheduler: Scheduler) -> dict[Work, int]:
+    parts = scheduler.take()
+    assert parts is not None
+    assert all(part.stop == part.work.done for part in parts if part.work.rows > 1)
+    finish(parts)
+    return {part.work: part.stop - part.start for part in parts}
+
+
+def test_the_oldest_gets_half_and_the_shortest_the_rest() -> None:
+    scheduler = Scheduler(100, 100)
+    long, middle, short = work(1000), work(60), work(20)
+    for one in (long, middle, short):
+        scheduler.add(one)
+    assert step(scheduler) == {long: 50, short: 20, middle: 30}
+    assert step(scheduler) == {long: 70, middle: 30}
+    assert step(scheduler) == {long: 100}
+
+
+def test_a_stream_of_short_ones_starves_nobody() -> None:
+    chance, scheduler = random.Random(1), Scheduler(64, 64)
+    long = work(2000)
+    scheduler.add(long)
+    steps = 0
+    while long.left:
+        for _ in range(4):
+            scheduler.add(work(chance.randrange(2, 60)))
+        assert step(scheduler)[long] >= 32 or not long.left
+        steps += 1
+    assert steps <= 2000 / 32 + 1
+
+
+def test_short_ones_wait_for_no_long_one() -> None:
+    scheduler = Scheduler(100, 100)
+    for _ in range(3):
+        scheduler.add(work(10_000))
+    short = work(40)
+    scheduler.add(short)
+    assert step(scheduler)[short] == 40
+
+
+def test_steps_are_small_while_answers_are_streamed() -> None:
+    scheduler = Scheduler(1000, 100)
+    long = work(5000)
+    scheduler.add(long)
+    assert step(scheduler) == {long: 1000}
+    for _ in range(5):
+        decode = work(1)
+        scheduler.add(decode)
+        assert step(scheduler) == {decode: 1, long: 99}
+    assert step(scheduler) == {long: 1000}
+
+
+def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
+    scheduler = Scheduler(100, 100)
+    plain, whole = work(120), work(150, logits=1)
+    scheduler.add(plain)
+    scheduler.add(whole)
+    assert step(scheduler) == {plain: 100}
+    # Decodes in every step don't hold it up.
+    scheduler.add(work(1))
+    assert step(scheduler)[plain] == 20
+    scheduler.add(work(1))
+    assert step(scheduler)[whole] == 150
+
+
+def test_background_takes_what_is_left() -> None:
+    scheduler = Scheduler(100, 100)
+    behind, wanted = work(200, background=True), work(70)
+    scheduler.add(behind)
+    scheduler.add(wanted)
+    assert step(scheduler) == {wanted: 70, behind: 30}
+
+
+def test_abandoned_works_leave() -> None:
+    scheduler = Scheduler(100, 100)
+    begun, waiting, last = work(300), work(400), work(50)
+    for one in (begun, waiting, last):
+        scheduler.add(one)
+    assert step(scheduler) == {begun: 50, last: 50}
+    begun.abandoned = waiting.abandoned = True
+    assert waiting.future.cancel(), "it has not begun"
+    fresh = work(10)
+    scheduler.add(fresh)
+    assert step(scheduler) == {fresh: 10}
+    with pytest.raises(InterruptedError):
+        begun.future.result(0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_row_once_and_in_order(seed: int) -> None:
+    chance = random.Random(seed)
+    scheduler = Scheduler(64, 16)
+    works, next_row = [], {}
+    for _ in range(60):
+        for _ in range(chance.randrange(3)):
+            one = work(
+                chance.choice([1, 1, 2, 30, 64, 65, 300]),
+                mean=chance.random() < 0.2,
+                background=chance.random() < 0.2,
+            )
+            works.append(one)
+            scheduler.add(one)
+        if any(one.left for one in works if not one.future.done()):
+            parts = scheduler.take()
+            assert parts
+            for part in parts:
+                assert part.start == next_row.get(part.work, 0)
+                next_row[part.work] = part.stop
+            finish(parts)
+    while any(not one.future.done() for one in works):
+        parts = scheduler.take()
+        assert parts
+        finish(parts)
+
+
+async def test_turns_go_to_the_lowest_number() -> None:
+    turns, order = Turns(1), []
+    opened = asyncio.Event()
+
+    async def enter(number: int) -> None:
+        async with turns.turn(number):
+            order.append(number)
+            await opened.wait()
+
+    tasks = [asyncio.create_task(enter(n)) for n in (5, 9, 2, 7)]
+    await asyncio.sleep(0)
+    tasks[2].cancel()
+    await asyncio.sleep(0)
+    opened.set()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [5, 7, 9]
+    async with asyncio.timeout(1), turns.turn(0):
+        pass
+
+
+async def test_a_turn_given_to_one_that_is_cancelled_goes_on() -> None:
+    turns = Turns(1)
+    async with turns.turn(0):
+        waiting = asyncio.create_task(turns.turn(1).__aenter__())
+        await asyncio.sleep(0)
+    waiting.cancel()  # it has been let in, and doesn't know yet
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    async with asyncio.timeout(1), turns.turn(2):
+        pass
