@@ -18,6 +18,8 @@ Numbers in brackets are the modifier's own; those left out take the defaults.
 def encoded(recipe: Recipe) -> str:
     if recipe.encode is None:
         return "-"
+    if recipe.in_place:
+        return "in place"
     return f"with {recipe.neighbours} similar" if isinstance(recipe.encode, SimilarityGuided) else "alone"
 
 

@@ -136,7 +136,7 @@ class Answerer:
 
     def _watched(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""
-        may_differ = summary.recipe.encode is not None and summary.ratio < 1.0 and not summary.degraded
+        may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
     async def _enter(self, stack: AsyncExitStack) -> None:
@@ -176,7 +176,7 @@ class Answerer:
             try:
                 # Let go before the plain prefill waits for room: the fault may come from the second model, later.
                 async with AsyncExitStack() as held:
-                    loading = self._loader.prompt(prompt, fresh, summary.stages)
+                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.in_place)
                     fused = await self._fuse(await held.enter_async_context(loading), summary, early)
                     await stack.enter_async_context(held.pop_all())
                     return fused

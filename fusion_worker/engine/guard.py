@@ -33,7 +33,7 @@ class Guard:
     def ratio(self, recipe: Recipe, corpus: str, asked: float) -> tuple[float, str]:
         """The ratio to use instead of the one asked for, and why it is another; empty when it is not."""
         seen = self._seen.get((recipe.name, corpus))
-        if seen is None or seen.level == 0 or recipe.encode is None:
+        if seen is None or seen.level == 0 or recipe.lossless:
             return asked, ""
         if seen.level == 1 and not recipe.fixed:
             raised = max(2 * asked, _LEAST)

@@ -71,8 +71,12 @@ class Loader:
             yield placement
 
     @asynccontextmanager
-    async def prompt(self, prompt: Prompt, fresh: Callable[[int], int], stages: Stages) -> AsyncIterator[Placement]:
+    async def prompt(
+        self, prompt: Prompt, fresh: Callable[[int], int], stages: Stages, in_place: bool = False
+    ) -> AsyncIterator[Placement]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
+
+        in_place: as for `Locator.prompt`.
 
         Raises:
             CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
@@ -82,7 +86,7 @@ class Loader:
         async with AsyncExitStack() as stack:
             leased = await stack.enter_async_context(AsyncExitStack())
             with tracer.start_as_current_span("fusionkv.lookup"), clock(stages, "lookup"):
-                wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace))
+                wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace, in_place))
             stale = sum(len(w.chunk) for w in wanted if not w.lossless)
             with clock(stages, "load"):
                 placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))

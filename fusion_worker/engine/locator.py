@@ -31,8 +31,10 @@ class Locator:
         self._releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def prompt(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[Wanted]]:
+    async def prompt(self, prompt: Prompt, namespace: bytes, in_place: bool = False) -> AsyncIterator[list[Wanted]]:
         """All parts but an empty system prompt at their places, leased for as long as the context is open.
+
+        in_place: only what was encoded on the same path serves; what is missing is encoded after all before it.
 
         Raises:
             CacheFault: the cache service is down, slow, or answers what can't be.
@@ -43,6 +45,9 @@ class Locator:
             wanted = []
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
+                if in_place and hit.kind is not HitKind.EXACT:
+                    wanted.append(Wanted(part, start, start, path[: i + 1], exact[i], alone=False, lossless=True))
+                    continue
                 found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
                 wanted.append(found or self.alone(prompt, i, start, namespace))
             yield [w for w in wanted if len(w.chunk)]

@@ -34,7 +34,11 @@ RATIOS = (0.05, 0.1, 0.15, 0.2)
 # Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
 _CONTROL_RATIO = 0.15
 # Recipes that need no second model.
-_BY_ITSELF = [name for name, recipe in RECIPES.items() if not isinstance(recipe.score, AuxiliaryAttention)]
+_BY_ITSELF = [
+    name
+    for name, recipe in RECIPES.items()
+    if not recipe.in_place and not isinstance(recipe.score, AuxiliaryAttention)
+]
 
 
 def main() -> int:

@@ -82,7 +82,7 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
     oracles = await compare(args.model, model, config)
-    recipes = [r for r in RECIPES.values() if r.encode is not None and not isinstance(r.score, AuxiliaryAttention)]
+    recipes = [r for r in RECIPES.values() if not r.lossless and not isinstance(r.score, AuxiliaryAttention)]
     if oracles.held:
         judged = await _judge(model, config, recipes, args.n, console)
     else:

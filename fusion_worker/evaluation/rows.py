@@ -44,7 +44,7 @@ def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row
     M_minus_best            the same to the best other recipe at the same ratio
     """
     judged = primary(task)
-    full = next((m for c, m in table.items() if c.recipe.encode is None), None)
+    full = next((m for c, m in table.items() if c.recipe.lossless), None)
     reuse = next((m for c, m in table.items() if c.recipe.name == "full_reuse"), None)
     for cell, measured in table.items():
         row = partial(_row, model, task.name, cell)

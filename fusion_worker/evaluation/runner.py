@@ -14,7 +14,7 @@ from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.contexts import Contexts, hold
+from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encode, hold
 from fusionkv.fusion_worker.evaluation.deviation import deviation
 from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
@@ -87,7 +87,7 @@ class Runner:
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
         """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
         prompts = [asked.prompt for group in groups for asked in group]
-        ways = len({cell.recipe.encode for cell in cells if cell.recipe.encode is not None} | {Isolated()})
+        ways = len({*_encodes(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group))
         if held + own > self._pool.capacity:
@@ -100,9 +100,8 @@ class Runner:
     async def _group(
         self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
     ) -> list[list[Answer]]:
-        encodes = list({cell.recipe.encode: None for cell in cells if cell.recipe.encode is not None})
         prompts = [asked.prompt for asked in group]
-        async with hold(self._loader, self._similarity, prompts, encodes) as contexts:
+        async with hold(self._loader, self._similarity, prompts, _encodes(cells)) as contexts:
             done = []
             if alone:
                 done.append(await self._sample(group[0], cells, contexts, True, picture))
@@ -118,9 +117,9 @@ class Runner:
 
         ratios: dict[Recipe, list[float]] = {}
         for cell in cells:
-            if cell.recipe.encode is not None:
+            if not cell.recipe.lossless:
                 ratios.setdefault(cell.recipe, []).append(cell.ratio)
-        answers = {cell: full for cell in cells if cell.recipe.encode is None}
+        answers = {cell: full for cell in cells if cell.recipe.lossless}
         if alone:
             for cell in cells:
                 if cell not in answers:
@@ -150,8 +149,8 @@ class Runner:
                 answer.values["chunks_left_out"] = asked.left_out
             away = {}
             for cell in cells:
-                if cell.recipe.encode is not None and cell.ratio == 0:
-                    async with contexts.placed(prompt, cell.recipe.encode, 0) as reused:
+                if not cell.recipe.lossless and cell.ratio == 0:
+                    async with contexts.placed(prompt, _encode(cell.recipe), 0) as reused:
                         away[cell] = deviation(self._pool.kv, self._model.rotation, reused, placement.fresh)
             return answer, away
 
@@ -192,11 +191,10 @@ class Runner:
     def _placed(
         self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
     ) -> AbstractAsyncContextManager[Placement]:
-        assert recipe.encode is not None
         prompt = asked.prompt
         chosen = budget(ratio, prompt.context_tokens, prompt.context_tokens)
         fresh = chosen + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
-        return contexts.placed(prompt, recipe.encode, fresh)
+        return contexts.placed(prompt, _encode(recipe), fresh)
 
 
 def _together(answers: Sequence[Answer]) -> Measured:
@@ -207,6 +205,16 @@ def _together(answers: Sequence[Answer]) -> Measured:
         for name, value in answer.seconds.items():
             seconds.setdefault(name, []).append(value)
     return Measured(values, seconds, answers[0].picture)
+
+
+def _encode(recipe: Recipe) -> Encode:
+    assert isinstance(recipe.encode, Encode)
+    return recipe.encode
+
+
+def _encodes(cells: Sequence[Cell]) -> list[Encode]:
+    """The ways of encoding that the cells need, each once."""
+    return list(dict.fromkeys(_encode(cell.recipe) for cell in cells if not cell.recipe.lossless))
 
 
 def _keep(recipe: Recipe, asked: Asked) -> SnapKV | None:

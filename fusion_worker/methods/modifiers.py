@@ -83,8 +83,8 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
     if match is None or modifier is None:
         named = ", ".join(MODIFIERS)
         raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
-    if recipe.encode is None:
-        raise InvalidArgument(f"{recipe.name} reuses nothing, so there is nothing to modify by {term}")
+    if recipe.lossless:
+        raise InvalidArgument(f"{recipe.name} is full attention, so there is nothing to modify by {term}")
     given = [int(number) for number in match[2].split(",")] if match[2] else []
     numbers = (*given, *modifier.defaults[len(given) :])
     if len(numbers) != len(modifier.defaults) or any(n < low for n, low in zip(numbers, modifier.least, strict=True)):

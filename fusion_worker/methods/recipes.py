@@ -32,6 +32,11 @@ class SimilarityGuided:
 
 
 @dataclass(frozen=True, slots=True)
+class InPlace:
+    """A chunk's KV is computed after all that stands before it, and serves after the same alone: a prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
 class Tempered:
     """Attention to the context at another temperature, its mass to the power of `scale` (APE; CacheClip 4.1)."""
 
@@ -56,7 +61,7 @@ class Recipe:
 
     name: str
     description: str
-    encode: Isolated | SimilarityGuided | None
+    encode: Isolated | SimilarityGuided | InPlace | None
     score: Score | None
     ratio: float
     fixed: bool = False
@@ -64,6 +69,16 @@ class Recipe:
     from_layer_1: bool = False
     keep: SnapKV | None = None
     attend: Tempered | None = None
+
+    @property
+    def lossless(self) -> bool:
+        """Whether its answers are full attention's by construction."""
+        return self.encode is None or self.in_place
+
+    @property
+    def in_place(self) -> bool:
+        """Whether chunks are encoded where they stand, after all before them."""
+        return isinstance(self.encode, InPlace)
 
     @property
     def neighbours(self) -> int:
@@ -100,6 +115,14 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe("full_attention", "plain prefill of the whole prompt, nothing reused", None, None, 1.0, fixed=True),
+        Recipe(
+            "prefix_cache",
+            "full attention, reused where the whole path before is the same",
+            InPlace(),
+            None,
+            0.0,
+            True,
+        ),
         Recipe("full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", _ALONE, None, 0.0, True),
         Recipe(
             "ape",

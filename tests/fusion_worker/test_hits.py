@@ -251,3 +251,31 @@ async def test_kinds_mixed_and_several_at_once(
     assert tools.error(mixed.logits[0], expected) < CLOSE
     assert tools.error(alone.logits[0], plain.after(plain.reused(system, [d, c]), question[:1])) < CLOSE
     assert tools.error(full.logits[0], plain.logits(whole)) < CLOSE
+
+
+async def test_a_prefix_cache(
+    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+) -> None:
+    """Full attention's answers, without computing again what follows the same path; and nothing from elsewhere."""
+    plain = oracle("qwen3")
+    system, question, a, b, c = (text[n] for n in "SQABC")
+
+    async def ask(rig: Any, *chunks: list[int]) -> Any:
+        answer = await rig.ask(system, chunks, question, recipe="prefix_cache", tenant=tenant, max_tokens=2)
+        context = [*system, *itertools.chain(*chunks), *question]
+        for at, logits in enumerate(answer.logits):
+            assert tools.error(logits, plain.logits([*context, *answer.ids[:at]])) < CLOSE
+        assert answer.summary.tokens_lossless == sum(map(len, chunks))
+        assert answer.summary.tokens_recomputed == answer.summary.tokens_reused == 0
+        return answer.summary.tokens_encoded
+
+    rig = await start("qwen3", cache=cache_service)
+    assert await ask(rig, a, b, c) == len(a + b + c)
+    assert await ask(rig, a, b, c) == 0
+    assert await ask(rig, a, c, b) == len(b + c)
+    assert await ask(rig, a, b) == 0
+    assert await ask(rig, b, a) == len(a + b), "a is there, behind another chunk"
+    await rig.stored()
+    other = await start("qwen3", cache=cache_service)
+    # Computed twice on the way or asked for twice: what is stored of it is used.
+    assert await ask(other, a, b, c) <= len(b + c)

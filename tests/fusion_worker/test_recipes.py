@@ -41,7 +41,9 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+window(0)", r"from \(1, 1\) on"),
         ("a3+window(4,5)", "a window of 4 tokens never holds 5"),
         ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
-        ("full_attention+window", "full_attention reuses nothing"),
+        ("full_attention+window", "full_attention is full attention"),
+        ("prefix_cache+a3", "unknown modifier 'a3'"),
+        ("prefix_cache+snapkv", "prefix_cache is full attention"),
     ],
 )
 def test_names_that_are_none(name: str, message: str) -> None:
