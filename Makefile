@@ -72,6 +72,8 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.kvcache_service.scale --json build/bench/scale.json
 	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
+	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
+	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/

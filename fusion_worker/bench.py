@@ -39,17 +39,26 @@ ROWS = (("full_reuse", 0.0), ("prophetkv", 0.15), ("fusionrag", 0.15))
 
 def qwen_half_billion(dtype: torch.dtype) -> models.Model:
     """The shape of Qwen2.5-0.5B, random weights."""
-    config = Qwen2Config(
+    return random_model(
+        "qwen2.5-0.5b-shape",
+        dtype,
         vocab_size=151936,
         hidden_size=896,
         intermediate_size=4864,
         num_hidden_layers=24,
         num_attention_heads=14,
         num_key_value_heads=2,
+    )
+
+
+def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
+    """A model of the Qwen2 family with random weights."""
+    config = Qwen2Config(
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
         dtype=dtype,
+        **sizes,
     )
     torch.manual_seed(0)
     with torch.device("meta"):
@@ -65,7 +74,7 @@ def qwen_half_billion(dtype: torch.dtype) -> models.Model:
     network.model.rotary_emb = type(network.model.rotary_emb)(config)
     words = Tokenizer(WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-    return models.wrap("qwen2.5-0.5b-shape", network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)
+    return models.wrap(name, network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)
 
 
 def ideal(model: models.Model, prompt: Prompt, ratio: float) -> float:
@@ -91,7 +100,10 @@ async def bench(contexts: list[int], repeats: int, dtype: torch.dtype, console: 
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
-        async with _cache(Path(directory), pool_bytes) as address, _servicer(model, address, pool_bytes) as servicer:
+        async with (
+            cache_process(Path(directory), 2 * pool_bytes) as address,
+            _servicer(model, address, pool_bytes) as servicer,
+        ):
             with Progress(console=console) as progress:
                 task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(ROWS))))
                 for context in contexts:
@@ -162,11 +174,11 @@ async def _servicer(model: models.Model, address: str, pool_bytes: int) -> Async
 
 
 @asynccontextmanager
-async def _cache(directory: Path, capacity: int) -> AsyncIterator[str]:
-    """A cache service process with room for everything in memory."""
+async def cache_process(directory: Path, memory_bytes: int, disk_bytes: int = 8 << 30) -> AsyncIterator[str]:
+    """The address of a cache service process with these tiers."""
     address = f"unix:{directory}/cache.sock"
     command = ["-m", "fusionkv.kvcache_service", "--listen", address, "--data-dir", str(directory / "kv")]
-    command += ["--memory-bytes", str(2 * capacity), "--disk-bytes", str(4 * capacity)]
+    command += ["--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes)]
     process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     if b"serving" not in await process.stdout.readline():

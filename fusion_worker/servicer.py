@@ -46,24 +46,24 @@ class FusionServicer:
         self._verdict = verdict
         self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-        self._engine = Engine(model, self.pool, config)
-        self._loader = Loader(config, model, self.pool, self._engine, self._cache)
+        self.engine = Engine(model, self.pool, config)
+        self.loader = Loader(config, model, self.pool, self.engine, self._cache)
         self.auxiliary = Auxiliary(config, model, auxiliary, self._cache) if auxiliary is not None else None
-        self.answerer = Answerer(config, model, self.pool, self._engine, self._loader, self.auxiliary)
-        self._encoder = Encoder(self._loader)
-        self._embedder = Embedder(model, self._engine, self._loader)
+        self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
+        self._encoder = Encoder(self.loader)
+        self._embedder = Embedder(model, self.engine, self.loader)
 
     async def settle(self) -> None:
         """Waits until every load has ended and every chunk encoded so far is stored or dropped."""
-        await self._loader.settle()
+        await self.loader.settle()
         if self.auxiliary is not None:
             await self.auxiliary.settle()
 
     async def close(self) -> None:
         """Puts back what waits, ends the engine, closes connections."""
         await self.answerer.shadow.close()
-        await self._loader.close()
-        self._engine.close()
+        await self.loader.close()
+        self.engine.close()
         if self.auxiliary is not None:
             await self.auxiliary.close()
         if self._cache is not None:

@@ -30,17 +30,8 @@ class Encoder:
             Unavailable: the cache service can't be reached or refused the bytes.
         """
         namespace = self._loader.namespace(prompt.tenant)
-        path = tuple(part.digest for part in prompt.parts)
-        exact = keys.path_keys(namespace, path)
         try:
-            async with self._loader.locator.prompt(prompt, namespace) as found:
-                wanted = []
-                # An empty system prompt is part of the path, but nothing to encode.
-                for count, w in enumerate(found, start=1 + len(path) - len(found)):
-                    known = w.lossless and w.entry is not None
-                    at, key = w.position, exact[count - 1]
-                    new = Wanted(w.chunk, at, at, path[:count], key, alone=False, lossless=True)
-                    wanted.append(w if known else new)
+            async with self._loader.locator.prompt(prompt, namespace, in_place=True) as wanted:
                 return await self._store(wanted, namespace)
         except CacheFault as fault:
             raise Unavailable(str(fault)) from fault

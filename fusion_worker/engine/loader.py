@@ -187,7 +187,7 @@ class Loader:
         try:
             if part.wanted.entry is not None:
                 async with self._turns.turn(number):
-                    await self._fetch(part, stages)
+                    await self.fetch(part, stages)
             else:
                 await _ready(p.resident for p in before)
                 await self._encode(part, before)
@@ -205,7 +205,8 @@ class Loader:
             for p in before:
                 self._unpin(p.resident)
 
-    async def _fetch(self, part: Placed, stages: Stages) -> None:
+    async def fetch(self, part: Placed, stages: Stages) -> None:
+        """Brings a part's bytes from the cache service into its slots. Raises as `CacheClient.fetch` does."""
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None

@@ -186,13 +186,13 @@ async def test_a_load_that_nobody_waits_for_ends(
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     await asyncio.sleep(0.05)
-    assert rig.servicer._loader._loads, "the other still waits for it"
+    assert rig.servicer.loader._loads, "the other still waits for it"
     started = time.perf_counter()
     waiting[1].cancel()
     await asyncio.wait([waiting[1]])
     await rig.settled()
     assert time.perf_counter() - started < 5, "far from the fetch's timeout"
-    assert not rig.servicer._loader._loads
+    assert not rig.servicer.loader._loads
     assert rig.pool.idle < len(chunk), "nothing of the chunk is left"
     line.heal()
     async with asyncio.timeout(20):

@@ -25,7 +25,7 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
 
 
 def queued(rig: Any) -> int:
-    scheduler = rig.servicer._engine._scheduler
+    scheduler = rig.servicer.engine._scheduler
     return len(scheduler._prefills) + len(scheduler._decodes)
 
 
@@ -178,7 +178,7 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any, tools: Any) ->
     gate, running = await rig.block(*parts, recipe="full_attention")
     held = rig.pool.reserve(4)
     bad = Work(torch.tensor([3, 999_999]), torch.arange(2), (Run(held[0].start, 2),))
-    failing = asyncio.create_task(rig.servicer._engine.run(bad))
+    failing = asyncio.create_task(rig.servicer.engine.run(bad))
     good = [asyncio.create_task(rig.ask(*parts, max_tokens=3)) for _ in range(2)]
     await rig.until(lambda: queued(rig) == 3)
     gate.opened.set()

@@ -1,0 +1,52 @@
+"""The benches under load at a small size: everything is answered, and what is worked out of it is right."""
+
+import pytest
+from rich.console import Console
+
+from fusionkv.fusion_worker import overlap, throughput
+from fusionkv.fusion_worker.throughput import Traffic
+
+pytestmark = pytest.mark.system
+
+
+def test_questions_have_chunks_of_their_own() -> None:
+    traffic = Traffic(base=10, chunk_tokens=8, chunks=4)
+    prompts = traffic.prompts(50, seed=1)
+    assert all(len(set(p.chunks)) == 4 and p.tokens == 32 + 4 * 8 + 32 for p in prompts)
+    assert len({p.chunks for p in prompts}) > 40
+    asked = [sum(traffic.chunk(n) in p.chunks for p in prompts) for n in range(10)]
+    assert asked[0] > 2 * asked[9], "Zipf"
+
+
+def test_capacity_lies_between_two_rates() -> None:
+    def rows(*p99: float) -> list[dict[str, object]]:
+        return [
+            {"name": "x", "requests_per_s": rate, "ttft_p99_s": late, "bound_s": 2.0}
+            for rate, late in zip((1, 2, 4), p99, strict=False)
+        ]
+
+    assert throughput.capacity(rows(0.5, 1.0, 3.0), "x") == (3.0, False)
+    assert throughput.capacity(rows(4.0), "x") == (0.5, False)
+    assert throughput.capacity(rows(0.5, 1.0, 1.9), "x") == (4, True)
+
+
+async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throughput, "SYSTEMS", (("full_attention", 1.0), ("trace", 0.3)))
+    monkeypatch.setattr(throughput, "_MOST_RATES", 2)
+    rows = await throughput.bench(throughput.small_model(), Traffic(4, 16, 2), 4, Console(quiet=True))
+    for name, _ in throughput.SYSTEMS:
+        mine = [row for row in rows if row["name"] == name]
+        assert 1 <= len(mine) <= 2
+        for row in mine:
+            assert 0 < float(str(row["ttft_p50_s"])) <= float(str(row["ttft_p99_s"]))
+            assert 0 <= float(str(row["engine_idle"])) < 1
+            assert float(str(row["tokens_per_s"])) > 0
+
+
+async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overlap, "SYSTEMS", (("full_reuse", 0.0),))
+    monkeypatch.setattr(overlap, "SHARES", (0.5,))
+    (row,) = await overlap.bench(throughput.small_model(), Traffic(4, 16, 2), 4, Console(quiet=True))
+    still, beside = float(str(row["ttft_still_s"])), float(str(row["ttft_beside_s"]))
+    assert still > 0
+    assert row["saved"] == pytest.approx(1 - beside / still, abs=0.1)
