@@ -166,6 +166,7 @@ async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
     assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
     assert {r.name: (r.default_ratio, r.neighbours) for r in said.recipes} == {
         "full_attention": (1.0, 0),
+        "prefix_cache": (0.0, 0),
         "full_reuse": (0.0, 0),
         "ape": (0.0, 0),
         "epic": (0.2, 0),
