@@ -6,6 +6,8 @@ from pathlib import Path
 from fusionkv.protos.settings import setting
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
+STORES = ("plain", "int8", "fp8")
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -26,6 +28,9 @@ class WorkerConfig:
         512, "rows of a step while answers are streamed: their next token waits for it", low=16
     )
     max_loads: int = setting(8, "chunks fetched at once, those of the oldest request first", low=1)
+    store: str = setting(
+        "plain", "how KV is stored: plain, or in one byte a number (int8, fp8), which is stale everywhere"
+    )
     lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
     fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
@@ -44,6 +49,8 @@ class WorkerConfig:
     tls_ca: Path | None = setting(None, "CAs (PEM) of the services that this one calls; calls to ports then use TLS")
 
     def __post_init__(self) -> None:
+        if self.store not in STORES:
+            raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property

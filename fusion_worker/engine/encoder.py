@@ -66,4 +66,5 @@ class Encoder:
                 if part.wanted.entry is None:
                     await self._loader.put(part, namespace)
         last = wanted[-1]
-        return Encoded(last.key, last.variant, existed=last.entry is not None)
+        key = last.key if last.entry is None else last.entry.key
+        return Encoded(key, last.variant, existed=last.entry is not None)

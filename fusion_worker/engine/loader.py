@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.engine.locator import CacheFault, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
 from fusionkv.fusion_worker.engine.putter import Putter
+from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.engine.turns import Turns
 from fusionkv.fusion_worker.engine.work import Work
 from fusionkv.fusion_worker.models import Model
@@ -43,9 +44,11 @@ class Loader:
         self._loads: dict[Resident, asyncio.Task[None]] = {}
         self._turns = Turns(config.max_loads)
         self._admitted = itertools.count()
-        self.locator = Locator(model, cache, config.lookup_timeout)
-        self.putter = Putter(pool, cache, config.max_puts, config.fetch_timeout) if cache else None
-        self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, model.settings))
+        self.storage = Storage(pool, config.store)
+        self.locator = Locator(self.storage, cache, config.lookup_timeout)
+        self.putter = Putter(pool, self.storage, cache, config.max_puts, config.fetch_timeout) if cache else None
+        settings = model.settings | self.storage.settings
+        self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
 
     async def settle(self) -> None:
         """Waits until nothing is being loaded or put."""
@@ -212,17 +215,8 @@ class Loader:
         assert self._cache is not None
         buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
         await self._cache.fetch(entry, buffer.numpy().data, timeout=self._config.fetch_timeout)
-        await _to_the_end(asyncio.to_thread(self._copy_in, part, buffer))
+        await _to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
-
-    def _copy_in(self, part: Placed, buffer: torch.Tensor) -> None:
-        kv, tokens = self._pool.kv, len(part.wanted.chunk)
-        shape = (kv.shape[0], 2, tokens, *kv.shape[3:])
-        source, at = buffer.view(kv.dtype).view(shape), 0
-        for run in part.resident.runs:
-            count = min(run.length, tokens - at)
-            kv[:, :, run.start : run.start + count].copy_(source[:, :, at : at + count])
-            at += count
 
     async def _encode(self, part: Placed, before: Sequence[Placed]) -> None:
         """Computes a part's KV behind the parts before it, straight into its pages."""

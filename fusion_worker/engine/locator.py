@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from fusionkv.fusion_worker.engine.placement import Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind
 from fusionkv.protos.errors import ServiceError
@@ -19,13 +19,15 @@ class CacheFault(Exception):
 # Digest and preferred variants of the system prompt and each chunk.
 Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
+# Ends the key of what was stored in one byte a number, so that it is no other's in the pool.
+RESTORED = b"restored"
 
 
 class Locator:
     """Names parts and finds them. Without a cache service everything is a miss."""
 
-    def __init__(self, model: Model, cache: CacheClient | None, timeout: float) -> None:
-        self._model = model
+    def __init__(self, storage: Storage, cache: CacheClient | None, timeout: float) -> None:
+        self._storage = storage
         self._cache = cache
         self._timeout = timeout
         self._releases: set[asyncio.Task[None]] = set()
@@ -45,7 +47,7 @@ class Locator:
             wanted = []
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
-                if in_place and hit.kind is not HitKind.EXACT:
+                if in_place and not (hit.kind is HitKind.EXACT and self._storage.lossless):
                     wanted.append(Wanted(part, start, start, path[: i + 1], exact[i], alone=False, lossless=True))
                     continue
                 found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
@@ -99,12 +101,17 @@ class Locator:
         entry = hit.entry
         if entry is None:
             return None
-        if entry.tokens != len(part) or entry.size != len(part) * self._model.kv.token_bytes:
+        if entry.tokens != len(part) or entry.size != self._storage.size(len(part)):
             raise CacheFault(f"the cache service answered an entry of {entry.tokens} tokens, {entry.size} bytes")
         if hit.kind is HitKind.EXACT and (entry.key != exact or entry.base != base):
             raise CacheFault("the cache service answered another entry as an exact hit")
-        lossless = hit.kind is HitKind.EXACT and base == position
-        return Wanted(part, position, entry.base, path, entry.key, entry.variant, entry, lossless=lossless)
+        if self._storage.lossless:
+            lossless = hit.kind is HitKind.EXACT and base == position
+            return Wanted(part, position, entry.base, path, entry.key, entry.variant, entry, lossless=lossless)
+        # What comes back otherwise than it was computed is stale everywhere. The system prompt is never recomputed.
+        if len(path) == 1:
+            return None
+        return Wanted(part, position, entry.base, path, entry.key + RESTORED, entry.variant, entry)
 
     @asynccontextmanager
     async def _lookup(self, namespace: bytes, path: Path) -> AsyncIterator[Sequence[Hit]]:

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 
-import torch
 from opentelemetry import metrics
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.placement import Placed, Wanted
+from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.errors import DeadlineExceeded, ServiceError, Unavailable
 
@@ -22,8 +22,9 @@ _WRITERS = 2
 class Putter:
     """Copies chunks out of the pool and stores them. A chunk stays pinned until it is copied."""
 
-    def __init__(self, pool: KVPool, cache: CacheClient, max_waiting: int, timeout: float) -> None:
+    def __init__(self, pool: KVPool, storage: Storage, cache: CacheClient, max_waiting: int, timeout: float) -> None:
         self._pool = pool
+        self._storage = storage
         self._cache = cache
         self._timeout = timeout
         self._max_waiting = max_waiting
@@ -44,7 +45,9 @@ class Putter:
         Raises:
             ServiceError: the cache service refused it or can't be reached.
         """
-        await self._send(namespace, part.wanted, await asyncio.to_thread(self._copy_out, part), offered=False)
+        await self._send(
+            namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.resident), offered=False
+        )
 
     async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview, offered: bool) -> None:
         await self._cache.put(
@@ -72,7 +75,7 @@ class Putter:
             namespace, part = await self._waiting.get()
             try:
                 try:
-                    data = await asyncio.to_thread(self._copy_out, part)
+                    data = await asyncio.to_thread(self._storage.take_out, part.resident)
                 finally:
                     self._pool.unpin(part.resident)
                 await self._send(namespace, part.wanted, data, offered=True)
@@ -93,10 +96,3 @@ class Putter:
             self._pool.unpin(part.resident)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})
-
-    def _copy_out(self, part: Placed) -> memoryview:
-        """The entry's bytes: [layer, 2, token, kv_head, head_dim], contiguous."""
-        kv, tokens = self._pool.kv, len(part.wanted.chunk)
-        pieces = [kv[:, :, run.start : run.start + run.length] for run in part.resident.runs]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-        return whole[:, :, :tokens].contiguous().cpu().view(torch.uint8).reshape(-1).numpy().data

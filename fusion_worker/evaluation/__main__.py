@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.evaluation import datasets, jobs, report, tasks
 from fusionkv.fusion_worker.evaluation.cells import Cell, Store, Subject, table
@@ -90,19 +90,24 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--pool-bytes", type=parse_bytes, default=256 << 20, metavar="SIZE", help="KV on the device (default: 256MiB)"
     )
+    add("--store", nargs="+", choices=STORES, default=["plain"], help="how chunks' KV is stored (default: plain)")
     add("--processes", type=_positive, help="(default: one on a GPU, one a core on a CPU)")
     return parser
 
 
 def _evaluate(args: argparse.Namespace, console: Console) -> int:
     started = time.monotonic()
-    store = Store(args.out / "cells.jsonl")
+    known = Store(args.out / "cells.jsonl")
     plan = _plan(args)
-    configs = {_subject(directory, args): _config(directory, args) for directory in args.models or jobs.shipped()}
-    todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, store)]
-    _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), store, console)
+    configs = {
+        _subject(directory, store, args): _config(directory, store, args)
+        for directory in args.models or jobs.shipped()
+        for store in args.store
+    }
+    todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]
+    _measure(todo, args.processes or (cores() if on_cpu(args.device) else 1), known, console)
     found = [
-        (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, store)))
+        (subject.model, task, dict(table(subject, [*task.blocks(jobs.BLOCK)], cells, known)))
         for subject in configs
         for task, cells in plan
     ]
@@ -149,9 +154,10 @@ def _size(job: jobs.Job) -> int:
     return sum(len(part.block.samples) * len(part.cells) for part in job.parts)
 
 
-def _subject(directory: Path, args: argparse.Namespace) -> Subject:
+def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
     auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
-    return Subject(directory.resolve().name, _fingerprint(directory), args.dtype, args.chunk_tokens, auxiliary)
+    name = directory.resolve().name + ("" if store == "plain" else f" ({store})")
+    return Subject(name, _fingerprint(directory), args.dtype, args.chunk_tokens, auxiliary)
 
 
 def _fingerprint(directory: Path) -> str:
@@ -160,10 +166,14 @@ def _fingerprint(directory: Path) -> str:
     return fingerprint(directory).hex()[:16]
 
 
-def _config(directory: Path, args: argparse.Namespace) -> WorkerConfig:
-    auxiliary = str(args.auxiliary or "")
+def _config(directory: Path, store: str, args: argparse.Namespace) -> WorkerConfig:
     return WorkerConfig(
-        model=directory, device=args.device, dtype=args.dtype, pool_bytes=args.pool_bytes, auxiliary=auxiliary
+        model=directory,
+        device=args.device,
+        dtype=args.dtype,
+        pool_bytes=args.pool_bytes,
+        auxiliary=str(args.auxiliary or ""),
+        store=store,
     )
 
 

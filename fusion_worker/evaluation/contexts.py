@@ -2,9 +2,10 @@
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.locator import RESTORED
 from fusionkv.fusion_worker.engine.placement import Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
@@ -41,6 +42,8 @@ class Contexts:
                 # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
                 name, key = variant
                 alone = Wanted(part, start, start, alone.path, key, name, alone=False)
+            if i and not self.loader.storage.lossless:
+                alone = replace(alone, key=alone.key + RESTORED, lossless=False)
             found.append(alone)
         return [w for w in found if len(w.chunk)]
 
@@ -57,9 +60,11 @@ async def hold(
         ResourceExhausted: they don't fit the pool.
     """
     variants: dict[tuple[Encode, bytes], tuple[bytes, bytes]] = {}
+    restored: set[bytes] = set()
     async with AsyncExitStack() as stack:
         for prompt in prompts:
-            await stack.enter_async_context(Contexts(loader, {}).placed(prompt, Isolated(), 0))
+            placement = await stack.enter_async_context(Contexts(loader, {}).placed(prompt, Isolated(), 0))
+            restored |= _restore(loader, placement, restored)
         guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
         chunks = {chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}
         ranked = await similarity.ranked(list(chunks.values())) if guided else {}
@@ -68,8 +73,18 @@ async def hold(
                 for chunk in prompt.chunks:
                     near = similarity.fitting(prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
                     wanted, variants[encode, chunk.digest] = _after(loader, prompt, near, chunk)
-                    await stack.enter_async_context(loader.parts(wanted))
+                    placement = await stack.enter_async_context(loader.parts(wanted))
+                    restored |= _restore(loader, placement, restored)
         yield Contexts(loader, variants)
+
+
+def _restore(loader: Loader, placement: Placement, done: set[bytes]) -> set[bytes]:
+    """Has chunks that are new here look as if they had been stored and fetched; gives their keys."""
+    new = {p.wanted.key: p.resident for p in placement.parts if p.wanted.key.endswith(RESTORED)}
+    for key, resident in new.items():
+        if key not in done:
+            loader.storage.pass_through(resident)
+    return set(new)
 
 
 def _after(
@@ -83,4 +98,6 @@ def _after(
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
     new = Wanted(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
+    if not loader.storage.lossless:
+        new = replace(new, key=key + RESTORED)
     return [w for w in (*wanted, new) if len(w.chunk)], (variant, key)
