@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from fusionkv.models import tokenizer as tokenizers
 from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
+from fusionkv.models.tasks import PROMPT
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
 _MARKED = 3  # layers after which marks are asked for: a link resolved in the last layer serves no later link
@@ -42,9 +43,10 @@ def collate(sequences: list[Sequence]) -> Batch:
         rows = [getattr(s, name) for s in sequences]
         return torch.tensor([row + [padding] * (length - len(row)) for row in rows])
 
-    segment, page, last = column("segment", -1), column("page", 0), column("last", 0)
+    segment, page, last, alone = column("segment", -1), column("page", 0), column("last", 0), column("alone", 0)
     visible = (segment[:, None] == 0) | (segment[:, None] == segment[:, :, None])
-    allowed = (last[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == last[:, :, None])
+    only = torch.where(alone == 1, page, last)
+    allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == only[:, :, None])
     visible &= allowed & torch.ones(length, length, dtype=torch.bool).tril()
     visible |= torch.eye(length, dtype=torch.bool)
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill_(~visible, _HIDDEN)[:, None]
@@ -53,7 +55,9 @@ def collate(sequences: list[Sequence]) -> Batch:
     return Batch(column("ids", 0), column("position", 0), segment, answer, resolved, owner, mask, tasks)
 
 
-def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+def losses(
+    model: Qwen2ForCausalLM, batch: Batch, end: int, with_marks: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(
@@ -68,7 +72,7 @@ def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tenso
         scores = model.lm_head(hidden[asked]).float()
         marks = [
             (model.lm_head(state[marked]).float(), mark[marked])
-            for mark in (batch.resolved, batch.owner)
+            for mark in ((batch.resolved, batch.owner) if with_marks else ())
             for marked in (mark != NONE,)
             for state in (*(model.model.norm(middle) for middle in states[_MARKED:-1]), hidden)
         ]
@@ -117,8 +121,10 @@ class Run:
     def __init__(self, recipe: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
-        self.recipe, self.tokenizer = RECIPES[recipe], tokenizers.build()
-        self.encoder, self.model = Encoder(self.tokenizer), new_network(self.tokenizer)
+        self.recipe = RECIPES[recipe]
+        links = self.recipe.links
+        self.tokenizer = tokenizers.build(links, PROMPT.pages[1])
+        self.encoder, self.model = Encoder(self.tokenizer, links), new_network(self.tokenizer, self.recipe.base)
         self.optimisers = optimisers(self.model, self.recipe.rate)
         self.steps, self.since, self.stage = 0, 0, 0
         self.seconds = 0.0  # of computing, so that a busy machine does not end a run early
@@ -131,7 +137,7 @@ class Run:
         rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
         stage = self.recipe.stages[self.stage]
         batch = collate([self.encoder.make(self.rng, stage) for _ in range(stage.batch)])
-        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id)
+        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
         (answer + self.recipe.auxiliary * auxiliary).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
@@ -151,10 +157,11 @@ class Run:
             f"loss {answer.item():.3f} marks {auxiliary.item():.3f}, worst first: {' '.join(shares)}"
         )
 
-    def advance(self) -> bool:
-        """Goes to the next stage if this one's worst task is good enough."""
+    def advance(self, done: float) -> bool:
+        """Goes to the next stage if this one's worst task is good enough, or its share of the run is over."""
         stage = self.recipe.stages[self.stage]
-        ripe = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
+        good = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
+        ripe = good or done >= stage.until
         if ripe and self.stage + 1 < len(self.recipe.stages):
             self.stage, self.since, self.smooth = self.stage + 1, 0, {}
             return True
@@ -184,7 +191,7 @@ def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
         line = run.step(done)
         if run.steps % 50 == 0:
             print(line, flush=True)
-        advanced = run.advance()
+        advanced = run.advance(done)
         name = run.recipe.stages[run.stage].name
         if advanced:
             print(f"after {run.steps} steps, {run.seconds / 60:.1f} min: {name}", flush=True)
