@@ -26,6 +26,9 @@ class Stage:
     size: Size = PROMPT
     questions: int = 18  # asked about one sample at most: all of them
     advance: float = 0.88  # the worst task's training accuracy that ends the stage
+    through: bool = (
+        False  # whether questions about pages read alone must tell, at their end, what the last link names
+    )
     until: float = 1.0  # share of the run at which the stage ends anyway
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
     alone: float = 0.0  # share of sequences whose pages are read alone, with link tokens behind each (KVLink 2.3)
@@ -35,13 +38,16 @@ class Stage:
 class Recipe:
     """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter.
 
-    base: the shipped model whose weights it starts from; random ones when empty. links: link tokens behind a page.
+    marked: layers after which marks are asked for; a link that is resolved in the last one serves no later link.
+    base: the shipped model whose weights it starts from; random ones when empty.
+    links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
     """
 
     stages: tuple[Stage, ...]
     steps: int
+    marked: tuple[int, ...] = (3, 4, 5)
     base: str = ""
-    links: int = 0
+    links: tuple[int, ...] = ()
     rate: float = 4e-3
     auxiliary: float = 0.5
     least_steps: int = 50
@@ -63,19 +69,26 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     )
 
 
-def _linked(links: int) -> Recipe:
-    """KVLink's fine-tuning: the loss is that of the answers alone, a quarter of the sequences is read as usual."""
-    # Three of a kind: with two houses and two chains a run stayed at a guess between them for 300 steps.
+def _linked() -> Recipe:
+    """KVLink's fine-tuning (2.3, A.2), one model for 0, 1 and 5 link tokens; a quarter of the sequences is as usual.
+
+    Behind the first stage the loss is that of the answers alone.
+    """
+    pair = Size((2, 2), 0, (12, 18), single=0, codes=0, owners=0, houses=3, chains=(1, 1, 1), roles=1)
     four = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=3, chains=(1, 1, 2), roles=2)
-    stages = (Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.5), Stage("full", 8, alone=0.75))
-    return Recipe(stages, steps=5500, base="eased-1", links=links, rate=3e-3, auxiliary=0.0)
+    stages = (
+        Stage("pair", 16, size=pair, alone=0.75, through=True, advance=0.85, until=0.4),
+        Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.6),
+        Stage("full", 8, alone=0.75),
+    )
+    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=4e-3, marked=(2,))
 
 
 _RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
 RECIPES = {
     "forced": Recipe(_RECALL + _documents(blind=0.5, later=0.5), steps=5500),
     "eased": Recipe(_RECALL + _documents(blind=0.5, later=0.2), steps=5500),
-    **{f"linked-{links}": _linked(links) for links in (0, 1, 5)},
+    "linked": _linked(),
 }
 
 
@@ -110,8 +123,19 @@ class Sequence:
         for column in (self.answer, self.resolved, self.owner):
             column += [NONE] * count
 
-    def ask(self, task: str, question: list[int], answer: list[int], end: int, last: int = 0) -> None:
-        """Packs one question behind the context; `end` is the last token to be predicted."""
+    def ask(
+        self,
+        task: str,
+        question: list[int],
+        answer: list[int],
+        end: int,
+        last: int = 0,
+        through: tuple[int, int] = (0, NONE),
+    ) -> None:
+        """Packs one question behind the context; `end` is the last token to be predicted.
+
+        through: at which token of the question which one must be told, as for `Mark`.
+        """
         count = len(question) + len(answer)
         start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
         self.tasks.append(task)
@@ -123,13 +147,14 @@ class Sequence:
         self.alone += [0] * count
         self.answer += [NONE] * (len(question) - 1) + answer + [end]
         self.resolved += [NONE] * count
+        self.resolved[through[0] - count] = through[1]
         self.owner += [NONE] * count
 
 
 class Encoder:
     """Turns samples into token sequences for training."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, links: int = 0) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, links: tuple[int, ...] = ()) -> None:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
@@ -137,7 +162,8 @@ class Encoder:
         self._system = [tokenizer.bos_token_id, *encode(SYSTEM)]
         self._end = tokenizer.eos_token_id
         vocabulary = tokenizer.get_vocab()
-        self._links = [[vocabulary[token] for token in page] for page in link_tokens(PROMPT.pages[1], links)]
+        self._counts, pages = links, link_tokens(PROMPT.pages[1], max(links, default=0))
+        self._links = [[vocabulary[token] for token in page] for page in pages]
         self._closing = encode("?\nAnswer:")
         heads, tails = [" " + s for s in words.FIRST], words.SECOND + words.THIRD + words.PLACE
         whole = words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION + words.SHORT
@@ -174,7 +200,8 @@ class Encoder:
     def _documents(self, rng: random.Random, made: Sample, stage: Stage) -> Sequence:
         out = Sequence()
         out.extend_context(self._system, 0)
-        alone = rng.random() < stage.alone
+        alone = stage.alone > 0 and rng.random() < stage.alone
+        each = rng.choice(self._counts) if alone else 0
         for number, page in enumerate(made.pages, 1):
             out.extend_context([t for p in ("Report", " " + page.title, ".") for t in self._encode(p)], number, alone)
             for sentence in page.sentences:
@@ -182,20 +209,22 @@ class Encoder:
                 for piece in sentence.pieces:
                     starts.append(starts[-1] + len(self._encode(piece)))
                 out.extend_context([t for p in sentence.pieces for t in self._encode(p)], number, alone)
-                if sentence.resolved:
+                if sentence.resolved and not stage.alone:
                     self._lay(out.resolved, starts[sentence.resolved.piece + 1] - 1, sentence.resolved, starts[-1])
-                if sentence.owner:
+                if sentence.owner and not stage.alone:
                     self._lay(out.owner, starts[sentence.owner.piece], sentence.owner, starts[-1])
             out.extend_context(list(self._encode("\n")), number, alone)
-            if alone:
-                out.extend_context(self._links[number - 1], number)
+            if each:
+                out.extend_context(self._links[number - 1][:each], number)
         asked = rng.sample(made.questions, min(stage.questions, len(made.questions)))
         for question in asked:
             text = [t for p in question_pieces(question.text) for t in self._encode(p)]
             answer = list(self._encode(" " + question.answer))
             blind = question.task not in _NEVER_BLIND and rng.random() < stage.blind
             last = question.needs[-1] + 1 if blind else 0
-            out.ask(question.task + "*" * blind + "'" * alone, text, answer, self._end, last)
+            told = alone and stage.through and question.through
+            through = (len(text) - 1, self._encode(" " + question.through)[0]) if told else (0, NONE)
+            out.ask(question.task + "*" * blind + f"'{each}" * alone, text, answer, self._end, last, through)
         return out
 
 

@@ -11,12 +11,12 @@ from fusionkv.models.tasks import PROMPT
 from fusionkv.models.train import collate
 
 LINKS = 2
-STAGE = curriculum.RECIPES["linked-5"].stages[-1]
+STAGE = curriculum.RECIPES["linked"].stages[-1]
 
 
 @pytest.fixture(scope="module")
 def encoder() -> curriculum.Encoder:
-    return curriculum.Encoder(tokenizer.build(LINKS, PROMPT.pages[1]), LINKS)
+    return curriculum.Encoder(tokenizer.build(LINKS, PROMPT.pages[1]), (LINKS,))
 
 
 def test_pages_read_alone_and_links_that_see_all(encoder: curriculum.Encoder) -> None:
