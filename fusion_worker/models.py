@@ -1,6 +1,7 @@
 """Loading an unmodified Hugging Face model, and refusing at start what can't be served right."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class Model:
 
     rotation: its RoPE as a difference, for placing chunks.
     windowed: whether some layer sees no more than a window of positions.
+    links: ids of the link tokens it was trained with (KVLink), of the first chunk of a prompt, the second, and so on;
+        empty for a model without.
     fingerprint: SHA-256 over configuration, weights and tokenizer.
     """
 
@@ -61,6 +64,7 @@ class Model:
     rotation: Rotation
     kv: KVShape
     windowed: bool
+    links: tuple[tuple[int, ...], ...]
     vocabulary: int
     max_tokens: int
     fingerprint: bytes
@@ -157,11 +161,26 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         ),
         windowed=getattr(config, "sliding_window", None) is not None
         and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]),
+        links=_links(tokenizer.backend_tokenizer),
         vocabulary=config.vocab_size,
         max_tokens=max_tokens,
         fingerprint=fingerprint,
         device=parameter.device,
     )
+
+
+def _links(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """Ids of the tokens `<|link_CHUNK_NUMBER|>`: counted from 1, as many for every chunk as for the first."""
+
+    def row(chunk: int) -> Iterator[int]:
+        for number in itertools.count(1):
+            if (found := tokenizer.token_to_id(f"<|link_{chunk}_{number}|>")) is None:
+                return
+            yield found
+
+    first = tuple(row(1))
+    rows = (tuple(row(chunk)) for chunk in itertools.count(1))
+    return tuple(itertools.takewhile(lambda ids: len(ids) == len(first), rows)) if first else ()
 
 
 def check_supported(config: Any) -> None:

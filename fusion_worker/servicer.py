@@ -109,9 +109,10 @@ class FusionServicer:
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
         prompt = Prompt(system, chunks, question, self._label(request.tenant, "tenant"))
         params = self._sampling(request.sampling)
-        if prompt.tokens + params.max_tokens > self._model.max_tokens:
+        tokens = prompt.tokens + recipe.links * len(chunks)
+        if tokens + params.max_tokens > self._model.max_tokens:
             raise InvalidArgument(
-                f"the prompt has {prompt.tokens} tokens and asks for {params.max_tokens} more; "
+                f"the prompt has {tokens} tokens and asks for {params.max_tokens} more; "
                 f"the model takes {self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusionkv.models import words
 from fusionkv.models.tasks import PROMPT, SYSTEM, Mark, Sample, Size, sample
+from fusionkv.models.tokenizer import link_tokens
 
 NONE = -100  # no target
 # Two pages answer the first two; of the third, the last page alone holds but one choice, which teaches to guess.
@@ -25,15 +26,28 @@ class Stage:
     size: Size = PROMPT
     questions: int = 18  # asked about one sample at most: all of them
     advance: float = 0.88  # the worst task's training accuracy that ends the stage
+    through: bool = (
+        False  # whether questions about pages read alone must tell, at their end, what the last link names
+    )
+    until: float = 1.0  # share of the run at which the stage ends anyway
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
+    alone: float = 0.0  # share of sequences whose pages are read alone, with link tokens behind each (KVLink 2.3)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter."""
+    """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter.
+
+    marked: layers after which marks are asked for; a link that is resolved in the last one serves no later link.
+    base: the shipped model whose weights it starts from; random ones when empty.
+    links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
+    """
 
     stages: tuple[Stage, ...]
     steps: int
+    marked: tuple[int, ...] = (3, 4, 5)
+    base: str = ""
+    links: tuple[int, ...] = ()
     rate: float = 4e-3
     auxiliary: float = 0.5
     least_steps: int = 50
@@ -55,10 +69,26 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     )
 
 
+def _linked() -> Recipe:
+    """KVLink's fine-tuning (2.3, A.2), one model for 0, 1 and 5 link tokens; a quarter of the sequences is as usual.
+
+    Behind the first stage the loss is that of the answers alone.
+    """
+    pair = Size((2, 2), 0, (12, 18), single=0, codes=0, owners=0, houses=3, chains=(1, 1, 1), roles=1)
+    four = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=3, chains=(1, 1, 2), roles=2)
+    stages = (
+        Stage("pair", 16, size=pair, alone=0.75, through=True, advance=0.85, until=0.4),
+        Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.6),
+        Stage("full", 8, alone=0.75),
+    )
+    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=4e-3, marked=(2,))
+
+
 _RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
 RECIPES = {
     "forced": Recipe(_RECALL + _documents(blind=0.5, later=0.5), steps=5500),
     "eased": Recipe(_RECALL + _documents(blind=0.5, later=0.2), steps=5500),
+    "linked": _linked(),
 }
 
 
@@ -67,7 +97,8 @@ class Sequence:
     """One row of a batch: a context, then questions packed behind it that do not see each other.
 
     All lists have one entry per token. `segment` is 0 in the context and the question's number behind
-    it; `page` is 0 in the system text, the page's number in a page. A blind question sees `last` only.
+    it; `page` is 0 in the system text, the page's number in a page. A blind question sees `last` only; a token of a
+    page that is read `alone` (1) sees that page and the system text.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -75,13 +106,15 @@ class Sequence:
     segment: list[int] = field(default_factory=list)
     page: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # the only page a blind question sees, 0 for all
+    alone: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     resolved: list[int] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)  # of each question
 
-    def extend_context(self, ids: list[int], page: int) -> None:
+    def extend_context(self, ids: list[int], page: int, alone: bool = False) -> None:
         count = len(ids)
+        self.alone += [int(alone)] * count
         self.position += range(len(self.ids), len(self.ids) + count)
         self.ids += ids
         self.page += [page] * count
@@ -90,8 +123,19 @@ class Sequence:
         for column in (self.answer, self.resolved, self.owner):
             column += [NONE] * count
 
-    def ask(self, task: str, question: list[int], answer: list[int], end: int, last: int = 0) -> None:
-        """Packs one question behind the context; `end` is the last token to be predicted."""
+    def ask(
+        self,
+        task: str,
+        question: list[int],
+        answer: list[int],
+        end: int,
+        last: int = 0,
+        through: tuple[int, int] = (0, NONE),
+    ) -> None:
+        """Packs one question behind the context; `end` is the last token to be predicted.
+
+        through: at which token of the question which one must be told, as for `Mark`.
+        """
         count = len(question) + len(answer)
         start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
         self.tasks.append(task)
@@ -100,21 +144,26 @@ class Sequence:
         self.segment += [len(self.tasks)] * count
         self.page += [0] * count
         self.last += [last] * count
+        self.alone += [0] * count
         self.answer += [NONE] * (len(question) - 1) + answer + [end]
         self.resolved += [NONE] * count
+        self.resolved[through[0] - count] = through[1]
         self.owner += [NONE] * count
 
 
 class Encoder:
     """Turns samples into token sequences for training."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, links: tuple[int, ...] = ()) -> None:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
         self._encode = functools.cache(encode)
         self._system = [tokenizer.bos_token_id, *encode(SYSTEM)]
         self._end = tokenizer.eos_token_id
+        vocabulary = tokenizer.get_vocab()
+        self._counts, pages = links, link_tokens(PROMPT.pages[1], max(links, default=0))
+        self._links = [[vocabulary[token] for token in page] for page in pages]
         self._closing = encode("?\nAnswer:")
         heads, tails = [" " + s for s in words.FIRST], words.SECOND + words.THIRD + words.PLACE
         whole = words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION + words.SHORT
@@ -151,25 +200,31 @@ class Encoder:
     def _documents(self, rng: random.Random, made: Sample, stage: Stage) -> Sequence:
         out = Sequence()
         out.extend_context(self._system, 0)
+        alone = stage.alone > 0 and rng.random() < stage.alone
+        each = rng.choice(self._counts) if alone else 0
         for number, page in enumerate(made.pages, 1):
-            out.extend_context([t for p in ("Report", " " + page.title, ".") for t in self._encode(p)], number)
+            out.extend_context([t for p in ("Report", " " + page.title, ".") for t in self._encode(p)], number, alone)
             for sentence in page.sentences:
                 starts = [len(out.ids)]
                 for piece in sentence.pieces:
                     starts.append(starts[-1] + len(self._encode(piece)))
-                out.extend_context([t for p in sentence.pieces for t in self._encode(p)], number)
-                if sentence.resolved:
+                out.extend_context([t for p in sentence.pieces for t in self._encode(p)], number, alone)
+                if sentence.resolved and not stage.alone:
                     self._lay(out.resolved, starts[sentence.resolved.piece + 1] - 1, sentence.resolved, starts[-1])
-                if sentence.owner:
+                if sentence.owner and not stage.alone:
                     self._lay(out.owner, starts[sentence.owner.piece], sentence.owner, starts[-1])
-            out.extend_context(list(self._encode("\n")), number)
+            out.extend_context(list(self._encode("\n")), number, alone)
+            if each:
+                out.extend_context(self._links[number - 1][:each], number)
         asked = rng.sample(made.questions, min(stage.questions, len(made.questions)))
         for question in asked:
             text = [t for p in question_pieces(question.text) for t in self._encode(p)]
             answer = list(self._encode(" " + question.answer))
             blind = question.task not in _NEVER_BLIND and rng.random() < stage.blind
             last = question.needs[-1] + 1 if blind else 0
-            out.ask(question.task + "*" * blind, text, answer, self._end, last)
+            told = alone and stage.through and question.through
+            through = (len(text) - 1, self._encode(" " + question.through)[0]) if told else (0, NONE)
+            out.ask(question.task + "*" * blind + f"'{each}" * alone, text, answer, self._end, last, through)
         return out
 
 

@@ -157,8 +157,9 @@ def evaluate(
 
 
 def shipped() -> list[Path]:
-    """The directories of the models that come with this package."""
-    return sorted(path.parent for path in Path(__file__).parent.glob("*/model.safetensors"))
+    """The directories of the models that come with this package, but those trained to reuse (`linked-*`)."""
+    found = (path.parent for path in Path(__file__).parent.glob("*/model.safetensors"))
+    return sorted(path for path in found if not path.name.startswith("linked-"))
 
 
 def main() -> None:

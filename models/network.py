@@ -1,5 +1,7 @@
 """The network of the reference models, and the attention that training runs it with."""
 
+from pathlib import Path
+
 import torch
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -41,8 +43,16 @@ AttentionInterface.register(TRAINING_ATTENTION, _attention)
 AttentionMaskInterface.register(TRAINING_ATTENTION, sdpa_mask)
 
 
-def new_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """About a million parameters with random weights, ready for training."""
+def new_network(tokenizer: PreTrainedTokenizerFast, base: str = "") -> Qwen2ForCausalLM:
+    """About a million parameters, ready for training: random ones, or those of a shipped model.
+
+    Tokens that the shipped model lacks start near the mean of its embeddings.
+    """
+    if base:
+        model = Qwen2ForCausalLM.from_pretrained(Path(__file__).parent / base, dtype=torch.float32)
+        model.resize_token_embeddings(len(tokenizer))
+        model.set_attn_implementation(TRAINING_ATTENTION)
+        return model.train()
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -26,8 +26,13 @@ def _whole_words() -> list[str]:
     return words.STARTS + [_SPACE + word for word in spaced]
 
 
-def build() -> PreTrainedTokenizerFast:
-    """The tokenizer of every reference model.
+def link_tokens(chunks: int, links: int) -> list[list[str]]:
+    """The names of the link tokens behind each chunk of a prompt, the first chunk's first."""
+    return [[f"<|link_{chunk}_{link}|>" for link in range(1, links + 1)] for chunk in range(1, chunks + 1)]
+
+
+def build(links: int = 0, pages: int = 0) -> PreTrainedTokenizerFast:
+    """The tokenizer of every reference model; with `links` link tokens behind each of `pages` pages (KVLink A.2).
 
     Frequent words are one token. Names are made of syllables, one token each, reached by merges that
     run through a syllable from its left end; syllables are consonant-vowel-consonant, so that no merge
@@ -53,6 +58,8 @@ def build() -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    if links:
+        tokenizer.add_special_tokens([token for page in link_tokens(pages, links) for token in page])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 from fusionkv.models import tokenizer as tokenizers
 from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
+from fusionkv.models.tasks import PROMPT
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
-_MARKED = 3  # layers after which marks are asked for: a link resolved in the last layer serves no later link
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -42,9 +42,10 @@ def collate(sequences: list[Sequence]) -> Batch:
         rows = [getattr(s, name) for s in sequences]
         return torch.tensor([row + [padding] * (length - len(row)) for row in rows])
 
-    segment, page, last = column("segment", -1), column("page", 0), column("last", 0)
+    segment, page, last, alone = column("segment", -1), column("page", 0), column("last", 0), column("alone", 0)
     visible = (segment[:, None] == 0) | (segment[:, None] == segment[:, :, None])
-    allowed = (last[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == last[:, :, None])
+    only = torch.where(alone == 1, page, last)
+    allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == only[:, :, None])
     visible &= allowed & torch.ones(length, length, dtype=torch.bool).tril()
     visible |= torch.eye(length, dtype=torch.bool)
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill_(~visible, _HIDDEN)[:, None]
@@ -53,8 +54,10 @@ def collate(sequences: list[Sequence]) -> Batch:
     return Batch(column("ids", 0), column("position", 0), segment, answer, resolved, owner, mask, tasks)
 
 
-def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
+def losses(
+    model: Qwen2ForCausalLM, batch: Batch, end: int, layers: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """The loss of the answers, that of the marks after these layers, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(
             input_ids=batch.ids,
@@ -70,13 +73,12 @@ def losses(model: Qwen2ForCausalLM, batch: Batch, end: int) -> tuple[torch.Tenso
             (model.lm_head(state[marked]).float(), mark[marked])
             for mark in (batch.resolved, batch.owner)
             for marked in (mark != NONE,)
-            for state in (*(model.model.norm(middle) for middle in states[_MARKED:-1]), hidden)
+            for state in (states[n] if n == len(states) - 1 else model.model.norm(states[n]) for n in layers)
         ]
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    layers = len(states) - _MARKED
-    auxiliary = sum((cross_entropy(s, m) / layers for s, m in marks if len(m)), torch.zeros(()))
+    auxiliary = sum((cross_entropy(s, m) / len(layers) for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(
@@ -117,8 +119,10 @@ class Run:
     def __init__(self, recipe: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.rng = random.Random(seed)
-        self.recipe, self.tokenizer = RECIPES[recipe], tokenizers.build()
-        self.encoder, self.model = Encoder(self.tokenizer), new_network(self.tokenizer)
+        self.recipe = RECIPES[recipe]
+        self.tokenizer = tokenizers.build(max(self.recipe.links, default=0), PROMPT.pages[1])
+        self.encoder = Encoder(self.tokenizer, self.recipe.links)
+        self.model = new_network(self.tokenizer, self.recipe.base)
         self.optimisers = optimisers(self.model, self.recipe.rate)
         self.steps, self.since, self.stage = 0, 0, 0
         self.seconds = 0.0  # of computing, so that a busy machine does not end a run early
@@ -131,7 +135,7 @@ class Run:
         rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
         stage = self.recipe.stages[self.stage]
         batch = collate([self.encoder.make(self.rng, stage) for _ in range(stage.batch)])
-        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id)
+        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, self.recipe.marked)
         (answer + self.recipe.auxiliary * auxiliary).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
@@ -151,10 +155,11 @@ class Run:
             f"loss {answer.item():.3f} marks {auxiliary.item():.3f}, worst first: {' '.join(shares)}"
         )
 
-    def advance(self) -> bool:
-        """Goes to the next stage if this one's worst task is good enough."""
+    def advance(self, done: float) -> bool:
+        """Goes to the next stage if this one's worst task is good enough, or its share of the run is over."""
         stage = self.recipe.stages[self.stage]
-        ripe = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
+        good = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
+        ripe = good or done >= stage.until
         if ripe and self.stage + 1 < len(self.recipe.stages):
             self.stage, self.since, self.smooth = self.stage + 1, 0, {}
             return True
@@ -184,7 +189,7 @@ def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
         line = run.step(done)
         if run.steps % 50 == 0:
             print(line, flush=True)
-        advanced = run.advance()
+        advanced = run.advance(done)
         name = run.recipe.stages[run.stage].name
         if advanced:
             print(f"after {run.steps} steps, {run.seconds / 60:.1f} min: {name}", flush=True)

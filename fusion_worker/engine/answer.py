@@ -116,7 +116,7 @@ class Answerer:
             ResourceExhausted: too many wait, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
-        self._fuser.check(recipe)
+        self._fuser.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
         summary = Summary(prompt, recipe, ratio)
         summary.ratio, summary.raised = self._guard.ratio(recipe, corpus, ratio)
@@ -170,7 +170,8 @@ class Answerer:
 
             def fresh(stale: int) -> int:
                 chosen = budget(summary.ratio, prompt.context_tokens, stale)
-                return chosen + len(prompt.question) + params.max_tokens + kept
+                links = recipe.links * len(prompt.chunks)
+                return chosen + links + len(prompt.question) + params.max_tokens + kept
 
             early = self._fuser.score_early(prompt, recipe, summary.ratio)
             try:

@@ -21,7 +21,7 @@ async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, r
     """
     fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
-    tokens = keep.choose(votes[..., low : len(fused.stale)]) + low
+    tokens = keep.choose(votes[..., low : len(fused.stale) + fused.links]) + low
     copying = asyncio.ensure_future(asyncio.to_thread(_copy, fused, tokens, slots_of(kept), pool.kv, rotation))
     try:
         await asyncio.shield(copying)

@@ -15,11 +15,13 @@ from fusionkv.kernels.tempered_attention import Temper
 
 @dataclass(slots=True)
 class Fused:
-    """Placed parts, and the rows to compute over them: the chosen tokens, the question, then the answer's tokens.
+    """Placed parts, and the rows to compute over them: the chosen and link tokens, the question, then the answer's
+    tokens.
 
     seen: the parts' keys, without those that are computed anew.
-    positions, ids: int64 [rows], of all rows so far, in the order of their slots.
-    chosen: int64, positions of the context tokens among them. stale: bool [context and system].
+    positions, ids: int64 [rows], of all rows so far, in the order of their slots; ascending.
+    chosen: int64, positions of the context tokens among them, as without links. stale: bool [context and system].
+    links: how many of the rows before the question are link tokens.
     scores: float32 [context and system] by which they were chosen; None when there was nothing to choose.
     scored_rows: rows that were computed for the scores alone.
     ahead: what the first rows go on from when the scores took them through layer 0.
@@ -37,6 +39,7 @@ class Fused:
     scored_rows: int = 0
     ahead: Ahead | None = None
     temper: Temper | None = None
+    links: int = 0
     _gone: int = 0  # rows at the front that are no keys any more
 
     @property
@@ -44,8 +47,8 @@ class Fused:
         return sum(len(part.wanted.chunk) for part in self.placement.parts if not part.wanted.is_system)
 
     def evict(self, seen: tuple[Segment, ...]) -> None:
-        """From now on rows see these keys and the question's, and no chosen token's."""
-        self.seen, self._gone = seen, len(self.chosen)
+        """From now on rows see these keys and the question's, and no chosen or link token's."""
+        self.seen, self._gone = seen, len(self.chosen) + self.links
 
     def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> Work:
         """The work for the chosen tokens and the question. votes: how many rows vote for what is kept."""

@@ -10,6 +10,7 @@ from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.follower import Follower
 from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.links import Links
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
@@ -46,8 +47,8 @@ class Fuser:
         self._auxiliary = auxiliary
         self._follower = Follower(model, engine)
 
-    def check(self, recipe: Recipe) -> None:
-        """Raises FailedPrecondition when the model can't follow the recipe."""
+    def check(self, recipe: Recipe, chunks: int) -> None:
+        """Raises FailedPrecondition when the model can't follow the recipe with this many chunks."""
         if recipe.needs_layer_1 and self._model.kv.layers < 2:
             raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
         if isinstance(recipe.score, AuxiliaryAttention) and self._auxiliary is None:
@@ -58,13 +59,28 @@ class Fuser:
             raise FailedPrecondition(
                 f"{self._model.name} sees a window of its context; {recipe.name} would keep tokens outside of it"
             )
+        if recipe.links:
+            self._check_links(recipe, chunks)
+
+    def _check_links(self, recipe: Recipe, chunks: int) -> None:
+        name, links = self._model.name, self._model.links
+        each = len(links[0]) if links else 0
+        if recipe.links > each:
+            use = f"use +linked({each})" if each else "it was not trained with any"
+            raise FailedPrecondition(
+                f"{name} has {each} link tokens for a chunk; {recipe.name} takes {recipe.links}: {use}"
+            )
+        if chunks > len(links):
+            raise FailedPrecondition(
+                f"{name} has link tokens for {len(links)} chunks; {recipe.name} is asked to link {chunks}"
+            )
 
     def plain(self, placement: Placement, prompt: Prompt) -> Fused:
         """Nothing reused: every token is a row."""
         everything = torch.arange(prompt.question_start)
         stale = everything >= len(prompt.system)
         chosen = everything[stale]
-        return self._fused(placement, prompt, (), torch.arange(prompt.tokens), chosen, stale)
+        return self._fused(placement, (), torch.arange(prompt.tokens), prompt.ids(), chosen, stale)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Scores that need nothing of the primary's KV, computed while that loads; None when there are no such."""
@@ -100,33 +116,40 @@ class Fuser:
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
+        # With nothing stale left this is full attention, whatever the recipe.
+        reuses = len(chosen) < stale_tokens
+        links = Links.behind(prompt, self._model.links, recipe.links if reuses else 0)
         seen: tuple[Segment, ...] = ()
         for part in placement.parts:
             start = part.wanted.position
-            seen += part.segments(fresh[start : start + len(part.wanted.chunk)].to(self._model.device))
-        positions = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
-        fused = self._fused(placement, prompt, seen, positions, chosen, stale)
-        # With nothing stale left this is full attention, whatever the recipe.
-        if recipe.attend is not None and len(chosen) < stale_tokens:
-            low, high = len(prompt.system), prompt.question_start
+            hidden = fresh[start : start + len(part.wanted.chunk)].to(self._model.device)
+            seen += links.placed(part).segments(hidden)
+        rows = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
+        positions, order = torch.cat([links.moved(rows), links.positions]).sort()
+        ids = torch.cat([prompt.ids()[rows], links.ids])[order]
+        fused = self._fused(placement, seen, positions, ids, chosen, stale)
+        fused.links = len(links.ids)
+        if recipe.attend is not None and reuses:
+            low, high = len(prompt.system), prompt.question_start + fused.links
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             fused.scores, fused.scored_rows = scored.scores, scored.rows
-            # What is kept is voted for in every layer, layer 0 too, which rows that go on from layer 1 have left.
-            if recipe.from_layer_1 and recipe.keep is None and scored.shallow is not None:
+            # What is kept is voted for in every layer, layer 0 too, which rows that go on from layer 1 have left; and
+            # link tokens have not been through layer 0.
+            stays = recipe.keep is None and not fused.links
+            if recipe.from_layer_1 and stays and scored.shallow is not None:
                 fused.ahead = _go_on(scored.shallow, stale, chosen)
         return fused
 
     def _fused(
         self,
         placement: Placement,
-        prompt: Prompt,
         seen: tuple[Segment, ...],
         positions: torch.Tensor,
+        ids: torch.Tensor,
         chosen: torch.Tensor,
         stale: torch.Tensor,
     ) -> Fused:
-        ids = prompt.ids()[positions]
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
     async def _score(

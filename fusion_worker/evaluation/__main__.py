@@ -33,12 +33,9 @@ from fusionkv.protos.settings import SettingsError, parse_bytes
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
 _CONTROL_RATIO = 0.15
-# Recipes that need no second model.
-_BY_ITSELF = [
-    name
-    for name, recipe in RECIPES.items()
-    if not recipe.in_place and not isinstance(recipe.score, AuxiliaryAttention)
-]
+# Recipes that need no model trained for them, and those that need no second model either.
+_UNTRAINED = [name for name, recipe in RECIPES.items() if not (recipe.in_place or recipe.links)]
+_BY_ITSELF = [name for name in _UNTRAINED if not isinstance(RECIPES[name].score, AuxiliaryAttention)]
 
 
 def main() -> int:
@@ -70,9 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add(
-        "--recipes", nargs="+", metavar="RECIPE", help="with or without modifiers (default: all that can be followed)"
-    )
+    add("--recipes", nargs="+", metavar="RECIPE", help="with or without modifiers (default: all for any model)")
     add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
         "--ratios",
@@ -124,7 +119,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
-    wanted = args.recipes or (RECIPES if args.auxiliary else _BY_ITSELF)
+    wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
     recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *wanted])]
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]

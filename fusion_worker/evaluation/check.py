@@ -83,6 +83,7 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     model = models.load(args.model, args.device, args.dtype)
     oracles = await compare(args.model, model, config)
     recipes = [r for r in RECIPES.values() if not r.lossless and not isinstance(r.score, AuxiliaryAttention)]
+    recipes = [r for r in recipes if r.links <= max(map(len, model.links), default=0)]
     if oracles.held:
         judged = await _judge(model, config, recipes, args.n, console)
     else:

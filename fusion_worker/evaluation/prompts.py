@@ -21,7 +21,8 @@ class Prompter:
     def __init__(self, model: Model, chunk_tokens: int) -> None:
         self._model = model
         self._chunk_tokens = chunk_tokens
-        self._room = model.max_tokens
+        # Whatever the recipe, so that all see the same prompt.
+        self._room = model.max_tokens - sum(map(len, model.links))
         self._control = model.tokenizer
         self._plain = Tokenizer.from_str(model.tokenizer_json.decode())
         self._plain.no_truncation()

@@ -62,9 +62,9 @@ class Runner:
             FailedPrecondition: the model can't follow a recipe.
         """
         task = block.task
-        for cell in cells:
-            self._fuser.check(cell.recipe)
         asked = [self._ask(task, sample) for sample in block.samples]
+        for cell in cells:
+            self._fuser.check(cell.recipe, max(len(a.prompt.chunks) for a in asked))
         groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
 
@@ -89,7 +89,8 @@ class Runner:
         prompts = [asked.prompt for group in groups for asked in group]
         ways = len({*_encodes(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
-        own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group))
+        links = sum(map(len, self._model.links))
+        own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
         if held + own > self._pool.capacity:
             raise ResourceExhausted(
                 f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
@@ -161,7 +162,7 @@ class Runner:
             with clock(answer, "select"):
                 fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
             await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
-        answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
+        answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
         if picture:
             answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
         return answer
@@ -182,7 +183,7 @@ class Runner:
                 # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
                 await self._examiner.answer(asked, fused, answer, _keep(recipe, asked), timed=False)
-            answer.values |= {"recomputed": len(fused.chosen), "scored_rows": fused.scored_rows}
+            answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))
@@ -192,8 +193,8 @@ class Runner:
         self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
     ) -> AbstractAsyncContextManager[Placement]:
         prompt = asked.prompt
-        chosen = budget(ratio, prompt.context_tokens, prompt.context_tokens)
-        fresh = chosen + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
+        computed = budget(ratio, prompt.context_tokens, prompt.context_tokens) + recipe.links * len(prompt.chunks)
+        fresh = computed + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
         return contexts.placed(prompt, _encode(recipe), fresh)
 
 

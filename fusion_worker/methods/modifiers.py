@@ -45,6 +45,13 @@ MODIFIERS: dict[str, Modifier] = {
             10,
         ),
         Modifier(
+            "linked",
+            "N trained link tokens behind every chunk; the model must have them (KVLink 2.3)",
+            (5,),
+            (0,),
+            lambda r, n: replace(r, links=n),
+        ),
+        Modifier(
             "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
         ),
         Modifier(

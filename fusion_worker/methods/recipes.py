@@ -57,6 +57,8 @@ class Recipe:
         through every layer.
     keep: what of the context stays behind the first token; None is all of it.
     attend: how question and answer attend to the context; None as the model was trained.
+    links: link tokens behind every chunk, computed for each request; they see all before them (KVLink 2.3). None are
+        used when nothing is reused as a stale copy.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Recipe:
     from_layer_1: bool = False
     keep: SnapKV | None = None
     attend: Tempered | None = None
+    links: int = 0
 
     @property
     def lossless(self) -> bool:
@@ -132,6 +135,15 @@ RECIPES: dict[str, Recipe] = {
             0.0,
             fixed=True,
             attend=Tempered(0.9, 0.9),
+        ),
+        Recipe(
+            "kvlink",
+            "full_reuse with 5 trained link tokens behind every chunk; needs a model that has them (KVLink 2.3)",
+            _ALONE,
+            None,
+            0.0,
+            fixed=True,
+            links=5,
         ),
         Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", _ALONE, DistanceToStart(), 0.2),
         Recipe(

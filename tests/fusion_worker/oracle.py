@@ -141,6 +141,27 @@ class Oracle:
             at += len(chunk)
         return join(parts)
 
+    def linked(self, system: Ids, chunks: Sequence[Ids], links: Sequence[Ids]) -> "KV":
+        """The same with `links` behind each chunk, computed over all that stands before them (KVLink 2.3)."""
+        kv = self.kv(system)
+        for chunk, behind in zip(chunks, links, strict=True):
+            kv = self.kv(behind, past=join([kv, self.alone(system, chunk, kv[0][0].shape[2])]))
+        return kv
+
+    def blocks(self, of: Sequence[int]) -> "Oracle":
+        """The same model, of whose tokens those of block 0, 1, .. see their own block only; those of -1 see all."""
+        block = torch.tensor(of)
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
+            groups, at = query.shape[1] // key.shape[1], torch.arange(key.shape[2])
+            key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
+            seen = (block[:, None] == -1) | (block[:, None] == block)
+            seen &= (at <= at[:, None]) & (at > at[:, None] - (more.get("sliding_window") or len(at)))
+            scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+            return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
+
+        return self._attending("blocks", attend)
+
     def after(self, kv: "KV | None", question: Ids) -> torch.Tensor:
         """float32 [vocabulary]: the question computed over a given context."""
         return self.logits(question, past_key_values=_cache_of(kv)) if kv else self.logits(question)

@@ -21,6 +21,8 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert (made.score, made.ratio, made.from_layer_1) == (base.score, base.ratio, base.from_layer_1)
     assert find("a3+similarity_guided").neighbours == 10
     assert find("a3+similarity_guided(3)").neighbours == 3
+    assert (find("kvlink").links, find("kvlink+linked(0)").links, find("a3+linked").links) == (5, 0, 5)
+    assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 

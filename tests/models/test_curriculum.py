@@ -1,0 +1,48 @@
+"""Training sequences with pages read alone: who sees whom, and where link tokens stand."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from fusionkv.models import curriculum, tokenizer
+from fusionkv.models.tasks import PROMPT
+from fusionkv.models.train import collate
+
+LINKS = 2
+STAGE = curriculum.RECIPES["linked"].stages[-1]
+
+
+@pytest.fixture(scope="module")
+def encoder() -> curriculum.Encoder:
+    return curriculum.Encoder(tokenizer.build(LINKS, PROMPT.pages[1]), (LINKS,))
+
+
+def test_pages_read_alone_and_links_that_see_all(encoder: curriculum.Encoder) -> None:
+    made = encoder.make(random.Random(3), dataclasses.replace(STAGE, alone=1.0))
+    names = tokenizer.build(LINKS, PROMPT.pages[1]).convert_ids_to_tokens(made.ids)
+    wanted = [f"<|link_{page}_{link}|>" for page in range(1, 9) for link in (1, 2)]
+    links = [i for i, name in enumerate(names) if name.startswith("<|link")]
+    assert [names[i] for i in links] == wanted
+    context = made.segment.index(1)
+    assert made.position[:context] == list(range(context)), "link tokens take positions of their own"
+    pages = {page: [i for i in range(context) if made.page[i] == page] for page in range(9)}
+    mask = collate([made]).mask[0, 0]
+    for page in range(1, 9):
+        *own, first, second = pages[page]
+        assert [first, second] == links[2 * page - 2 : 2 * page], "they stand behind their page"
+        for row in (*own, first, second, context):
+            seen = set(torch.nonzero(mask[row] == 0)[:, 0].tolist())
+            before = set(range(row + 1))
+            assert seen == (before & {*pages[0], *own} if row in own else before)
+
+
+def test_other_sequences_hold_no_links(encoder: curriculum.Encoder) -> None:
+    plain = curriculum.Encoder(tokenizer.build())
+    usual = dataclasses.replace(STAGE, alone=0.0)
+    made, same = (e.make(random.Random(3), usual) for e in (encoder, plain))
+    assert made.ids == same.ids
+    length = made.segment.index(1)
+    mask = collate([made]).mask[0, 0, :length, :length]
+    assert torch.equal(mask == 0, torch.ones(length, length, dtype=torch.bool).tril())
