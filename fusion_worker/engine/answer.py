@@ -25,6 +25,7 @@ from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.engine.shadow import Sample, Shadow
 from fusionkv.fusion_worker.engine.text import TextStream
+from fusionkv.fusion_worker.engine.work import Result
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
@@ -216,8 +217,11 @@ class Answerer:
         with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
             span.set_attribute("fusionkv.rows", len(fused.ids))
             votes = len(summary.prompt.question) if summary.kept else 0
-            result = await self._engine.run(fused.prefill(sampler, logits=int(watched), votes=votes))
-        if result.logits is not None:
+            if fused.logits is not None and not votes:
+                result = Result(token=sampler.draw(fused.logits), logits=fused.logits[None])
+            else:
+                result = await self._engine.run(fused.prefill(sampler, logits=int(watched), votes=votes))
+        if watched and result.logits is not None:
             summary.first_logits = result.logits[0]
         stages.seconds["ttft"] = time.perf_counter() - arrived
         _record(summary)

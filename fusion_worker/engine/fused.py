@@ -25,6 +25,7 @@ class Fused:
     scores: float32 [context and system] by which they were chosen; None when there was nothing to choose.
     scored_rows: rows that were computed for the scores alone.
     ahead: what the first rows go on from when the scores took them through layer 0.
+    logits: float32 [vocabulary], of the token behind the rows, when they have been computed already.
     temper: how the rows attend to the context, when not as usual.
     """
 
@@ -39,6 +40,7 @@ class Fused:
     scored_rows: int = 0
     ahead: Ahead | None = None
     temper: Temper | None = None
+    logits: torch.Tensor | None = None
     links: int = 0
     _gone: int = 0  # rows at the front that are no keys any more
 

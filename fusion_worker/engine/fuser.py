@@ -104,6 +104,21 @@ class Fuser:
 
         scored: what `score` gave for the same parts; without it they are scored now, if there is a choice.
         """
+        if recipe.adapt is None or not 0.0 < ratio < 1.0:
+            return await self._fuse(placement, prompt, recipe, ratio, scored)
+        first = await self._fuse(placement, prompt, recipe, ratio * recipe.adapt.first, scored)
+        logits = (await self._engine.run(first.prefill(logits=1))).logits
+        assert logits is not None
+        if float(logits[0].softmax(-1).max()) >= recipe.adapt.certain:
+            first.logits = logits[0]
+            return first
+        fused = await self._fuse(placement, prompt, recipe, ratio, scored)
+        fused.scored_rows += first.scored_rows + len(first.ids)
+        return fused
+
+    async def _fuse(
+        self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None
+    ) -> Fused:
         stale = _stale(placement, prompt)
         stale_tokens = int(stale.sum())
         count = budget(ratio, prompt.context_tokens, stale_tokens)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.methods.choose import Window
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Isolated, Recipe, SimilarityGuided
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -32,6 +32,14 @@ def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
     return replace(recipe, choose=Window(size, least))
 
 
+def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
+    if first >= 100 or certain >= 1000:
+        raise InvalidArgument(f"adaptive({first},{certain}) takes less than 100 percent and less than 1000 per mille")
+    if recipe.fixed:
+        raise InvalidArgument(f"{recipe.name} has one ratio, so there is nothing to adapt")
+    return replace(recipe, adapt=Adaptive(first / 100, certain / 1000))
+
+
 MODIFIERS: dict[str, Modifier] = {
     modifier.name: modifier
     for modifier in (
@@ -53,6 +61,13 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
+        ),
+        Modifier(
+            "adaptive",
+            "N% of the ratio first, all of it if the first token then has less than M per mille (docs/selection.md)",
+            (33, 990),
+            (1, 1),
+            _adaptive,
         ),
         Modifier(
             "snapkv",

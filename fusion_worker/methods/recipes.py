@@ -45,6 +45,17 @@ class Tempered:
 
 
 @dataclass(frozen=True, slots=True)
+class Adaptive:
+    """Recomputes little first, and as much as the ratio says when the first token is in doubt.
+
+    first: share of the ratio that comes first. certain: the least probability of a first token that is not in doubt.
+    """
+
+    first: float
+    certain: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """How a prompt's context is made.
 
@@ -59,6 +70,7 @@ class Recipe:
     attend: how question and answer attend to the context; None as the model was trained.
     links: link tokens behind every chunk, computed for each request; they see all before them (KVLink 2.3). None are
         used when nothing is reused as a stale copy.
+    adapt: whether the ratio is the most, to be used when less leaves the first token in doubt.
     """
 
     name: str
@@ -72,6 +84,7 @@ class Recipe:
     keep: SnapKV | None = None
     attend: Tempered | None = None
     links: int = 0
+    adapt: Adaptive | None = None
 
     @property
     def lossless(self) -> bool:

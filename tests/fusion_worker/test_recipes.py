@@ -5,7 +5,7 @@ import torch
 
 from fusionkv.fusion_worker.methods.choose import TopK, Window, top_k
 from fusionkv.fusion_worker.methods.modifiers import find
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Isolated, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Isolated, SimilarityGuided
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -23,6 +23,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert find("a3+similarity_guided(3)").neighbours == 3
     assert (find("kvlink").links, find("kvlink+linked(0)").links, find("a3+linked").links) == (5, 0, 5)
     assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
+    assert find("trace+adaptive").adapt == Adaptive(0.33, 0.99)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 
@@ -44,6 +45,9 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+window(4,5)", "a window of 4 tokens never holds 5"),
         ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
         ("full_attention+window", "full_attention is full attention"),
+        ("full_reuse+adaptive", "full_reuse has one ratio"),
+        ("trace+adaptive(100)", "less than 100 percent"),
+        ("trace+adaptive(10,1000)", "less than 1000 per mille"),
         ("prefix_cache+a3", "unknown modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention"),
     ],

@@ -1,0 +1,46 @@
+"""A little first, and more when the first token is in doubt: each time as the plain recipe at that ratio."""
+
+from typing import Any
+
+import pytest
+
+CLOSE = 1e-4
+RATIO, FIRST = 0.5, 40
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 40, 25)], tools.random_ids(6, 99)
+
+
+@pytest.mark.parametrize("recipe", ["prophetkv", "trace", "cacheblend", "prophetkv+snapkv(16)"])
+@pytest.mark.parametrize("doubt", [False, True])
+async def test_the_ratio_follows_the_first_token(
+    recipe: str, doubt: bool, start: Any, parts: Any, tools: Any
+) -> None:
+    rig = await start("qwen3")
+    # 260 tokens: the likeliest one always has more than 1 per mille, and 999 it has never in a random model.
+    adaptive = f"{recipe}+adaptive({FIRST},{999 if doubt else 1})"
+    found = await rig.ask(*parts, recipe=adaptive, ratio=RATIO, max_tokens=3)
+    plain = await rig.ask(*parts, recipe=recipe, ratio=RATIO * (1 if doubt else FIRST / 100), max_tokens=3)
+    assert found.ids == plain.ids
+    assert found.summary.tokens_recomputed == plain.summary.tokens_recomputed > 0
+    for one, other in zip(found.logits, plain.logits, strict=True):
+        assert tools.error(one, other) < CLOSE
+    await rig.settled()
+
+
+async def test_sampling_draws_from_the_same_logits(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    more = {"temperature": 1.0, "seed": 7, "max_tokens": 4}
+    found = await rig.ask(*parts, recipe=f"prophetkv+adaptive({FIRST},1)", ratio=RATIO, **more)
+    plain = await rig.ask(*parts, recipe="prophetkv", ratio=RATIO * FIRST / 100, **more)
+    assert found.ids == plain.ids
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_no_choice_is_no_trial(ratio: float, start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    answer = await rig.ask(*parts, recipe="prophetkv+adaptive", ratio=ratio)
+    # The first chunk stands where it was encoded.
+    assert answer.summary.tokens_recomputed == ratio * sum(map(len, parts[1][1:]))
