@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, MAX_TOKENS
+from fusionkv.fusion_worker.methods.recipes import RECIPES
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
@@ -164,21 +165,9 @@ async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
     assert said.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
     assert (said.bos_token, said.max_tokens, said.embedding_dim) == (256, 2048, 64)
     assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
-    assert {r.name: (r.default_ratio, r.neighbours) for r in said.recipes} == {
-        "full_attention": (1.0, 0),
-        "prefix_cache": (0.0, 0),
-        "full_reuse": (0.0, 0),
-        "ape": (0.0, 0),
-        "epic": (0.2, 0),
-        "cacheblend": (0.15, 0),
-        "kvshare": (0.2, 0),
-        "cache_craft": (0.15, 0),
-        "a3": (0.15, 0),
-        "fusionrag": (0.15, 10),
-        "prophetkv": (0.2, 0),
-        "trace": (0.15, 0),
-        "cacheclip": (0.2, 0),
-    }
+    assert [r.name for r in said.recipes] == list(RECIPES)
+    told = {r.name: (r.default_ratio, r.neighbours) for r in said.recipes}
+    assert (told["full_attention"], told["prophetkv"], told["fusionrag"]) == ((1.0, 0), (0.2, 0), (0.15, 10))
     with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):
         await rig.ask([1], [[2]], [3], model_fingerprint=b"x" * 32)
     assert (await rig.ask([1], [[2]], [3], model_fingerprint=said.fingerprint)).ids
