@@ -34,7 +34,7 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 
 SYSTEM, QUESTION, CHUNK = 32, 32, 512
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-ROWS = (("full_reuse", 0.0), ("prophetkv", 0.15), ("fusionrag", 0.15))
+ROWS = (("full_reuse", 0.0), ("prophetkv", 0.15), ("fusionrag", 0.15), ("trace", 0.15))
 
 
 def qwen_half_billion(dtype: torch.dtype) -> models.Model:

@@ -32,7 +32,9 @@ class WorkerConfig:
         "plain", "how KV is stored: plain, or in one byte a number (int8, fp8), which is stale everywhere"
     )
     lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
-    fetch_timeout: float = setting(10.0, "seconds for fetching one chunk before it counts as a fault", low=0.001)
+    fetch_timeout: float = setting(
+        5.0, "seconds for fetching a request's chunks, after which it is answered by plain prefill", low=0.001
+    )
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
     auxiliary: str = setting("", "directory of a small second model that chooses tokens (recipe cacheclip)")
     auxiliary_pool_bytes: int = setting(1 << 28, "size of its KV pool in host memory", bytes=True, low=1 << 20)

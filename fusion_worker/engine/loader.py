@@ -94,13 +94,21 @@ class Loader:
             with clock(stages, "load"):
                 placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
                 with tracer.start_as_current_span("fusionkv.load") as span:
-                    await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
+                    await self._fetched(placement)
                     span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
             await leased.aclose()
             with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
                 span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
                 await _ready(part.resident for part in placement.parts)
             yield placement
+
+    async def _fetched(self, placement: Placement) -> None:
+        """Waits for what is fetched; a cache that is slow over all of it costs no more than `fetch_timeout`."""
+        try:
+            async with asyncio.timeout(self._config.fetch_timeout):
+                await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
+        except TimeoutError as error:
+            raise CacheFault(f"fetches took longer than {self._config.fetch_timeout:g} s together") from error
 
     @asynccontextmanager
     async def parts(self, wanted: Sequence[Wanted]) -> AsyncIterator[Placement]:

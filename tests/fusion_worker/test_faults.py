@@ -134,7 +134,7 @@ async def test_a_fetch_that_fails(
         assert tools.error(answer.logits[0], expected) < CLOSE
         assert s.degraded
         # A broken connection may fail the other request's lookup as well.
-        assert s.degraded_reason.startswith(("fetch failed: ", "lookup failed: "))
+        assert s.degraded_reason.startswith(("fetch failed: ", "lookup failed: ", "fetches took longer "))
         assert s.ratio == 1.0
         assert s.tokens_recomputed == s.context_tokens == 160
         assert (len(s.hits), s.chunks_missed, s.tokens_encoded, s.bytes_fetched) == (0, 0, 0, 0)
@@ -166,6 +166,34 @@ async def test_a_request_beside_one_that_fails(
     assert first.cancelled()
     assert answer.summary.degraded
     assert tools.error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    await rig.settled()
+
+
+async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
+    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    system, question = tools.random_ids(6, 1), tools.random_ids(5, 2)
+    chunks = [tools.random_ids(80, n) for n in range(6)]
+    maker = await start("llama", cache=cache_service)
+    await maker.ask(system, chunks, question, tenant=tenant)
+    await maker.stored()
+
+    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH, max_loads=1)
+    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
+    await rig.stored()
+
+    def crawl(data: bytes) -> bytes:
+        time.sleep(0.4)  # under a fetch's own timeout, and over it for six of them
+        return data
+
+    line.down = crawl
+    started = time.perf_counter()
+    answer = await rig.ask(system, chunks, question, tenant=tenant, ratio=0.0)
+    assert time.perf_counter() - started < LOOKUP + FETCH + 3
+    assert answer.summary.degraded_reason == "fetches took longer than 1 s together"
+    whole = [*system, *itertools.chain(*chunks), *question]
+    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
+    line.heal()
     await rig.settled()
 
 
