@@ -75,6 +75,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
 	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
 
+.PHONY: soak
+soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind
+	@$(PY) -m fusionkv.fusion_worker.soak $(ARGS)
+
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)

@@ -101,7 +101,7 @@ async def bench(contexts: list[int], repeats: int, dtype: torch.dtype, console: 
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
         async with (
-            cache_process(Path(directory), 2 * pool_bytes) as address,
+            cache_process(Path(directory), 2 * pool_bytes) as (address, _),
             _servicer(model, address, pool_bytes) as servicer,
         ):
             with Progress(console=console) as progress:
@@ -174,8 +174,10 @@ async def _servicer(model: models.Model, address: str, pool_bytes: int) -> Async
 
 
 @asynccontextmanager
-async def cache_process(directory: Path, memory_bytes: int, disk_bytes: int = 8 << 30) -> AsyncIterator[str]:
-    """The address of a cache service process with these tiers."""
+async def cache_process(
+    directory: Path, memory_bytes: int, disk_bytes: int = 8 << 30
+) -> AsyncIterator[tuple[str, int]]:
+    """Address and process id of a cache service with these tiers."""
     address = f"unix:{directory}/cache.sock"
     command = ["-m", "fusionkv.kvcache_service", "--listen", address, "--data-dir", str(directory / "kv")]
     command += ["--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes)]
@@ -184,7 +186,7 @@ async def cache_process(directory: Path, memory_bytes: int, disk_bytes: int = 8 
     if b"serving" not in await process.stdout.readline():
         raise RuntimeError("the cache service did not start")
     try:
-        yield address
+        yield address, process.pid
     finally:
         process.terminate()
         await process.wait()

@@ -57,7 +57,7 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
         task = progress.add_task("overlap", total=2 * len(SYSTEMS) * len(SHARES))
         # Memory for a chunk: everything else lies on disk.
         memory = max(1 << 20, traffic.chunk_tokens * model.kv.token_bytes)
-        async with cache_process(Path(directory), memory) as address:
+        async with cache_process(Path(directory), memory) as (address, _):
             async with _worker(model, traffic, address) as first:
                 await fill(first, traffic)
                 station = Station(first)

@@ -44,11 +44,11 @@ class FusionServicer:
         self._config = config
         self._model = model
         self._verdict = verdict
-        self._cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
+        self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self.engine = Engine(model, self.pool, config)
-        self.loader = Loader(config, model, self.pool, self.engine, self._cache)
-        self.auxiliary = Auxiliary(config, model, auxiliary, self._cache) if auxiliary is not None else None
+        self.loader = Loader(config, model, self.pool, self.engine, self.cache)
+        self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
         self._encoder = Encoder(self.loader)
         self._embedder = Embedder(model, self.engine, self.loader)
@@ -66,8 +66,8 @@ class FusionServicer:
         self.engine.close()
         if self.auxiliary is not None:
             await self.auxiliary.close()
-        if self._cache is not None:
-            await self._cache.close()
+        if self.cache is not None:
+            await self.cache.close()
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
         model = self._model

@@ -163,7 +163,7 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
     base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
-        async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as address:
+        async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
             # Half the base, and what the requests in flight need of their own.
             config = WorkerConfig(
                 cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20

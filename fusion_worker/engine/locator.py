@@ -1,14 +1,14 @@
 """Asks the cache service where a prompt's parts are, in one call, and names those it lacks."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from fusionkv.fusion_worker.engine.placement import Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind
+from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
 from fusionkv.protos.errors import ServiceError
 
 
@@ -118,8 +118,13 @@ class Locator:
         if self._cache is None:
             yield [_MISS] * len(path)
             return
+        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=self._timeout))
         try:
-            found = await self._cache.lookup(namespace, path, timeout=self._timeout)
+            found = await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            # Asked is leased: the answer is waited for, to be let go of.
+            self._later(self._forget(asking))
+            raise
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
         try:
@@ -129,9 +134,17 @@ class Locator:
         finally:
             if found.lease:
                 # Nobody waits for it: a lease that is not released expires.
-                task = asyncio.create_task(self._release(found.lease))
-                self._releases.add(task)
-                task.add_done_callback(self._releases.discard)
+                self._later(self._release(found.lease))
+
+    def _later(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _forget(self, asking: "asyncio.Task[Lookup]") -> None:
+        with suppress(ServiceError):
+            if lease := (await asking).lease:
+                await self._release(lease)
 
     async def _release(self, lease: int) -> None:
         assert self._cache is not None

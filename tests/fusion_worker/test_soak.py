@@ -6,7 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from fusionkv.fusion_worker import models, soak
+from fusionkv.fusion_worker.evaluation import jobs as models_of
 from fusionkv.kvcache_service.client import CacheClient
 
 pytestmark = pytest.mark.system
@@ -50,6 +53,35 @@ async def test_answers_under_pressure(
     assert sum(s.tokens_encoded for s in second) == 0, "the second time all is found"
     tiers = {h.tier for s in second for h in s.hits}
     assert {"device", "memory"} <= tiers
+
+
+async def test_requests_given_up_leave_no_lease(cache_service: str, start: Any, tools: Any, tenant: str) -> None:
+    rig, dice = await start("llama", cache=cache_service), random.Random(5)
+    parts = tools.random_ids(5, 1), [tools.random_ids(20, n) for n in range(2, 6)], tools.random_ids(4, 9)
+    await rig.ask(*parts, tenant=tenant)
+    await rig.stored()
+    rig.pool.clear()
+    for _ in range(60):
+        asking = asyncio.create_task(rig.ask(*parts, tenant=tenant))
+        await asyncio.sleep(dice.uniform(0, 0.01))  # most of them while they wait for the lookup
+        asking.cancel()
+        await asyncio.wait([asking])
+    await rig.settled()
+    async with asyncio.timeout(5):  # far from a lease's own end
+        while (await rig.servicer.cache.stats()).active_leases:  # noqa: ASYNC110 - nothing says that it is over
+            await asyncio.sleep(0.05)
+
+
+def test_the_soak_itself(tools: Any) -> None:
+    model = models.load(models_of.shipped()[0])
+    cases = soak.questions(model, 2)
+    assert {case.recipe for case in cases} == {name for name, _ in soak.RECIPES}
+    seen = asyncio.run(soak.soak(model, cases, 0.1, 4, Console(quiet=True)))
+    assert seen["answers"] > 0
+    early = soak.Footing(bytes=100 << 20, files=20)
+    assert soak.Footing(bytes=150 << 20, files=20).outgrew(early)
+    assert soak.Footing(bytes=100 << 20, files=40).outgrew(early)
+    assert not soak.Footing(bytes=110 << 20, files=22).outgrew(early)
 
 
 def network_bytes(network: Any) -> int:

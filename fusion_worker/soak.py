@@ -1,0 +1,214 @@
+"""Hours of mixed traffic over a pool and a cache that are too small: every answer right, nothing left behind.
+
+Questions of the reference models' tasks are asked by several clients at once, by many recipes; one in seven is given
+up at some moment. Each answer is held to what the same question gave with nobody else there and no cache. Ten times
+all clients pause: nothing may be pinned, leased or waiting then, and memory and open files may not have grown.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import os
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import aclosing
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.bench import cache_process
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.answer import Piece, Summary
+from fusionkv.fusion_worker.engine.prompt import Prompt
+from fusionkv.fusion_worker.engine.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluation.prompts import Prompter
+from fusionkv.fusion_worker.evaluation.tasks import reference
+from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.models.tasks import TASKS
+
+RECIPES = (
+    ("full_attention", 1.0),
+    ("full_reuse", 0.0),
+    ("epic", 0.2),
+    ("cacheblend", 0.15),
+    ("prophetkv", 0.15),
+    ("prophetkv+snapkv(64)", 0.15),
+    ("trace", 0.15),
+    ("trace+adaptive", 0.15),
+    ("prefix_cache", 0.0),
+)
+ANSWER = 8
+_GIVEN_UP = 1 / 7
+# Between a tenth of the run, when all is warm, and its end.
+_MOST_GROWTH = 1.1
+_SLACK_BYTES = 16 << 20
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """A question and how it is answered. Prefix caching has a tenant of its own: its entries are exact for others."""
+
+    prompt: Prompt
+    recipe: str
+    ratio: float
+
+
+@dataclasses.dataclass(slots=True)
+class Footing:
+    """What a process holds: bytes in memory, open files."""
+
+    bytes: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Footing":
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
+
+    def outgrew(self, early: "Footing") -> bool:
+        return self.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or self.files > early.files + 8
+
+
+class Soak:
+    """Clients of one worker, and a count of what they saw."""
+
+    def __init__(self, servicer: FusionServicer, cases: list[Case], expected: list[tuple[int, ...]]) -> None:
+        self._servicer = servicer
+        self._cases = cases
+        self._expected = expected
+        self.seen: Counter[str] = Counter()
+
+    async def run(self, clients: int, seconds: float, seed: int) -> None:
+        """All clients ask until the time is over.
+
+        Raises:
+            AssertionError: an answer was not what it is alone.
+        """
+        end = time.monotonic() + seconds
+        async with asyncio.TaskGroup() as group:
+            for client in range(clients):
+                group.create_task(self._client(random.Random(f"{seed} {client}"), end))
+
+    async def _client(self, chance: random.Random, end: float) -> None:
+        while time.monotonic() < end:
+            number = chance.randrange(len(self._cases))
+            asking = asyncio.ensure_future(answer(self._servicer, self._cases[number]))
+            if chance.random() < _GIVEN_UP:
+                await asyncio.wait([asking], timeout=chance.expovariate(20))
+                asking.cancel()
+                await asyncio.wait([asking])
+                self.seen["given up"] += asking.cancelled()
+                continue
+            ids, summary = await asking
+            case = self._cases[number]
+            assert not summary.degraded, summary.degraded
+            assert ids == self._expected[number], f"{case.recipe}: {ids}, alone {self._expected[number]}"
+            self.seen["answers"] += 1
+            self.seen["chunks encoded"] += summary.stages.missed
+            for (_, tier), count in summary.stages.hits.items():
+                self.seen[f"chunks from {tier}"] += count
+
+
+async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...], Summary]:
+    """The answer's token ids."""
+    ids: list[int] = []
+    recipe, params = modifiers.find(case.recipe), SamplingParams(max_tokens=ANSWER)
+    async with aclosing(servicer.answerer.answer(case.prompt, recipe, case.ratio, params)) as events:
+        async for event in events:
+            if isinstance(event, Piece):
+                ids.append(event.token)
+            else:
+                return tuple(ids), event
+    raise AssertionError("no summary")
+
+
+def questions(model: models.Model, count: int) -> list[Case]:
+    """`count` questions of every task, their recipes by turns."""
+    prompter = Prompter(model, 512)
+    cases: list[Case] = []
+    for name in TASKS:
+        for sample in reference(name, count).samples:
+            recipe, ratio = RECIPES[len(cases) % len(RECIPES)]
+            prompt, _ = prompter.prompt(sample, False, ANSWER)
+            tenant = "prefix" if recipe == "prefix_cache" else ""
+            cases.append(Case(dataclasses.replace(prompt, tenant=tenant), recipe, ratio))
+    return cases
+
+
+async def soak(
+    model: models.Model, cases: list[Case], minutes: float, clients: int, console: Console
+) -> Counter[str]:
+    """Runs for so many minutes and gives what was counted.
+
+    Raises:
+        AssertionError: something was wrong, or left behind.
+    """
+    chunk = max(len(part) for case in cases for part in case.prompt.parts) * model.kv.token_bytes
+    longest = max(case.prompt.tokens for case in cases) * model.kv.token_bytes
+    with tempfile.TemporaryDirectory() as directory:
+        # Small as well, so that what it leaves to the allocator hides no growth.
+        alone = FusionServicer(WorkerConfig(pool_bytes=max(1 << 20, 4 * longest)), model)
+        try:
+            expected = [(await answer(alone, case))[0] for case in cases]
+        finally:
+            await alone.close()
+        # A few chunks in memory, a part of all on disk, a few prompts in the pool: all is evicted all the time.
+        tiers = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
+        async with cache_process(Path(directory), *tiers) as (address, pid):
+            config = WorkerConfig(cache=address, pool_bytes=max(1 << 20, 4 * longest), max_requests=6, max_queue=1000)
+            servicer, cache = FusionServicer(config, model), CacheClient(address)
+            try:
+                run, early = Soak(servicer, cases, expected), dict[int, Footing]()
+                pieces = 10
+                with Progress(console=console) as progress:
+                    for piece in progress.track(range(pieces), description="soak"):
+                        await run.run(clients, 60 * minutes / pieces, piece)
+                        await _check_idle(servicer, cache)
+                        for process in (os.getpid(), pid):
+                            now = Footing.of(process)
+                            assert not now.outgrew(early.setdefault(process, now)), f"{early[process]} became {now}"
+                        progress.console.print(f"{Footing.of(os.getpid()).bytes >> 20} MiB, {dict(run.seen)}")
+                return run.seen
+            finally:
+                await cache.close()
+                await servicer.close()
+
+
+async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
+    """Nothing is held by anybody once all has been answered."""
+    await servicer.settle()
+    for _ in range(200):
+        if not (await cache.stats()).active_leases:
+            break
+        await asyncio.sleep(0.05)  # releases are on their way
+    else:
+        raise AssertionError("a lease was not released")
+    servicer.pool.check_integrity(idle=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.soak", description=__doc__)
+    parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="a reference model (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
+    parser.add_argument("--clients", type=int, default=12, help="(%(default)s)")
+    parser.add_argument("--questions", type=int, default=20, help="of every task (%(default)s)")
+    args = parser.parse_args()
+    console, model = Console(stderr=True), models.load(args.model)
+    started = time.monotonic()
+    seen = asyncio.run(soak(model, questions(model, args.questions), args.minutes, args.clients, console))
+    Console().print(
+        f"{(time.monotonic() - started) / 60:.1f} minutes: {dict(seen)}; nothing wrong, nothing left behind"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
