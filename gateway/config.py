@@ -12,6 +12,9 @@ class GatewayConfig:
     """The table [gateway] of the configuration."""
 
     listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to serve on, host:port or unix:/path")
+    http_listen: tuple[str, ...] = setting(
+        (), "addresses of the OpenAI-compatible HTTP endpoint, host:port or unix:/path; none serves none"
+    )
     workers: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses of the fusion workers")
     data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
     tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")

@@ -77,7 +77,7 @@ class Pipeline:
         plan.check(request)
         vocabulary = await self._workers.model(timeout)
         recipe = plan.recipe(request.recipe or self._config.recipe, vocabulary)
-        asked = request.corpus, request.question, request.top_k
+        asked = request.corpus, request.query or request.question, request.top_k
         passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:

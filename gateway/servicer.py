@@ -4,8 +4,8 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Iterator
 from importlib.metadata import version
+from typing import Protocol
 
-import grpc
 from opentelemetry import metrics
 
 from fusionkv.gateway.config import GatewayConfig
@@ -32,6 +32,13 @@ _MOST_TOKEN = 2 * 4 * MOST_NAME
 _NO_DEADLINE = 1e6
 
 
+class Call(Protocol):
+    """What a method asks of its call, which gRPC brings, or HTTP."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
+
+
 class GatewayServicer:
     """One method an RPC, named as in gateway.proto."""
 
@@ -46,7 +53,7 @@ class GatewayServicer:
         self._active = 0
         self._served = self._failed = self._marked_degraded = 0
 
-    async def Ingest(self, request: pb.IngestRequest, context: grpc.aio.ServicerContext) -> pb.IngestResponse:
+    async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
         with self._admitted("Ingest"):
             tenant = await self._tenant()
             done = await self._ingest.document(
@@ -54,16 +61,14 @@ class GatewayServicer:
             )
             return pb.IngestResponse(chunks=done.chunks, tokens=done.tokens, replaced=done.replaced)
 
-    async def Precompute(
-        self, request: pb.PrecomputeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.PrecomputeResponse]:
+    async def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
         with self._admitted("Precompute"):
             tenant = await self._tenant()
             async with contextlib.aclosing(self._precompute.run(tenant, request)) as progress:
                 async for response in progress:
                     yield response
 
-    async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
+    async def Delete(self, request: pb.DeleteRequest, context: Call) -> pb.DeleteResponse:
         with self._admitted("Delete"):
             tenant = await self._tenant()
             check_corpus(request.corpus)
@@ -72,7 +77,7 @@ class GatewayServicer:
             documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
-    async def List(self, request: pb.ListRequest, context: grpc.aio.ServicerContext) -> pb.ListResponse:
+    async def List(self, request: pb.ListRequest, context: Call) -> pb.ListResponse:
         with self._admitted("List"):
             tenant = await self._tenant()
             size = min(request.page_size or _PAGE, _MOST_PAGE)
@@ -88,7 +93,7 @@ class GatewayServicer:
                 next_page_token=items[size - 1].name.encode().hex() if more else "",
             )
 
-    async def Retrieve(self, request: pb.RetrieveRequest, context: grpc.aio.ServicerContext) -> pb.RetrieveResponse:
+    async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:
         with self._admitted("Retrieve"):
             tenant = await self._tenant()
             found = await self._pipeline.retrieve(
@@ -96,9 +101,7 @@ class GatewayServicer:
             )
             return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
         with self._admitted("Generate"):
             tenant = await self._tenant()
             async with contextlib.aclosing(
@@ -110,7 +113,7 @@ class GatewayServicer:
                         _degraded.add(1, {"fusionkv.recipe": response.summary.recipe})
                     yield response
 
-    async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
+    async def Stats(self, request: pb.StatsRequest, context: Call) -> pb.StatsResponse:
         corpora = [c for tenant in self._tenants.all for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
@@ -133,7 +136,7 @@ class GatewayServicer:
         await self._workers.close()
         await self._tenants.close()
 
-    def _time_left(self, context: grpc.aio.ServicerContext) -> float:
+    def _time_left(self, context: Call) -> float:
         left = context.time_remaining()
         return self._config.request_seconds if left is None or left > _NO_DEADLINE else left
 

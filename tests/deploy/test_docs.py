@@ -20,7 +20,7 @@ PAGES = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("structure", "configuration", "recipes", "selection", "quality", "security", "cache")
+        for name in ("structure", "configuration", "recipes", "selection", "quality", "security", "cache", "openai")
     ),
 )
 
