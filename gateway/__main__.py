@@ -23,7 +23,7 @@ def main() -> int:
     flags = vars(parser.parse_args())
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
-        telemetry.attach("fusionkv-gateway")
+        telemetry.attach("fusionkv-gateway", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)

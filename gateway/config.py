@@ -36,6 +36,9 @@ class GatewayConfig:
     request_seconds: float = setting(300.0, "deadline of a request that brings none", low=0.1)
     precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)
     drain_seconds: float = setting(30.0, "time that calls in flight get when the gateway stops", low=0)
+    metrics_listen: str = setting(
+        "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
+    )
 
     auth_tokens: Path | None = setting(None, "bearer tokens (TOML, docs/security.md): calls then need a token")
     auth_jwks: str = setting("", "keys of an OIDC provider (JWKS), a file or an https URL: calls then need a token")

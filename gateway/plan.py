@@ -142,9 +142,11 @@ def tokens(request: fusion_pb2.GenerateRequest) -> int:
     return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)
 
 
-def _label(tenant: str, corpus: str) -> str:
-    """What a worker calls a corpus whose quality it watches: two tenants' corpora of one name are two.
+def tenant_label(tenant: str) -> str:
+    """What telemetry calls a tenant, where what opens its KV must not be."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else ""
 
-    It goes into traces, where what opens the tenant's KV must not be.
-    """
-    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{corpus}" if tenant else corpus
+
+def _label(tenant: str, corpus: str) -> str:
+    """What a worker calls a corpus whose quality it watches: two tenants' corpora of one name are two."""
+    return f"{tenant_label(tenant)}/{corpus}" if tenant else corpus

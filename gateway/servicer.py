@@ -1,10 +1,11 @@
 """The gateway's RPCs: admission, deadlines and counters around ingest, pipeline and precompute."""
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from importlib.metadata import version
-from typing import Protocol
+from typing import Any, Protocol
 
 from opentelemetry import metrics
 
@@ -16,13 +17,16 @@ from fusionkv.gateway.precompute import Precompute
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
+from fusionkv.protos import logs
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
+log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
+_in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
 _PAGE = 100
 _MOST_PAGE = 1000
@@ -102,15 +106,14 @@ class GatewayServicer:
             return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
-        with self._admitted("Generate"):
+        with self._admitted("Generate") as said:
             tenant = await self._tenant()
             async with contextlib.aclosing(
                 self._pipeline.answer(tenant, request, self._time_left(context))
             ) as responses:
                 async for response in responses:
-                    if response.HasField("summary") and response.summary.degraded:
-                        self._marked_degraded += 1
-                        _degraded.add(1, {"fusionkv.recipe": response.summary.recipe})
+                    if response.HasField("summary"):
+                        self._summarised(response.summary, said)
                     yield response
 
     async def Stats(self, request: pb.StatsRequest, context: Call) -> pb.StatsResponse:
@@ -146,31 +149,50 @@ class GatewayServicer:
         tenant.meter.admit()
         return tenant
 
+    def _summarised(self, summary: pb.Summary, said: dict[str, Any]) -> None:
+        said |= {"recipe": summary.recipe, "ttft": round(summary.seconds.ttft, 6), "tokens": summary.tokens_generated}
+        if summary.degraded:
+            self._marked_degraded += 1
+            _degraded.add(1, {"fusionkv.recipe": summary.recipe})
+            said["degraded"] = summary.degraded_reason
+
     @contextlib.contextmanager
-    def _admitted(self, method: str) -> Iterator[None]:
-        """Counts a call, and refuses it when too many are in flight."""
+    def _admitted(self, method: str) -> Iterator[dict[str, Any]]:
+        """Counts a call, refuses it when too many are in flight, and logs it at its end with what was said of it."""
+        began, status = time.perf_counter(), "CANCELLED"
+        said: dict[str, Any] = {}
         self._served += 1
         _requests.add(1, {"rpc.method": method})
+        try:
+            with self._counted():
+                yield said
+            status = "OK"
+        except ServiceError as error:
+            status = error.status.name
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            if status not in ("OK", "CANCELLED"):
+                self._failed += 1
+                _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
+            said |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
+            log.info("%s %s after %.3f s", method, status, said["seconds"], extra={logs.FIELDS: said})
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         if self._active >= self._config.max_requests:
-            self._fail(method, "RESOURCE_EXHAUSTED")
             raise ResourceExhausted(
                 f"{self._active} requests are in flight already; try again later", retry_after=0.5
             )
         self._active += 1
+        _in_flight.add(1)
         try:
             yield
-        except ServiceError as error:
-            self._fail(method, error.status.name)
-            raise
-        except Exception:
-            self._fail(method, "INTERNAL")
-            raise
         finally:
             self._active -= 1
-
-    def _fail(self, method: str, status: str) -> None:
-        self._failed += 1
-        _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
+            _in_flight.add(-1)
 
 
 def _item(item: Item) -> pb.Item:
