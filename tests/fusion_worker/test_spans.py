@@ -58,10 +58,10 @@ async def test_a_failed_load_says_why(start: Any, exported: InMemorySpanExporter
     async def broken(*_: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(rig.servicer._loader, "_encode", broken)
+    monkeypatch.setattr(rig.servicer.loader, "_encode", broken)
     with pytest.raises(RuntimeError, match="broken"):
         await rig.ask(random_ids(4, 1), [random_ids(8, 3)], random_ids(3, 2), recipe="full_reuse")
     failed = [span for span in exported.get_finished_spans() if span.name == "fusionkv.encode_chunk"]
     assert failed
     assert {span.status.status_code for span in failed} == {trace.StatusCode.ERROR}
-    assert not rig.servicer._loader._spans._running
+    assert not rig.servicer.loader._spans._running
