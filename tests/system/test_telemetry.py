@@ -245,6 +245,9 @@ def test_prometheus_scrapes_the_same(run: Run, registry: dict[str, Any]) -> None
         family = run.scraped[service].get(name)
         labels = {label for sample in family.samples for label in sample.labels} if family else set()
         assert labels <= {"le", *(a.replace(".", "_") for a in metric.get("attributes", []))}, name
+    # As an alert asks for it.
+    same = run.scraped["fusionkv-worker"]["fusionkv_worker_shadow_answers"].samples
+    assert {s.labels["fusionkv_same_answer"] for s in same} <= {"true", "false"}
     hits = run.scraped["fusionkv-gateway"]["fusionkv_gateway_chunks"].samples
     assert {s.labels["fusionkv_kind"] for s in hits} >= {"miss", "exact"}
     (tenant,) = {s.labels["fusionkv_tenant"] for s in hits}
