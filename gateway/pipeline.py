@@ -107,6 +107,8 @@ class Pipeline:
                             ttft = time.perf_counter() - began
                             meters.first_token(recipe.name, ttft)
                         yield pb.GenerateResponse(token=pb.Token(id=response.token.id, text=response.token.text))
+                    elif response.HasField("explanation"):
+                        yield pb.GenerateResponse(explanation=_explanation(response.explanation))
                     else:
                         seconds = {
                             "retrieve": retrieved - began,
@@ -145,6 +147,22 @@ def passage(found: Passage) -> pb.Passage:
     chunk, score = found
     return pb.Passage(
         document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
+    )
+
+
+def _explanation(explanation: fusion_pb2.Explanation) -> pb.Explanation:
+    return pb.Explanation(
+        chunks=[
+            pb.ExplainedChunk(
+                texts=chunk.texts,
+                kind=chunk.kind,
+                tier=chunk.tier,
+                lossless=chunk.lossless,
+                recomputed=chunk.recomputed,
+                scores=chunk.scores,
+            )
+            for chunk in explanation.chunks
+        ]
     )
 
 

@@ -131,6 +131,7 @@ def build(
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,
         corpus=_label(tenant, request.corpus),
+        explain=request.explain,
     )
     if request.HasField("ratio"):
         made.ratio = request.ratio

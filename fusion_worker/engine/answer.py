@@ -15,6 +15,7 @@ from fusionkv.fusion_worker.engine import meters
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
+from fusionkv.fusion_worker.engine.explain import Explanation, explain
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.guard import Guard
@@ -105,11 +106,17 @@ class Answerer:
         self._seconds = 0.0  # that a request takes, of late
 
     async def answer(
-        self, prompt: Prompt, recipe: Recipe, ratio: float, params: SamplingParams, corpus: str = ""
-    ) -> AsyncGenerator[Piece | Summary]:
+        self,
+        prompt: Prompt,
+        recipe: Recipe,
+        ratio: float,
+        params: SamplingParams,
+        corpus: str = "",
+        explained: bool = False,
+    ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
 
-        corpus: where the chunks come from; quality is watched for each apart.
+        corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first.
 
         Raises:
             ResourceExhausted: too many wait, or the prompt does not fit the pool.
@@ -123,6 +130,8 @@ class Answerer:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
                 await self._enter(stack)
             fused = await self._prepare(stack, summary, params)
+            if explained:
+                yield explain(prompt, fused, summary.stages, self._model.tokenizer)
             watched = self._watched(summary, params)
             answer: list[int] = []
             async with aclosing(self._decode(fused, summary, params, arrived, watched)) as pieces:

@@ -264,9 +264,11 @@ def _count(stages: Stages, wanted: Wanted, present: bool) -> None:
     if wanted.entry is None and not present:
         stages.encoded_tokens += len(wanted.chunk)
         stages.missed += 1
+        stages.origins.setdefault(wanted.key, ("miss", "none"))
         return
     kind = "exact" if wanted.lossless else "alternative"
     tier = "device" if present or wanted.entry is None else wanted.entry.tier
+    stages.origins.setdefault(wanted.key, (kind, tier))
     stages.hits[kind, tier] += 1
     stages.hit_tokens[kind, tier] += len(wanted.chunk)
 

@@ -24,7 +24,7 @@ async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
             text += event.text
         elif isinstance(event, Sources):
             sources = event
-        else:
+        elif isinstance(event, Summary):
             message = {"role": "assistant", "content": text, "refusal": None}
             choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(event)}
             return {
@@ -55,12 +55,12 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             # A character or a stop string may still be open.
             if event.text:
                 yield {**frame, "choices": [_delta(content=event.text)]}
-            continue
-        choice = {**_delta(), "finish_reason": _finish(event)}
-        yield {**frame, "choices": [choice], _OWNER: {"summary": asdict(event)}}
-        if chat.usage:
-            yield {**frame, "choices": [], "usage": _usage(event)}
-        return
+        elif isinstance(event, Summary):
+            choice = {**_delta(), "finish_reason": _finish(event)}
+            yield {**frame, "choices": [choice], _OWNER: {"summary": asdict(event)}}
+            if chat.usage:
+                yield {**frame, "choices": [], "usage": _usage(event)}
+            return
     raise ServiceError(_CUT)
 
 
