@@ -23,15 +23,15 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels 
 
 # --- packages: each image holds only what its service imports
 FROM wheel AS kvcache-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache]"
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,prometheus]"
 
 FROM wheel AS gateway-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway]"
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway,http,prometheus]"
 
 FROM wheel AS worker-packages
 ARG PIP_EXTRA_INDEX_URL=
 RUN /opt/fusionkv/bin/pip install --no-cache-dir "$(grep '^torch==' constraints.txt)" \
-    && /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[worker]"
+    && /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[worker,prometheus]"
 
 # --- what runs: no compiler, no pip cache, a user without rights, only /data and /tmp written
 FROM ${PYTHON_IMAGE} AS runtime
@@ -76,7 +76,7 @@ ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYT
 COPY --from=wheel /wheels /wheels
 COPY constraints.txt /wheels/
 RUN pip install --no-cache-dir "$(grep '^torch==' /wheels/constraints.txt)" \
-    && pip install --no-cache-dir -c /wheels/constraints.txt "$(echo /wheels/*.whl)[worker,gpu]" \
+    && pip install --no-cache-dir -c /wheels/constraints.txt "$(echo /wheels/*.whl)[worker,prometheus,gpu]" \
     && mkdir /data && chown 10001:10001 /data
 WORKDIR /data
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models

@@ -18,7 +18,7 @@ def main() -> int:
     flags = vars(parser.parse_args())
     try:
         config = settings.load(WorkerConfig, "worker", file=flags.pop("config"), flags=flags)
-        telemetry.attach("fusionkv-worker")
+        telemetry.attach("fusionkv-worker", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-worker: {error}", file=sys.stderr)

@@ -43,6 +43,9 @@ class WorkerConfig:
         0.0, "share of those that must be the same; below it a recipe recomputes more (0: never)", low=0, high=1
     )
     drain_seconds: float = setting(30.0, "how long answers in flight may take after SIGTERM", low=0)
+    metrics_listen: str = setting(
+        "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
+    )
     tls_cert: Path | None = setting(
         None, "certificate chain (PEM): ports then speak TLS; also shown to services that ask for one"
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import asdict
 from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -10,6 +11,7 @@ from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.encoder import Encoder
 from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.explain import Explanation
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -116,10 +118,13 @@ class FusionServicer:
                 f"the model takes {self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")
-        async with aclosing(self.answerer.answer(prompt, recipe, ratio, params, corpus)) as events:
+        answer = self.answerer.answer(prompt, recipe, ratio, params, corpus, request.explain)
+        async with aclosing(answer) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=pb.Token(id=event.token, text=event.text))
+                elif isinstance(event, Explanation):
+                    yield pb.GenerateResponse(explanation=_explanation(event))
                 else:
                     yield pb.GenerateResponse(summary=_summary(event))
 
@@ -183,6 +188,10 @@ class FusionServicer:
             seed=sampling.seed if sampling.HasField("seed") else None,
             stop=tuple(sampling.stop),
         )
+
+
+def _explanation(explanation: Explanation) -> pb.Explanation:
+    return pb.Explanation(chunks=[pb.ExplainedChunk(**asdict(chunk)) for chunk in explanation.chunks])
 
 
 def _summary(summary: Summary) -> pb.Summary:

@@ -125,7 +125,7 @@ async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...],
         async for event in events:
             if isinstance(event, Piece):
                 ids.append(event.token)
-            else:
+            elif isinstance(event, Summary):
                 return tuple(ids), event
     raise AssertionError("no summary")
 

@@ -127,9 +127,9 @@ class Station:
             async for event in events:
                 if isinstance(event, Piece):
                     first = first or time.perf_counter() - started
-                elif event.degraded:
-                    raise RuntimeError(f"the cache failed: {event.degraded}")
-                else:
+                elif isinstance(event, Summary):
+                    if event.degraded:
+                        raise RuntimeError(f"the cache failed: {event.degraded}")
                     return first, event
         raise RuntimeError("no summary")
 

@@ -4,12 +4,16 @@ import argparse
 import asyncio
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionkv.gateway import access
-from fusionkv.gateway.bearer import BearerInterceptor, Verifier
+from fusionkv.gateway.bearer import Bearer, BearerInterceptor, Verifier
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos import rpc, settings, telemetry
+
+if TYPE_CHECKING:
+    from fusionkv.gateway.servicer import GatewayServicer
 
 
 def main() -> int:
@@ -19,7 +23,7 @@ def main() -> int:
     flags = vars(parser.parse_args())
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
-        telemetry.attach("fusionkv-gateway")
+        telemetry.attach("fusionkv-gateway", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)
@@ -37,6 +41,7 @@ async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.workers import WorkerPool
 
     verifiers = _verifiers(config)
+    bearer = Bearer(verifiers) if verifiers else None
     folder = config.data_dir / "tenants"
 
     async def open_corpora(tenant: str) -> Retrieval:
@@ -54,8 +59,18 @@ async def _serve(config: GatewayConfig) -> None:
         drain_seconds=config.drain_seconds,
         on_drain=servicer.close,
         tls=config.server_tls,
-        interceptors=[BearerInterceptor(verifiers)] if verifiers else [],
+        interceptors=[BearerInterceptor(bearer)] if bearer else [],
+        beside=_http(config, servicer, bearer) if config.http_listen else [],
     )
+
+
+def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
+    """The HTTP endpoint. Raises ValueError when its library is missing."""
+    try:
+        from fusionkv.gateway.http.server import HTTPServer
+    except ModuleNotFoundError as error:
+        raise ValueError(f"http_listen needs the package {error.name}: pip install 'fusionkv[http]'") from error
+    return [HTTPServer(config, servicer, bearer)]
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:

@@ -34,32 +34,29 @@ class Verifier(Protocol):
         """
 
 
-class BearerInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through that carries a token of a caller who may make it. Refusals say nothing of other tokens."""
+class Bearer:
+    """Knows callers by the tokens that they send, and what they may call. Refusals say nothing of other tokens."""
 
     def __init__(self, verifiers: Sequence[Verifier]) -> None:
         self._verifiers = verifiers
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler:
-        method = handler_call_details.method
-        if method in access.OPEN:
-            return await continuation(handler_call_details)
+    async def admit(self, given: Sequence[str], method: str) -> Caller:
+        """Who sent these `authorization` values with a call of the method, "/package.Service/Name".
+
+        Raises:
+            Unauthenticated: there is not one valid token.
+            PermissionDenied: its role may not make the call.
+            Unavailable: the token can't be checked now.
+        """
         try:
-            caller = await self._caller(handler_call_details.invocation_metadata)
+            caller = await self._caller(given)
             access.check(caller, method)
         except ServiceError as error:
             _refused.add(1, {"rpc.grpc.status": error.status.name})
-            return _refusal(error)
-        # The method runs in this same task, so it sees who calls.
-        access.enter(caller)
-        return await continuation(handler_call_details)
+            raise
+        return caller
 
-    async def _caller(self, metadata: Any) -> Caller:
-        given = [value for key, value in metadata or () if key == "authorization"]
+    async def _caller(self, given: Sequence[str]) -> Caller:
         if not given:
             raise Unauthenticated("a bearer token is needed: send metadata `authorization: Bearer <token>`")
         scheme, _, token = given[0].partition(" ")
@@ -69,6 +66,31 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
             if (caller := await verifier.caller(token)) is not None:
                 return caller
         raise Unauthenticated("the token is not valid")
+
+
+class BearerInterceptor(grpc.aio.ServerInterceptor):
+    """Lets a call through that carries a token of a caller who may make it."""
+
+    def __init__(self, bearer: Bearer) -> None:
+        self._bearer = bearer
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        method = handler_call_details.method
+        if method in access.OPEN:
+            return await continuation(handler_call_details)
+        metadata: Any = handler_call_details.invocation_metadata
+        given = [value for key, value in metadata or () if key == "authorization"]
+        try:
+            caller = await self._bearer.admit(given, method)
+        except ServiceError as error:
+            return _refusal(error)
+        # The method runs in this same task, so it sees who calls.
+        access.enter(caller)
+        return await continuation(handler_call_details)
 
 
 def _refusal(error: ServiceError) -> Handler:

@@ -121,6 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
     ask.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")
 
+    ask.add_argument(
+        "--explain",
+        type=Path,
+        metavar="FILE",
+        help="write a page (HTML) on what was reused and recomputed; asks again with full attention for that",
+    )
+
     delete = commands.add_parser("delete", parents=[client], help="delete a document, or a whole corpus")
     delete.add_argument("corpus", metavar="CORPUS")
     delete.add_argument("document", nargs="?", default="", metavar="DOCUMENT", help="without it the corpus goes")

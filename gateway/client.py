@@ -250,11 +250,14 @@ def request(
     sample_top_k: int = 0,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    query: str = "",
+    explain: bool = False,
 ) -> pb.GenerateRequest:
     """A question with its options; each left out takes the default of the gateway or the worker.
 
     `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
-    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`.
+    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`;
+    chunks are searched for by `query` where that is not the question; `explain` asks for an Explanation.
 
     Raises:
         InvalidArgument: a value that can't be sent.
@@ -276,8 +279,10 @@ def request(
             top_k=top_k,
             order=_order(order),
             sampling=sampling,
+            query=query,
+            explain=explain,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise errors.InvalidArgument(f"bad option: {error}") from error
 
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fusionkv.gateway import connect
+from fusionkv.gateway import connect, explain
 from fusionkv.gateway.client import AsyncClient
 from fusionkv.gateway.files import find
-from fusionkv.gateway.results import Item, Passage, Sources, Summary, Token
+from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.tls import ClientTLS
 
@@ -119,23 +119,33 @@ async def ask(args: argparse.Namespace) -> int:
     """Streams the answer to standard output and its figures to standard error."""
     names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
     options = {name: getattr(args, name) for name in names.split()}
+    page = explain.template() if args.explain is not None else None
+    explanation = Explanation(())
     text = ""
     sources: tuple[Passage, ...] = ()
     summary: Summary | None = None
     async with connect.client(args) as client:
-        events = client.stream(args.corpus, args.question, **options)
+        events = client.stream(args.corpus, args.question, **options, explain=page is not None)
         async with contextlib.aclosing(events):
             async for event in events:
                 if isinstance(event, Sources):
                     sources = event.passages
+                elif isinstance(event, Explanation):
+                    explanation = event
                 elif isinstance(event, Summary):
                     summary = event
                 elif isinstance(event, Token):
                     text += event.text
                     if not args.json:
                         print(event.text, end="", flush=True)
-    if summary is None:
-        raise ServiceError("the answer ended without its summary")
+        if summary is None:
+            raise ServiceError("the answer ended without its summary")
+        if page is not None:
+            full = await client.ask(
+                args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}
+            )
+            answer = Answer(text, sources, summary)
+            args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
     if args.json:
         _print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": asdict(summary)})
         return 0

@@ -12,6 +12,9 @@ class GatewayConfig:
     """The table [gateway] of the configuration."""
 
     listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to serve on, host:port or unix:/path")
+    http_listen: tuple[str, ...] = setting(
+        (), "addresses of the OpenAI-compatible HTTP endpoint, host:port or unix:/path; none serves none"
+    )
     workers: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses of the fusion workers")
     data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
     tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")
@@ -33,6 +36,9 @@ class GatewayConfig:
     request_seconds: float = setting(300.0, "deadline of a request that brings none", low=0.1)
     precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)
     drain_seconds: float = setting(30.0, "time that calls in flight get when the gateway stops", low=0)
+    metrics_listen: str = setting(
+        "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
+    )
 
     auth_tokens: Path | None = setting(None, "bearer tokens (TOML, docs/security.md): calls then need a token")
     auth_jwks: str = setting("", "keys of an OIDC provider (JWKS), a file or an https URL: calls then need a token")

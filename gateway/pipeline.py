@@ -5,9 +5,10 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 
-from opentelemetry import metrics, trace
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
 
-from fusionkv.gateway import plan
+from fusionkv.gateway import genai, meters, plan
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
@@ -21,9 +22,6 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 tracer = trace.get_tracer(__name__)
-_ttft = metrics.get_meter(__name__).create_histogram(
-    "fusionkv.gateway.ttft", unit="s", description="arrival of a question to its first token"
-)
 _FINISH = {
     fusion_pb2.FINISH_REASON_END: "end",
     fusion_pb2.FINISH_REASON_STOP_STRING: "stop_string",
@@ -60,12 +58,18 @@ class Pipeline:
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
             await tenant.retrieval.documents(corpus, limit=1)
             model = (vocabulary or await self._workers.model(timeout)).identity
-            with tracer.start_as_current_span("gateway.embed"):
+            with tracer.start_as_current_span("gateway.embed", attributes={"gen_ai.operation.name": "embeddings"}):
                 vector = (await self._workers.embed([question], timeout))[0]
             depth = max(_DEPTH * count, _LEAST_DEPTH)
             found = await tenant.retrieval.candidates(corpus, question, vector, depth, model)
             span.set_attributes(
-                {"fusionkv.corpus": corpus, "fusionkv.top_k": count, "fusionkv.candidates": len(found)}
+                {
+                    "gen_ai.operation.name": "retrieval",
+                    "gen_ai.data_source.id": corpus,
+                    "fusionkv.corpus": corpus,
+                    "fusionkv.top_k": count,
+                    "fusionkv.candidates": len(found),
+                }
             )
             return hybrid.rank(found, self._config.dense_weight, count)
 
@@ -77,7 +81,7 @@ class Pipeline:
         plan.check(request)
         vocabulary = await self._workers.model(timeout)
         recipe = plan.recipe(request.recipe or self._config.recipe, vocabulary)
-        asked = request.corpus, request.question, request.top_k
+        asked = request.corpus, request.query or request.question, request.top_k
         passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
@@ -90,7 +94,9 @@ class Pipeline:
         yield pb.GenerateResponse(sources=pb.Sources(passages=[passage(p) for p in passages]))
         tenant.meter.spend(plan.tokens(order))
         ttft = 0.0
-        span = tracer.start_span("gateway.generate")
+        model = vocabulary.model.name
+        span = tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=genai.asked(order, model))
+        finished = False
         try:
             left = max(0.001, timeout - (planned - began))
             async with contextlib.aclosing(self._workers.generate(order, left)) as responses:
@@ -99,8 +105,10 @@ class Pipeline:
                         tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
-                            _ttft.record(ttft, {"fusionkv.recipe": recipe.name})
+                            meters.first_token(recipe.name, ttft)
                         yield pb.GenerateResponse(token=pb.Token(id=response.token.id, text=response.token.text))
+                    elif response.HasField("explanation"):
+                        yield pb.GenerateResponse(explanation=_explanation(response.explanation))
                     else:
                         seconds = {
                             "retrieve": retrieved - began,
@@ -108,8 +116,17 @@ class Pipeline:
                             "ttft": ttft,
                             "total": time.perf_counter() - began,
                         }
-                        yield pb.GenerateResponse(summary=_summary(response.summary, seconds, len(passages)))
+                        summary = _summary(response.summary, seconds, len(passages))
+                        span.set_attributes(genai.answered(summary, model))
+                        meters.answered(summary, tenant.label)
+                        finished = True
+                        yield pb.GenerateResponse(summary=summary)
+        except Exception:
+            finished = True  # with an error, which the span has
+            raise
         finally:
+            if not finished:
+                span.set_attribute("fusionkv.cancelled", True)
             span.end()
 
 
@@ -130,6 +147,22 @@ def passage(found: Passage) -> pb.Passage:
     chunk, score = found
     return pb.Passage(
         document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
+    )
+
+
+def _explanation(explanation: fusion_pb2.Explanation) -> pb.Explanation:
+    return pb.Explanation(
+        chunks=[
+            pb.ExplainedChunk(
+                texts=chunk.texts,
+                kind=chunk.kind,
+                tier=chunk.tier,
+                lossless=chunk.lossless,
+                recomputed=chunk.recomputed,
+                scores=chunk.scores,
+            )
+            for chunk in explanation.chunks
+        ]
     )
 
 

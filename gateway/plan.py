@@ -51,6 +51,8 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
 def check(request: pb.GenerateRequest) -> None:
     """Raises InvalidArgument for whatever is wrong with a request by itself."""
     check_question(request.question)
+    if request.query:
+        check_question(request.query, "query")
     if request.HasField("ratio") and not 0 <= request.ratio <= 1:
         raise InvalidArgument(f"ratio is {request.ratio:g}: it must be in 0..1")
     sampling = request.sampling
@@ -64,12 +66,12 @@ def check(request: pb.GenerateRequest) -> None:
         raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of {_MOST_STOP} characters are taken")
 
 
-def check_question(question: str) -> None:
+def check_question(question: str, what: str = "question") -> None:
     """Raises InvalidArgument for a question without text, or with far more than any model takes."""
     if not question.strip():
-        raise InvalidArgument("the question is empty")
+        raise InvalidArgument(f"the {what} is empty")
     if len(question) > MOST_QUESTION:
-        raise InvalidArgument(f"the question has {len(question)} characters; at most {MOST_QUESTION} are taken")
+        raise InvalidArgument(f"the {what} has {len(question)} characters; at most {MOST_QUESTION} are taken")
 
 
 def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
@@ -129,6 +131,7 @@ def build(
         model_fingerprint=vocabulary.model.fingerprint,
         tenant=tenant,
         corpus=_label(tenant, request.corpus),
+        explain=request.explain,
     )
     if request.HasField("ratio"):
         made.ratio = request.ratio
@@ -140,9 +143,11 @@ def tokens(request: fusion_pb2.GenerateRequest) -> int:
     return len(request.system.ids) + sum(len(chunk.ids) for chunk in request.chunks) + len(request.question.ids)
 
 
-def _label(tenant: str, corpus: str) -> str:
-    """What a worker calls a corpus whose quality it watches: two tenants' corpora of one name are two.
+def tenant_label(tenant: str) -> str:
+    """What telemetry calls a tenant, where what opens its KV must not be."""
+    return hashlib.sha256(tenant.encode()).hexdigest()[:16] if tenant else ""
 
-    It goes into traces, where what opens the tenant's KV must not be.
-    """
-    return f"{hashlib.sha256(tenant.encode()).hexdigest()[:16]}/{corpus}" if tenant else corpus
+
+def _label(tenant: str, corpus: str) -> str:
+    """What a worker calls a corpus whose quality it watches: two tenants' corpora of one name are two."""
+    return f"{tenant_label(tenant)}/{corpus}" if tenant else corpus

@@ -24,6 +24,25 @@ class Sources:
 
 
 @dataclass(frozen=True)
+class ExplainedChunk:
+    """How the KV of a chunk's tokens came about; fields as in protos/fusion/v1/fusion.proto."""
+
+    texts: tuple[str, ...]
+    kind: str
+    tier: str
+    lossless: bool
+    recomputed: frozenset[int]
+    scores: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The chunks in the order of the sources; comes behind them, when it was asked for."""
+
+    chunks: tuple[ExplainedChunk, ...]
+
+
+@dataclass(frozen=True)
 class Token:
     """One token; its text may be empty while a character or a stop string is still open."""
 
@@ -144,7 +163,7 @@ class Stats:
     uptime_seconds: float
 
 
-Event = Sources | Token | Summary
+Event = Sources | Explanation | Token | Summary
 
 
 def passages(found: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
@@ -157,6 +176,13 @@ def event(response: pb.GenerateResponse) -> Event:
         return Token(response.token.id, response.token.text)
     if response.HasField("sources"):
         return Sources(passages(response.sources))
+    if response.HasField("explanation"):
+        return Explanation(
+            tuple(
+                ExplainedChunk(tuple(c.texts), c.kind, c.tier, c.lossless, frozenset(c.recomputed), tuple(c.scores))
+                for c in response.explanation.chunks
+            )
+        )
     s = response.summary
     plain = {name: getattr(s, name) for name in Summary.__dataclass_fields__ if name not in ("seconds", "hits")}
     seconds = StageSeconds(**{name: getattr(s.seconds, name) for name in StageSeconds.__dataclass_fields__})

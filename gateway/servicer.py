@@ -1,11 +1,12 @@
 """The gateway's RPCs: admission, deadlines and counters around ingest, pipeline and precompute."""
 
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from importlib.metadata import version
+from typing import Any, Protocol
 
-import grpc
 from opentelemetry import metrics
 
 from fusionkv.gateway.config import GatewayConfig
@@ -16,13 +17,16 @@ from fusionkv.gateway.precompute import Precompute
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
+from fusionkv.protos import logs
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
+log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
+_in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
 _PAGE = 100
 _MOST_PAGE = 1000
@@ -30,6 +34,13 @@ _MOST_PAGE = 1000
 _MOST_TOKEN = 2 * 4 * MOST_NAME
 # Longer than any question, so a forgotten deadline on a large document still ends.
 _NO_DEADLINE = 1e6
+
+
+class Call(Protocol):
+    """What a method asks of its call, which gRPC brings, or HTTP."""
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the caller's deadline; None without one."""
 
 
 class GatewayServicer:
@@ -46,7 +57,7 @@ class GatewayServicer:
         self._active = 0
         self._served = self._failed = self._marked_degraded = 0
 
-    async def Ingest(self, request: pb.IngestRequest, context: grpc.aio.ServicerContext) -> pb.IngestResponse:
+    async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
         with self._admitted("Ingest"):
             tenant = await self._tenant()
             done = await self._ingest.document(
@@ -54,16 +65,14 @@ class GatewayServicer:
             )
             return pb.IngestResponse(chunks=done.chunks, tokens=done.tokens, replaced=done.replaced)
 
-    async def Precompute(
-        self, request: pb.PrecomputeRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.PrecomputeResponse]:
+    async def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
         with self._admitted("Precompute"):
             tenant = await self._tenant()
             async with contextlib.aclosing(self._precompute.run(tenant, request)) as progress:
                 async for response in progress:
                     yield response
 
-    async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
+    async def Delete(self, request: pb.DeleteRequest, context: Call) -> pb.DeleteResponse:
         with self._admitted("Delete"):
             tenant = await self._tenant()
             check_corpus(request.corpus)
@@ -72,7 +81,7 @@ class GatewayServicer:
             documents, chunks = await tenant.retrieval.delete(request.corpus, request.name)
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
-    async def List(self, request: pb.ListRequest, context: grpc.aio.ServicerContext) -> pb.ListResponse:
+    async def List(self, request: pb.ListRequest, context: Call) -> pb.ListResponse:
         with self._admitted("List"):
             tenant = await self._tenant()
             size = min(request.page_size or _PAGE, _MOST_PAGE)
@@ -88,7 +97,7 @@ class GatewayServicer:
                 next_page_token=items[size - 1].name.encode().hex() if more else "",
             )
 
-    async def Retrieve(self, request: pb.RetrieveRequest, context: grpc.aio.ServicerContext) -> pb.RetrieveResponse:
+    async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:
         with self._admitted("Retrieve"):
             tenant = await self._tenant()
             found = await self._pipeline.retrieve(
@@ -96,21 +105,18 @@ class GatewayServicer:
             )
             return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
-    async def Generate(
-        self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncGenerator[pb.GenerateResponse]:
-        with self._admitted("Generate"):
+    async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
+        with self._admitted("Generate") as said:
             tenant = await self._tenant()
             async with contextlib.aclosing(
                 self._pipeline.answer(tenant, request, self._time_left(context))
             ) as responses:
                 async for response in responses:
-                    if response.HasField("summary") and response.summary.degraded:
-                        self._marked_degraded += 1
-                        _degraded.add(1, {"fusionkv.recipe": response.summary.recipe})
+                    if response.HasField("summary"):
+                        self._summarised(response.summary, said)
                     yield response
 
-    async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
+    async def Stats(self, request: pb.StatsRequest, context: Call) -> pb.StatsResponse:
         corpora = [c for tenant in self._tenants.all for c in await tenant.retrieval.corpora()]
         response = pb.StatsResponse(
             version=version("fusionkv"),
@@ -133,7 +139,7 @@ class GatewayServicer:
         await self._workers.close()
         await self._tenants.close()
 
-    def _time_left(self, context: grpc.aio.ServicerContext) -> float:
+    def _time_left(self, context: Call) -> float:
         left = context.time_remaining()
         return self._config.request_seconds if left is None or left > _NO_DEADLINE else left
 
@@ -143,31 +149,50 @@ class GatewayServicer:
         tenant.meter.admit()
         return tenant
 
+    def _summarised(self, summary: pb.Summary, said: dict[str, Any]) -> None:
+        said |= {"recipe": summary.recipe, "ttft": round(summary.seconds.ttft, 6), "tokens": summary.tokens_generated}
+        if summary.degraded:
+            self._marked_degraded += 1
+            _degraded.add(1, {"fusionkv.recipe": summary.recipe})
+            said["degraded"] = summary.degraded_reason
+
     @contextlib.contextmanager
-    def _admitted(self, method: str) -> Iterator[None]:
-        """Counts a call, and refuses it when too many are in flight."""
+    def _admitted(self, method: str) -> Iterator[dict[str, Any]]:
+        """Counts a call, refuses it when too many are in flight, and logs it at its end with what was said of it."""
+        began, status = time.perf_counter(), "CANCELLED"
+        said: dict[str, Any] = {}
         self._served += 1
         _requests.add(1, {"rpc.method": method})
+        try:
+            with self._counted():
+                yield said
+            status = "OK"
+        except ServiceError as error:
+            status = error.status.name
+            raise
+        except Exception:
+            status = "INTERNAL"
+            raise
+        finally:
+            if status not in ("OK", "CANCELLED"):
+                self._failed += 1
+                _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
+            said |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
+            log.info("%s %s after %.3f s", method, status, said["seconds"], extra={logs.FIELDS: said})
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
         if self._active >= self._config.max_requests:
-            self._fail(method, "RESOURCE_EXHAUSTED")
             raise ResourceExhausted(
                 f"{self._active} requests are in flight already; try again later", retry_after=0.5
             )
         self._active += 1
+        _in_flight.add(1)
         try:
             yield
-        except ServiceError as error:
-            self._fail(method, error.status.name)
-            raise
-        except Exception:
-            self._fail(method, "INTERNAL")
-            raise
         finally:
             self._active -= 1
-
-    def _fail(self, method: str, status: str) -> None:
-        self._failed += 1
-        _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
+            _in_flight.add(-1)
 
 
 def _item(item: Item) -> pb.Item:

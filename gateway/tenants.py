@@ -3,15 +3,17 @@
 import asyncio
 import hashlib
 import hmac
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.gateway import access
+from fusionkv.gateway import access, plan
 from fusionkv.gateway.quotas import Meter, Quotas
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.watched import BadFile, read_bytes
 
+log = logging.getLogger(__name__)
 _LEAST_KEY = 32
 # Opens the corpora of one tenant; the empty name stands for the gateway's own.
 Open = Callable[[str], Awaitable[Retrieval]]
@@ -24,6 +26,11 @@ class Tenant:
     salt: str
     retrieval: Retrieval
     meter: Meter
+
+    @property
+    def label(self) -> str:
+        """What telemetry calls it."""
+        return plan.tenant_label(self.salt)
 
 
 class Tenants:
@@ -58,6 +65,8 @@ class Tenants:
                 retrieval = await self._open("" if name == self._own else name)
                 meter = Meter(lambda: self._quotas.of(name))
                 self._known[name] = Tenant(self._salt(name), retrieval, meter)
+                if name:
+                    log.info("tenant %s is %s in telemetry", name, self._known[name].label)
             return self._known[name]
 
     @property

@@ -36,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = settings.load(Config, "kvcache", file=arguments.pop("config"), flags=arguments)
     except settings.SettingsError as error:
         parser.error(str(error))
-    telemetry.attach(NAME)
-    frames.keep_freed_memory()
     try:
+        telemetry.attach(NAME, config.metrics_listen)
+        frames.keep_freed_memory()
         asyncio.run(run(config))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
         return 1
     finally:
@@ -73,7 +73,7 @@ async def run(config: Config) -> None:
         remove_stale_socket(address)
     store = make_store(config)
     await store.open()
-    observe_tiers(lambda: [(tier.name, tier.used_bytes) for tier in store.residents.tiers])
+    observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
     sweeper = asyncio.create_task(store.sweep())
     doorways = open_doorways(config, store)
     try:

@@ -217,7 +217,9 @@ class CacheClient:
 
     async def _put(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
         doing = "put at"
-        with tracer.start_as_current_span("kvcache.v1.KVCacheService/Put", kind=trace.SpanKind.CLIENT):
+        rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
+        name = "/kvcache.v1.KVCacheService/Put"
+        with tracer.start_as_current_span(name, kind=trace.SpanKind.CLIENT, attributes=rpc_of):
             metadata: dict[str, str] = {}
             propagate.inject(metadata)
             call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))

@@ -38,6 +38,9 @@ class Config:
     )
     low_watermark: float = setting(0.95, "used share of the last tier at which that ends", low=0.0, high=1.0)
     drain_seconds: float = setting(10.0, "time for calls in flight to end after SIGTERM", low=0)
+    metrics_listen: str = setting(
+        "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
+    )
     tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
     tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
     tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")

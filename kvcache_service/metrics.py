@@ -41,12 +41,15 @@ class Counters:
         return sum(n for (counted, _), n in self._counts.items() if counted == name)
 
 
-def observe_tiers(used: Callable[[], Iterable[tuple[str, int]]]) -> None:
-    """Exports the bytes taken in each tier, from (tier, bytes) pairs."""
+def observe_tiers(tiers: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
+    """Exports the bytes taken in each tier and those that it may take, from (tier, used, capacity)."""
 
-    def observations(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(n, {"fusionkv.tier": tier}) for tier, n in used()]
+    def used(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(n, {"fusionkv.tier": tier}) for tier, n, _ in tiers()]
 
-    metrics.get_meter(__name__).create_observable_gauge(
-        "fusionkv.kvcache.tier.used", [observations], "By", "Bytes taken in each tier"
-    )
+    def capacity(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(n, {"fusionkv.tier": tier}) for tier, _, n in tiers()]
+
+    meter = metrics.get_meter(__name__)
+    meter.create_observable_gauge("fusionkv.kvcache.tier.used", [used], "By", "Bytes taken in each tier")
+    meter.create_observable_gauge("fusionkv.kvcache.tier.capacity", [capacity], "By", "Bytes that each tier may take")

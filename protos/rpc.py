@@ -5,7 +5,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf import descriptor, message_factory
@@ -124,6 +124,18 @@ def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any
     return stream if streams else unary
 
 
+class Beside(Protocol):
+    """Another listener of the process, which serves and drains as its gRPC server does."""
+
+    name: str
+
+    async def start(self) -> list[str]:
+        """Listens, and returns the addresses, a port 0 resolved. Raises OSError."""
+
+    async def stop(self, seconds: float) -> None:
+        """Takes no more calls; those in flight get `seconds`."""
+
+
 async def serve(
     name: str,
     addresses: Sequence[str],
@@ -134,11 +146,13 @@ async def serve(
     max_concurrent: int | None = None,
     tls: ServerTLS | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    beside: Sequence[Beside] = (),
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
 
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
-    With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry.
+    With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
+    `beside` has a line of its own, after that one.
 
     Raises:
         OSError: an address can't be bound, or a certificate can't be used.
@@ -155,6 +169,7 @@ async def serve(
     names = [*services, health.SERVICE_NAME]
     reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
     bound = [_bind(server, address, credentials) for address in addresses]
+    others = [(other.name, await other.start()) for other in beside]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -162,11 +177,14 @@ async def serve(
     await server.start()
     for service in ("", *names):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
-    print(f"{name} serving on {' '.join(bound)}", flush=True)
+    for listener, where in ((name, bound), *others):
+        print(f"{listener} serving on {' '.join(where)}", flush=True)
     await stop.wait()
     log.info("%s drains for up to %g s", name, drain_seconds)
     await checks.enter_graceful_shutdown()
+    others_stop = asyncio.gather(*[other.stop(drain_seconds) for other in beside])
     await server.stop(drain_seconds)
+    await others_stop
     if on_drain is not None:
         await on_drain()
     print(f"{name} stopped", file=sys.stderr, flush=True)

@@ -1,40 +1,78 @@
-"""OpenTelemetry: code elsewhere calls only its API; the SDK is attached here, at launch, when an endpoint is set.
+"""OpenTelemetry: code elsewhere calls only its API; the SDK is attached here, at launch, when somebody is to be told.
 
 Standard environment variables decide: OTEL_EXPORTER_OTLP_ENDPOINT switches export on, OTEL_TRACES_SAMPLER,
-OTEL_RESOURCE_ATTRIBUTES, OTEL_METRIC_EXPORT_INTERVAL and the rest are read by the SDK itself.
+OTEL_RESOURCE_ATTRIBUTES, OTEL_METRIC_EXPORT_INTERVAL and the rest are read by the SDK itself. Prometheus scrapes the
+same metrics where a service has an address for that. docs/telemetry.yaml lists all names.
 """
 
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
+from fusionkv.protos import logs
 from fusionkv.protos.errors import details
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
 
-def attach(service: str) -> None:
-    """Sets up logging and, when an OTLP endpoint is configured, exports traces and metrics to it."""
-    logging.basicConfig(
-        level=os.environ.get("FUSIONKV_LOG", "INFO").upper(),
-        format=f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s",
-    )
-    if not os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+log = logging.getLogger(__name__)
+# Bounds of histograms. The SDK's own begin at 5, and are meant for milliseconds.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+
+def attach(service: str, scraped_at: str = "") -> None:
+    """Sets up logging; exports to an OTLP endpoint when one is configured, and serves Prometheus at `scraped_at`.
+
+    Raises:
+        ValueError: a setting is wrong, or a package is missing.
+        OSError: the address can't be bound.
+    """
+    logs.attach(service)
+    exports = bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
+    if not exports and not scraped_at:
         return
-    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
     from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
     from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     resource = Resource.create({"service.name": service, "service.namespace": "fusionkv"})
-    tracing = TracerProvider(resource=resource)
-    tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    trace.set_tracer_provider(tracing)
-    metrics.set_meter_provider(MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())], resource))
+    readers: list[MetricReader] = []
+    if exports:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        tracing = TracerProvider(resource=resource)
+        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(tracing)
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    if scraped_at:
+        readers.append(_scraped(service, scraped_at))
+    metrics.set_meter_provider(MeterProvider(readers, resource))
+
+
+def _scraped(service: str, address: str) -> "MetricReader":
+    """Serves the metrics at http://address/metrics, in a thread of its own."""
+    try:
+        from opentelemetry.exporter.prometheus import PrometheusMetricReader
+        from prometheus_client import start_http_server
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"metrics_listen needs the package {error.name}: pip install 'fusionkv[prometheus]'"
+        ) from None
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(f"metrics_listen is {address!r}: host:port")
+    reader = PrometheusMetricReader(scope_info_enabled=False)
+    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0")
+    log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
+    return reader
 
 
 def detach() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,8 +73,40 @@ class ServerTLS:
             _configuration(used), fetch, require_client_authentication=self.client_ca is not None
         )
 
+    def context(self) -> ssl.SSLContext:
+        """The same for a server that is not gRPC's. Raises as `credentials` does."""
+        files = [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
+        return _NewestContext(Watched(files, self._read_context))
+
+    def _read_context(self) -> ssl.SSLContext:
+        self._read()  # which says exactly what is wrong with a file
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.cert, self.key)
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+        except (ssl.SSLError, OSError) as error:
+            raise BadFile(f"the certificate {self.cert} or what goes with it can't be used for TLS") from error
+        return context
+
     def _read(self) -> tuple[Identity, bytes | None]:
         return read_identity(self.cert, self.key), read_ca(self.client_ca) if self.client_ca else None
+
+
+class _NewestContext(ssl.SSLContext):
+    """Gives every new connection to the newest of the contexts that files make."""
+
+    _watched: Watched[ssl.SSLContext]
+
+    def __new__(cls, watched: Watched[ssl.SSLContext]) -> "_NewestContext":
+        made = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+        made._watched = watched
+        return made
+
+    def wrap_bio(self, *given: Any, **named: Any) -> ssl.SSLObject:
+        """What asyncio calls for each connection that it accepts."""
+        return self._watched.value.wrap_bio(*given, **named)
 
 
 class ClientTLS:

@@ -33,7 +33,8 @@ cache = "127.0.0.1:7070"
 ```
 
 Telemetry is set by OpenTelemetry's own variables: `OTEL_EXPORTER_OTLP_ENDPOINT=http://host:4317` sends traces and
-metrics of every service there, over gRPC; nothing is sent without it. `FUSIONKV_LOG=DEBUG` sets the log's level.
+metrics of every service there, over gRPC; nothing is sent without it. `FUSIONKV_LOG=DEBUG` sets the log's level,
+`FUSIONKV_LOG_FORMAT=json` makes it JSON. More: [observability.md](observability.md).
 """
 
 

@@ -157,6 +157,13 @@ def helm() -> str:
 
 
 @pytest.fixture(scope="session")
+def chromium() -> str:
+    """Path of a browser; without one the test is skipped, or fails, as for helm."""
+    places = [Path(found) for name in ("chromium-browser", "google-chrome") if (found := shutil.which(name))]
+    return _tool("chromium", places, "a page is tested in a real browser: apt-get install chromium")
+
+
+@pytest.fixture(scope="session")
 def reference_model() -> Path:
     """The directory of the first of the models that come with the project."""
     return min(file.parent for file in (ROOT / "models").glob("*/config.json"))

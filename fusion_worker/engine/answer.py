@@ -8,12 +8,14 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 
 import torch
-from opentelemetry import metrics, trace
+from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine import meters
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
+from fusionkv.fusion_worker.engine.explain import Explanation, explain
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.guard import Guard
@@ -33,10 +35,6 @@ from fusionkv.protos.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
-meter = metrics.get_meter(__name__)
-_degraded = meter.create_counter("fusionkv.worker.degraded", description="Answers by plain prefill: the cache failed")
-_tokens = meter.create_counter("fusionkv.worker.tokens", description="Context tokens, by what was done with them")
-_ttft = meter.create_histogram("fusionkv.worker.ttft", unit="s", description="Arrival to first token")
 
 # What the last request counts in the mean time of a request.
 _PACE = 0.2
@@ -104,14 +102,21 @@ class Answerer:
         self._active = 0
         self._running = asyncio.Semaphore(config.max_requests)
         self._waiting = 0
+        meters.observe(lambda: (self._waiting, self._active - self._waiting), pool)
         self._seconds = 0.0  # that a request takes, of late
 
     async def answer(
-        self, prompt: Prompt, recipe: Recipe, ratio: float, params: SamplingParams, corpus: str = ""
-    ) -> AsyncGenerator[Piece | Summary]:
+        self,
+        prompt: Prompt,
+        recipe: Recipe,
+        ratio: float,
+        params: SamplingParams,
+        corpus: str = "",
+        explained: bool = False,
+    ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
 
-        corpus: where the chunks come from; quality is watched for each apart.
+        corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first.
 
         Raises:
             ResourceExhausted: too many wait, or the prompt does not fit the pool.
@@ -125,6 +130,8 @@ class Answerer:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
                 await self._enter(stack)
             fused = await self._prepare(stack, summary, params)
+            if explained:
+                yield explain(prompt, fused, summary.stages, self._model.tokenizer)
             watched = self._watched(summary, params)
             answer: list[int] = []
             async with aclosing(self._decode(fused, summary, params, arrived, watched)) as pieces:
@@ -187,7 +194,7 @@ class Answerer:
                 summary.degraded, summary.ratio = str(fault), 1.0
                 # What was found served no one: only the time it took counts.
                 summary.stages = Stages(seconds=summary.stages.seconds)
-                _degraded.add(1, {"fusionkv.recipe": recipe.name})
+                meters.degraded(recipe.name)
                 trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
             finally:
                 if early is not None:
@@ -202,7 +209,7 @@ class Answerer:
         with tracer.start_as_current_span("fusionkv.select") as span, clock(summary.stages, "select"):
             scored = await early if early is not None else None
             fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
-            span.set_attribute("fusionkv.rows", fused.scored_rows)
+            span.set_attributes({"fusionkv.rows": fused.scored_rows, "fusionkv.tokens": len(fused.chosen)})
         summary.lossless = prompt.context_tokens - int(fused.stale.sum())
         summary.recomputed = len(fused.chosen)
         return fused
@@ -224,7 +231,7 @@ class Answerer:
         if watched and result.logits is not None:
             summary.first_logits = result.logits[0]
         stages.seconds["ttft"] = time.perf_counter() - arrived
-        _record(summary)
+        meters.first_token(summary)
         started = time.perf_counter()
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
@@ -244,6 +251,7 @@ class Answerer:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
         stages.seconds["decode"] = time.perf_counter() - started
+        meters.answered(summary)
 
     def _read(self, token: int, text: TextStream, summary: Summary, params: SamplingParams) -> str:
         """The text that a token completes; sets `summary.finish` when it is the last."""
@@ -257,10 +265,3 @@ class Answerer:
             summary.finish = "max_tokens"
             piece += text.flush()
         return piece
-
-
-def _record(summary: Summary) -> None:
-    attributes = {"fusionkv.recipe": summary.recipe.name}
-    _ttft.record(summary.stages.seconds["ttft"], attributes)
-    for kind in ("lossless", "reused", "recomputed"):
-        _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})

@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.engine.locator import CacheFault, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
 from fusionkv.fusion_worker.engine.putter import Putter
+from fusionkv.fusion_worker.engine.spans import LoadSpans
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.engine.turns import Turns
 from fusionkv.fusion_worker.engine.work import Work
@@ -42,6 +43,7 @@ class Loader:
         self._engine = engine
         self._cache = cache
         self._loads: dict[Resident, asyncio.Task[None]] = {}
+        self._spans = LoadSpans()
         self._turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store)
@@ -88,14 +90,14 @@ class Loader:
         namespace = self.namespace(prompt.tenant)
         async with AsyncExitStack() as stack:
             leased = await stack.enter_async_context(AsyncExitStack())
-            with tracer.start_as_current_span("fusionkv.lookup"), clock(stages, "lookup"):
+            with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
                 wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace, in_place))
+                span.set_attribute("fusionkv.chunks", len(prompt.chunks))
             stale = sum(len(w.chunk) for w in wanted if not w.lossless)
-            with clock(stages, "load"):
+            with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
                 placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
-                with tracer.start_as_current_span("fusionkv.load") as span:
-                    await self._fetched(placement)
-                    span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
+                await self._fetched(placement)
+                span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
             await leased.aclose()
             with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
                 span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
@@ -158,6 +160,7 @@ class Loader:
                 for w in wanted:
                     _count(stages, w, w.key in residents)
                     if w.key in residents:
+                        self._spans.join(residents[w.key])
                         placed.append(Placed(w, residents[w.key]))
                     else:
                         residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
@@ -178,9 +181,14 @@ class Loader:
         """Loads a part in a task of its own: other requests may wait for it when this one is gone."""
         for p in (part, *before):
             self._pool.pin(p.resident)
+        self._spans.begin(part)
         task = asyncio.create_task(self._load(part, before, stages, namespace, number))
         self._loads[part.resident] = task
-        task.add_done_callback(lambda _: self._loads.pop(part.resident))
+        task.add_done_callback(lambda _: self._ended(part.resident))
+
+    def _ended(self, resident: Resident) -> None:
+        del self._loads[resident]
+        self._spans.end(resident)
 
     def _unpin(self, resident: Resident) -> None:
         """Ends a use; the load of what nobody else waits for is ended with it."""
@@ -196,14 +204,15 @@ class Loader:
     ) -> None:
         ready = part.resident.ready
         try:
-            if part.wanted.entry is not None:
-                async with self._turns.turn(number):
-                    await self.fetch(part, stages)
-            else:
-                await _ready(p.resident for p in before)
-                await self._encode(part, before)
-                if self.putter is not None and namespace:
-                    self.putter.offer(namespace, part)
+            with self._spans.within(part.resident):
+                if part.wanted.entry is not None:
+                    async with self._turns.turn(number):
+                        await self.fetch(part, stages)
+                else:
+                    await _ready(p.resident for p in before)
+                    await self._encode(part, before)
+                    if self.putter is not None and namespace:
+                        self.putter.offer(namespace, part)
             ready.set_result(None)
         except ServiceError as error:
             ready.set_exception(CacheFault(f"fetch failed: {error}"))
@@ -255,9 +264,11 @@ def _count(stages: Stages, wanted: Wanted, present: bool) -> None:
     if wanted.entry is None and not present:
         stages.encoded_tokens += len(wanted.chunk)
         stages.missed += 1
+        stages.origins.setdefault(wanted.key, ("miss", "none"))
         return
     kind = "exact" if wanted.lossless else "alternative"
     tier = "device" if present or wanted.entry is None else wanted.entry.tier
+    stages.origins.setdefault(wanted.key, (kind, tier))
     stages.hits[kind, tier] += 1
     stages.hit_tokens[kind, tier] += len(wanted.chunk)
 

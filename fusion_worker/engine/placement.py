@@ -60,10 +60,14 @@ class Placed:
 
 @dataclass(slots=True)
 class Stages:
-    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier)."""
+    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier).
+
+    origins: kind and tier of every chunk, by its key.
+    """
 
     hits: Counter[tuple[str, str]] = field(default_factory=Counter)
     hit_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
+    origins: dict[bytes, tuple[str, str]] = field(default_factory=dict)
     missed: int = 0
     encoded_tokens: int = 0
     bytes_fetched: int = 0

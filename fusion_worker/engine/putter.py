@@ -3,7 +3,8 @@
 import asyncio
 import logging
 
-from opentelemetry import metrics
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Link, SpanContext
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.placement import Placed, Wanted
@@ -12,6 +13,7 @@ from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.errors import DeadlineExceeded, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
+tracer = trace.get_tracer(__name__)
 _dropped = metrics.get_meter(__name__).create_counter(
     "fusionkv.worker.puts_dropped", description="Encoded chunks that did not reach the cache service"
 )
@@ -28,7 +30,7 @@ class Putter:
         self._cache = cache
         self._timeout = timeout
         self._max_waiting = max_waiting
-        self._waiting: asyncio.Queue[tuple[bytes, Placed]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[bytes, Placed, SpanContext]] = asyncio.Queue()
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
     def offer(self, namespace: bytes, part: Placed) -> None:
@@ -37,7 +39,7 @@ class Putter:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
         self._pool.pin(part.resident)
-        self._waiting.put_nowait((namespace, part))
+        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context()))
 
     async def put(self, namespace: bytes, part: Placed) -> None:
         """Stores a part and waits for the commit.
@@ -72,13 +74,17 @@ class Putter:
 
     async def _write(self) -> None:
         while True:
-            namespace, part = await self._waiting.get()
+            namespace, part, origin = await self._waiting.get()
             try:
                 try:
                     data = await asyncio.to_thread(self._storage.take_out, part.resident)
                 finally:
                     self._pool.unpin(part.resident)
-                await self._send(namespace, part.wanted, data, offered=True)
+                # A trace of its own: the request that it leads back to has its answer, and waits for nothing here.
+                links = [Link(origin)] if origin.is_valid else []
+                with tracer.start_as_current_span("fusionkv.put", links=links) as span:
+                    span.set_attributes({"fusionkv.tokens": len(part.wanted.chunk), "fusionkv.bytes": len(data)})
+                    await self._send(namespace, part.wanted, data, offered=True)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
                 log.warning("a chunk was not stored: %s", error)
@@ -92,7 +98,7 @@ class Putter:
     def _drop_waiting(self) -> None:
         """Lets go of what waits: behind a service out of reach, each would hold its pages for one more timeout."""
         while not self._waiting.empty():
-            _, part = self._waiting.get_nowait()
+            _, part, _ = self._waiting.get_nowait()
             self._pool.unpin(part.resident)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

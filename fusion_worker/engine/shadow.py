@@ -15,11 +15,17 @@ from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.methods.recipes import Recipe
+from fusionkv.protos import telemetry
 
 log = logging.getLogger(__name__)
 meter = metrics.get_meter(__name__)
 _answers = meter.create_counter("fusionkv.worker.shadow.answers", description="Answers held against full attention's")
-_kl = meter.create_histogram("fusionkv.worker.shadow.kl", unit="nat", description="KL of the first token's logits")
+_kl = meter.create_histogram(
+    "fusionkv.worker.shadow.kl",
+    unit="nat",
+    description="KL of the first token's logits",
+    explicit_bucket_boundaries_advisory=telemetry.NATS,
+)
 _skipped = meter.create_counter("fusionkv.worker.shadow.skipped", description="Samples dropped, by reason")
 # Samples are small (ids and one row of logits), but old ones say little.
 _MOST_WAITING = 16

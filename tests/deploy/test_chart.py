@@ -165,7 +165,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    own = {"listen", "data_dir", "model", "cache", "workers"}
+    own = {"listen", "http_listen", "metrics_listen", "data_dir", "model", "cache", "workers"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]
         allowed = next(p["propertyNames"]["enum"] for p in parts if "propertyNames" in p)

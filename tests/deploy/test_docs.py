@@ -20,7 +20,17 @@ PAGES = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in ("structure", "configuration", "recipes", "selection", "quality", "security", "cache")
+        for name in (
+            "structure",
+            "configuration",
+            "recipes",
+            "selection",
+            "quality",
+            "security",
+            "cache",
+            "openai",
+            "observability",
+        )
     ),
 )
 

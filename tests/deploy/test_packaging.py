@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 EXTRAS = {
-    "protos": set(),
+    "protos": {"prometheus"},
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache"},
     "fusion_worker": {"worker", "gpu"},
-    "gateway": {"gateway"},
+    "gateway": {"gateway", "http"},
     "models": {"worker"},
 }
 

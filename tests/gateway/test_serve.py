@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client import Client
 from fusionkv.protos.tls import ClientTLS
@@ -99,6 +101,29 @@ def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -
     assert answer["summary"]["ratio"] == 0.5
     assert answer["summary"]["tokens_generated"] == 4
     assert len(answer["sources"]) == 6
+
+
+def test_a_page_explains_an_answer(run: Run, pages: Path, tmp_path: Path) -> None:
+    """Every token of the context is on it, as the summary counts them."""
+    question = ("ask", "book", "code of Name3?", "--max-tokens", "4", "--json")
+    for recipe, ratio in (("prophetkv", "0.5"), ("full_reuse", "0"), ("full_attention", "1")):
+        file = tmp_path / f"{recipe}.html"
+        asked = run(*question, "--recipe", recipe, "--ratio", ratio, "--explain", str(file))
+        assert asked.returncode == 0, asked.stderr
+        answer = json.loads(asked.stdout)
+        page = BeautifulSoup(file.read_text(), "html.parser")
+        tokens = page.select(".tokens i")
+        states = Counter(token["class"][0] for token in tokens)
+        summary = answer["summary"]
+        assert len(tokens) == summary["context_tokens"] > 0
+        for state in ("lossless", "reused", "recomputed"):
+            assert states[state] == summary[f"tokens_{state}"]
+        named = [each.text.split()[0] for each in page.select("details summary")]
+        assert named == [f"{s['document']}#{s['position']}" for s in answer["sources"]]
+        shown = ["".join(t.text for t in each.select("i")) for each in page.select(".tokens")]
+        assert all(source["text"] in text for source, text in zip(answer["sources"], shown, strict=True))
+        assert page.select_one(".answers .text").text == answer["text"].strip()
+        assert ("score" in file.read_text().split('class="tokens"')[1]) == (recipe == "prophetkv")
 
 
 def test_ingest_as_json_names_every_document(run: Run, pages: Path) -> None:

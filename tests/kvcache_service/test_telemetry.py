@@ -34,7 +34,9 @@ async def test_metrics_and_spans(start: Any, tools: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr(metrics.metrics, "get_meter", meters.get_meter)
     monkeypatch.setattr(reading, "tracer", tracers.get_tracer("test"))
     service = await start(memory=1 * MIB, disk=2 * MIB)
-    metrics.observe_tiers(lambda: [(tier.name, tier.used_bytes) for tier in service.store.residents.tiers])
+    metrics.observe_tiers(
+        lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in service.store.residents.tiers]
+    )
     s = tools.digest("S")
     for name in ("a", "b", "b"):
         await service.put([s, tools.digest(name)], tools.payload(name, MIB))
@@ -58,6 +60,8 @@ async def test_metrics_and_spans(start: Any, tools: Any, monkeypatch: pytest.Mon
         ("fusionkv.kvcache.evictions", "disk"): 1,
         ("fusionkv.kvcache.tier.used", "memory"): MIB,
         ("fusionkv.kvcache.tier.used", "disk"): 2 * MIB,
+        ("fusionkv.kvcache.tier.capacity", "memory"): MIB,
+        ("fusionkv.kvcache.tier.capacity", "disk"): 2 * MIB,
     }
     (span,) = exporter.get_finished_spans()
     assert span.name == "kvcache.read"

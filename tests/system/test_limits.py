@@ -61,6 +61,7 @@ TOO_LONG: dict[str, Any] = {
     "gateway.Retrieve question": gateway.RetrieveRequest(corpus="c", question=LONG),
     "gateway.Generate corpus": ask(corpus=LONG),
     "gateway.Generate question": ask(question=LONG),
+    "gateway.Generate query": ask(query=LONG),
     "gateway.Generate recipe": ask(recipe="full_reuse" + "+isolated" * 10_000),
     "gateway.Generate sampling.stop": ask(sampling=gateway.Sampling(stop=["x"] * 10_000)),
     "gateway.Generate sampling.stop[]": ask(sampling=gateway.Sampling(stop=[LONG])),

@@ -1,118 +1,276 @@
-"""One request is one trace through all three services, and counters arrive, at a real OTLP receiver."""
+"""What a run tells OTLP and Prometheus, beside docs/telemetry.yaml; one request is one trace; the log is JSON."""
 
-import threading
-from collections.abc import Callable, Iterator
-from concurrent import futures
+import asyncio
+import hashlib
+import json
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
+import httpx2
 import pytest
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2 as metrics_pb2
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2_grpc as metrics_grpc
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as trace_pb2
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as trace_grpc
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from fusionkv.gateway.client import Client
+from fusionkv.gateway.results import Summary
+from fusionkv.protos.errors import NotFound, Unauthenticated
+from tests.system.otlp import Receiver, attributes, points, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
 SERVICES = {"fusionkv-gateway", "fusionkv-worker", "fusionkv-kvcache"}
+RPC = re.compile(r"/(gateway|fusion|kvcache)\.v1\.\w+/\w+")
+QUESTION = "Report Velkorda: code of Bervek?"
+# As a caller's own trace comes in over HTTP.
+CALLERS_TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-class Receiver(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServicer):
-    """Keeps every span, under its service's name, and the last value of every metric."""
+@dataclass
+class Run:
+    """Some requests to all three services, and everything that was told of them."""
 
-    def __init__(self) -> None:
-        self.spans: list[tuple[str, Any]] = []
-        self.metrics: dict[tuple[str, str], float] = {}
-        self.changed = threading.Condition()
+    received: Receiver
+    scraped: dict[str, dict[str, Any]]
+    log: list[dict[str, Any]]
+    summaries: dict[str, Summary]
 
-    def Export(self, request: Any, context: Any) -> Any:
-        with self.changed:
-            for group in getattr(request, "resource_spans", ()):
-                for scope in group.scope_spans:
-                    self.spans += [(name_of(group.resource), span) for span in scope.spans]
-            for group in getattr(request, "resource_metrics", ()):
-                for metric in (m for scope in group.scope_metrics for m in scope.metrics):
-                    points = getattr(metric, metric.WhichOneof("data")).data_points
-                    key = (name_of(group.resource), metric.name)
-                    self.metrics[key] = sum(getattr(p, "count", 0) or p.as_int or p.as_double for p in points)
-            self.changed.notify_all()
-        traces = isinstance(request, trace_pb2.ExportTraceServiceRequest)
-        return trace_pb2.ExportTraceServiceResponse() if traces else metrics_pb2.ExportMetricsServiceResponse()
+    def trace(self, name: str) -> list[tuple[str, Any]]:
+        """Service and span of everything in a request's trace."""
+        wanted = bytes.fromhex(self.summaries[name].trace_id)
+        return [(service, span) for service, span in self.received.spans if span.trace_id == wanted]
 
-    def wait_for(self, ready: Callable[[], Any], timeout: float = 30) -> None:
-        with self.changed:
-            assert self.changed.wait_for(ready, timeout), (
-                sorted((name, span.name, span.parent_span_id) for name, span in self.spans),
-                self.metrics,
+
+@pytest.fixture(scope="module")
+def registry(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((root / "docs/telemetry.yaml").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder, token = tmp_path_factory.mktemp("telemetry"), secrets.token_urlsafe(32)
+    digest = hashlib.sha256(token.encode()).hexdigest()
+    known = f'[[token]]\nname = "n"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
+    (folder / "tokens").write_text(known)
+    with receiving() as received:
+        env = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "OTEL_METRIC_EXPORT_INTERVAL": "200",
+            "FUSIONKV_LOG_FORMAT": "json",
+        }
+
+        def launch(module: str, *flags: str, **more: Any) -> Any:
+            ports = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+            return launch_module(f"fusionkv.{module}", *ports, *flags, env=env, **more)
+
+        cache = launch("kvcache_service", "--data-dir", str(folder / "kvcache"))
+        model = ("--model", str(reference_model), "--threads", "1", "--shadow-share", "1", "--pool-bytes", "1MiB")
+        worker = launch("fusion_worker", "--cache", cache.address, *model)
+        flags = ("--data-dir", str(folder / "gateway"), "--auth-tokens", str(folder / "tokens"))
+        gateway = launch(
+            "gateway",
+            "--workers",
+            worker.address,
+            "--http-listen",
+            "127.0.0.1:0",
+            *flags,
+            "--chunk-tokens",
+            "16",
+            services=2,
+        )
+        services = (gateway, worker, cache)
+        summaries: dict[str, Summary] = {}
+        with Client(gateway.address, token=token) as client:
+            text = " ".join(f"Report Velkorda on page {i} says: the code of Bervek is {i}." for i in range(500, 512))
+            client.ingest("c", "page.md", text)
+            for name, recipe in (("first", "prophetkv"), ("second", "prophetkv")):
+                summaries[name] = client.ask("c", QUESTION, recipe=recipe, ratio=0.2, max_tokens=3).summary
+            with pytest.raises(NotFound):
+                client.ask("none", QUESTION)
+            made = summaries["first"].chunks_missed
+            received.wait_for(lambda: received.total("fusionkv-kvcache", "fusionkv.kvcache.puts") > made)
+            # It takes so much of the pool that the chunks have to go, and are fetched for the next one.
+            left = client.stream("c", QUESTION, recipe="full_attention", max_tokens=230)
+            next(left)
+            next(left)
+            left.close()
+            http = gateway.addresses["fusionkv-gateway-http"][0]
+            over_http = httpx2.post(
+                f"http://{http}/v1/chat/completions",
+                json={"model": "c:full_reuse", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2},
+                headers={
+                    "Authorization": f"Bearer {token}",
+                    "traceparent": f"00-{CALLERS_TRACE}-b7ad6b7169203331-01",
+                },
+                timeout=60,
             )
+            assert over_http.status_code == 200
+
+            with Client(gateway.address, token="wrong") as stranger, pytest.raises(Unauthenticated):
+                stranger.list()
+            scraped = {"fusionkv-kvcache": scrape(cache)}
+            assert cache.stop() == 0
+            summaries["degraded"] = client.ask("c", QUESTION, recipe="prophetkv", max_tokens=1).summary
+            # Answers are made again by full attention when the worker is idle, which it is now.
+            received.wait_for(lambda: received.total("fusionkv-worker", "fusionkv.worker.shadow.kl"))
+        scraped |= {"fusionkv-gateway": scrape(gateway), "fusionkv-worker": scrape(worker)}
+        for service in services:
+            assert service.stop() == 0, service.log
+        log = [json.loads(line) for service in services for line in service.log.splitlines() if line[0] == "{"]
+        yield Run(received, scraped, log, summaries)
 
 
-def name_of(resource: Any) -> str:
-    values = {a.key: a.value.string_value for a in resource.attributes}
-    assert values["service.namespace"] == "fusionkv"
-    return str(values["service.name"])
+def scrape(service: Any) -> dict[str, Any]:
+    """The families of the scrape endpoint, by name."""
+    (address,) = re.findall(r"metrics at (http://\S+/metrics)", service.log)
+    text = httpx2.get(address).text
+    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
-@pytest.fixture
-def receiver() -> Iterator[tuple[Receiver, str]]:
-    server = grpc.server(futures.ThreadPoolExecutor(4))
-    receiver = Receiver()
-    trace_grpc.add_TraceServiceServicer_to_server(receiver, server)
-    metrics_grpc.add_MetricsServiceServicer_to_server(receiver, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield receiver, f"http://127.0.0.1:{port}"
-    server.stop(None)
+def test_one_request_is_one_trace(run: Run) -> None:
+    """Without gaps, from the gateway's RPC down to the cache service's."""
+    found = run.trace("first")
+    assert {service for service, _ in found} == SERVICES
+    by_id = {span.span_id: span for _, span in found}
+    roots = [span.name for _, span in found if span.parent_span_id not in by_id]
+    assert roots == ["/gateway.v1.GatewayService/Generate"]
+
+    def above(span: Any) -> list[str]:
+        names = []
+        while span.parent_span_id in by_id:
+            span = by_id[span.parent_span_id]
+            names.append(span.name)
+        return names
+
+    named = {span.name: span for _, span in found if not RPC.fullmatch(span.name)}
+    (chat,) = (name for name in named if name.startswith("chat "))
+    stages = {f"fusionkv.{s}" for s in ("queue", "lookup", "load", "encode", "select", "prefill", "decode")}
+    assert {"gateway.retrieve", "gateway.embed", "gateway.plan", "fusionkv.encode_chunk", *stages} <= set(named)
+    assert above(named["gateway.embed"])[0] == "gateway.retrieve"
+    assert all(chat in above(named[stage]) for stage in stages)
+    lookups = [s for service, s in found if service == "fusionkv-kvcache" and s.name.endswith("/Lookup")]
+    assert lookups
+    assert all("fusionkv.lookup" in above(s) for s in lookups)
+    answered = run.summaries["first"]
+    told = attributes(named[chat])
+    assert told["gen_ai.usage.input_tokens"] == answered.prompt_tokens
+    assert told["gen_ai.usage.output_tokens"] == answered.tokens_generated
+    assert told["fusionkv.tokens.recomputed"] == answered.tokens_recomputed
+    encoded = [s for _, s in found if s.name == "fusionkv.encode_chunk"]
+    # The system prompt is a part too.
+    assert len(encoded) == answered.chunks_missed + 1
+    # What is put back comes later, in traces that lead here.
+    puts = [s for _, s in run.received.spans if s.name == "fusionkv.put"]
+    assert {link.span_id for put in puts for link in put.links} & {s.span_id for s in encoded}
 
 
-def test_one_trace_through_three_services(
-    launch: Any, receiver: tuple[Receiver, str], reference_model: Path, tmp_path: Path
-) -> None:
-    received, endpoint = receiver
-    env = {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_BSP_SCHEDULE_DELAY": "100",
-        "OTEL_METRIC_EXPORT_INTERVAL": "200",
-        "FUSIONKV_KVCACHE_DATA_DIR": str(tmp_path / "kvcache"),
-        "FUSIONKV_GATEWAY_DATA_DIR": str(tmp_path / "gateway"),
-    }
-    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", env=env)
-    flags = ("--model", str(reference_model), "--cache", cache.address)
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *flags, env=env)
-    gateway = launch("fusionkv.gateway", "--listen", "127.0.0.1:0", "--workers", worker.address, env=env)
+def test_a_request_over_http_goes_on_with_its_callers_trace(run: Run) -> None:
+    found = [(n, s) for n, s in run.received.spans if s.trace_id.hex() == CALLERS_TRACE]
+    assert {service for service, _ in found} == SERVICES
+    (first,) = (s for _, s in found if s.parent_span_id.hex() == "b7ad6b7169203331")
+    assert first.name == "POST /v1/chat/completions"
+    assert attributes(first)["http.response.status_code"] == 200
 
-    with Client(gateway.address) as client:
-        client.ingest("c", "page.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
-        summary = client.ask("c", "Report Velkorda: code of Bervek?", recipe="full_reuse").summary
-    assert not summary.degraded, summary.degraded_reason
-    trace = bytes.fromhex(summary.trace_id)
 
-    def spans() -> list[tuple[str, Any]]:
-        return [(name, span) for name, span in received.spans if span.trace_id == trace]
+def test_errors_and_degraded_answers_are_marked(run: Run) -> None:
+    assert run.summaries["degraded"].degraded
+    marked = [
+        attributes(s)["fusionkv.degraded"] for _, s in run.trace("degraded") if "fusionkv.degraded" in attributes(s)
+    ]
+    assert marked == [run.summaries["degraded"].degraded_reason] * 2  # the worker's RPC, and the gateway's chat
+    failed = {span.name for _, span in run.trace("degraded") if span.status.code == 2}
+    assert "fusionkv.lookup" in failed
+    refused = [span for _, span in run.received.spans if span.name.endswith("/Generate") and span.status.code == 2]
+    assert any("no corpus" in span.status.message for span in refused)
+    assert any(attributes(span).get("fusionkv.cancelled") for _, span in run.received.spans)
 
-    def complete() -> bool:
-        """Spans of all services, one root, and no span without its parent."""
-        found = spans()
-        ids = {span.span_id for _, span in found}
-        roots = [name for name, span in found if span.parent_span_id not in ids]
-        return {name for name, _ in found} == SERVICES and roots == ["fusionkv-gateway"]
 
-    received.wait_for(complete)
-    found = spans()
-    names = {name: {span.name for service, span in found if service == name} for name in SERVICES}
-    assert "fusionkv.prefill" in names["fusionkv-worker"]
-    assert any(name.endswith("KVCacheService/Lookup") for name in names["fusionkv-kvcache"])
+def own(names: Any) -> set[str]:
+    return {name for name in names if name.startswith("fusionkv.")}
 
-    for metric in (
-        ("fusionkv-gateway", "fusionkv.gateway.requests"),
-        ("fusionkv-worker", "fusionkv.worker.tokens"),
-        ("fusionkv-kvcache", "fusionkv.kvcache.puts"),
-    ):
-        received.wait_for(lambda metric=metric: received.metrics.get(metric, 0) > 0)
-    for service in (gateway, worker, cache):
-        assert service.stop() == 0, service.log
+
+def test_the_registry_lists_what_is_told(run: Run, registry: dict[str, Any]) -> None:
+    """Nothing else is told, and all but the rare is."""
+    spans = {span["name"]: span for span in registry["spans"]}
+    told: dict[str, set[str]] = {name: set() for name in spans}
+    for service, span in run.received.spans:
+        name = "chat <model>" if span.name.startswith("chat ") else span.name
+        mine = own(attributes(span))
+        if name in spans:
+            told[name] |= mine
+            assert spans[name]["service"] == service
+            assert mine <= set(spans[name].get("attributes", [])), name
+        else:
+            assert RPC.fullmatch(name) or name == "POST /v1/chat/completions", name
+            assert mine <= {"fusionkv.degraded"}
+        assert all(own(attributes(link)) == {"fusionkv.link"} for link in span.links if link.attributes)
+    seen = {"chat <model>" if s.name.startswith("chat ") else s.name for _, s in run.received.spans}
+    assert {name for name, span in spans.items() if not span.get("rare")} <= seen
+    metrics = {metric["name"]: metric for metric in registry["metrics"]}
+    for (_, name), metric in run.received.metrics.items():
+        keys = {key for point in points(metric) for key in attributes(point)}
+        assert keys <= set(metrics[name].get("attributes", [])), name
+    common = {name for name, metric in metrics.items() if not metric.get("rare")}
+    assert common <= {name for _, name in run.received.metrics}
+    used = {a for each in (*spans.values(), *metrics.values()) for a in own(each.get("attributes", []))}
+    assert used | {"fusionkv.link"} == set(registry["attributes"])
+
+
+def test_the_registry_lists_every_name_of_the_code(root: Path, registry: dict[str, Any]) -> None:
+    text = "".join(
+        file.read_text()
+        for package in ("protos", "gateway", "fusion_worker", "kvcache_service")
+        for file in (root / package).rglob("*.py")
+        if "_pb2" not in file.name
+    )
+    made = set(re.findall(r'"(fusionkv\.(?:gateway|worker|kvcache)\.[a-z_.]+)"', text))
+    counters = re.search(r"_COUNTERS = \{(.*?)\n\}", text, re.DOTALL)
+    assert counters
+    made |= {f"fusionkv.kvcache.{name}" for name in re.findall(r'^    "([a-z.]+)":', counters[1], re.MULTILINE)}
+    assert made == {metric["name"] for metric in registry["metrics"]}
+    begun = set(re.findall(r'start_(?:as_current_)?span\(\s*"([\w.]+)"', text))
+    assert begun <= {span["name"] for span in registry["spans"]}
+
+
+def test_prometheus_scrapes_the_same(run: Run, registry: dict[str, Any]) -> None:
+    for metric in registry["metrics"]:
+        service = f"fusionkv-{metric['name'].split('.')[1]}"
+        name = metric["prometheus"].removesuffix("_total")
+        if not metric.get("rare"):
+            assert name in run.scraped[service], metric["name"]
+        family = run.scraped[service].get(name)
+        labels = {label for sample in family.samples for label in sample.labels} if family else set()
+        assert labels <= {"le", *(a.replace(".", "_") for a in metric.get("attributes", []))}, name
+    # As an alert asks for it.
+    same = run.scraped["fusionkv-worker"]["fusionkv_worker_shadow_answers"].samples
+    assert {s.labels["fusionkv_same_answer"] for s in same} <= {"true", "false"}
+    hits = run.scraped["fusionkv-gateway"]["fusionkv_gateway_chunks"].samples
+    assert {s.labels["fusionkv_kind"] for s in hits} >= {"miss", "exact"}
+    (tenant,) = {s.labels["fusionkv_tenant"] for s in hits}
+    assert tenant == hashlib.sha256(b"acme").hexdigest()[:16]
+
+
+def test_a_figure_leads_to_its_trace(run: Run) -> None:
+    """Exemplars: over OTLP, which is where the SDK has them."""
+    wanted = {s.trace_id for s in run.summaries.values()}
+    for name in (("fusionkv-gateway", "fusionkv.gateway.ttft"), ("fusionkv-worker", "fusionkv.worker.ttft")):
+        assert run.received.exemplars[name] & wanted, name
+
+
+def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
+    lines = [line for line in run.log if line["logger"] == "fusionkv.gateway.servicer"]
+    assert len({line["trace_id"] for line in lines}) == len(lines)
+    by_trace = {line["trace_id"]: line for line in lines}
+    for summary in run.summaries.values():
+        line = by_trace[summary.trace_id]
+        assert (line["method"], line["status"], line["recipe"]) == ("Generate", "OK", summary.recipe)
+        assert line.get("degraded", "") == summary.degraded_reason
+    assert {line["status"] for line in lines} == {"OK", "NOT_FOUND", "CANCELLED"}
+    assert any(f"tenant acme is {hashlib.sha256(b'acme').hexdigest()[:16]}" in line["message"] for line in run.log)
 
 
 def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> None:
@@ -122,3 +280,23 @@ def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> Non
     )
     assert cache.stop() == 0
     assert "otlp" not in cache.log.lower()
+    assert "metrics at" not in cache.log
+
+
+def test_sampling_is_set_by_the_environment(launch: Any, tmp_path: Path) -> None:
+    """A sampler that takes nothing: the calls are answered, and nothing of them is sent."""
+    from fusionkv.kvcache_service.client import CacheClient
+
+    async def ask(address: str) -> None:
+        client = CacheClient(address)
+        await client.stats()
+        await client.close()
+
+    with receiving() as received:
+        for sampler, count in (("always_off", 0), ("always_on", 1)):
+            env = {"OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint, "OTEL_TRACES_SAMPLER": sampler}
+            data = ("--data-dir", str(tmp_path / sampler))
+            cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", *data, env=env)
+            asyncio.run(ask(cache.address))
+            assert cache.stop() == 0
+            assert len(received.spans) == count

@@ -43,7 +43,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`. */}}
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port). */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
 {{- $section := upper .name -}}
@@ -73,8 +73,20 @@ spec:
       securityContext: {{- include "fusionkv.containerSecurity" . | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ .port }}, protocol: TCP}
+        {{- with .http }}
+        - {name: http, containerPort: {{ . }}, protocol: TCP}
+        {{- end }}
+        {{- with .root.Values.metrics.port }}
+        - {name: metrics, containerPort: {{ . }}, protocol: TCP}
+        {{- end }}
       env:
         - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
+        {{- with .http }}
+        - {name: FUSIONKV_{{ $section }}_HTTP_LISTEN, value: "[::]:{{ . }}"}
+        {{- end }}
+        {{- with .root.Values.metrics.port }}
+        - {name: FUSIONKV_{{ $section }}_METRICS_LISTEN, value: "[::]:{{ . }}"}
+        {{- end }}
         {{- range $key, $value := .env }}
         - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ $value | quote }}}
         {{- end }}

@@ -1,0 +1,65 @@
+"""How the KV of every context token of a prompt came about, token by token, for people to look at."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer
+
+from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.placement import Stages
+from fusionkv.fusion_worker.engine.prompt import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedChunk:
+    """Fields as in fusion.v1.ExplainedChunk."""
+
+    texts: list[str]
+    kind: str
+    tier: str
+    lossless: bool
+    recomputed: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The chunks in the order of the prompt."""
+
+    chunks: tuple[ExplainedChunk, ...]
+
+
+def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) -> Explanation:
+    """What was chosen, and why; known before the first token is computed."""
+    placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
+    lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
+    origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
+    chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
+    return Explanation(
+        tuple(
+            ExplainedChunk(texts(tokenizer, chunk.ids), kind, tier, exact, found, scores)
+            for chunk, (found, scores), (kind, tier), exact in chunks
+        )
+    )
+
+
+def chosen(prompt: Prompt, fused: Fused) -> Iterator[tuple[list[int], list[float]]]:
+    """For each chunk the indices of its recomputed tokens, and the scores of all as ranks from 0 to 1, none if
+    there was nothing to choose.
+    """
+    recomputed = torch.zeros(prompt.question_start, dtype=torch.bool)
+    recomputed[fused.chosen] = True
+    ranks = torch.zeros(prompt.question_start)
+    if fused.scores is not None and (stale := fused.stale).any():
+        order = fused.scores[stale].argsort().argsort().float()
+        ranks[stale] = order / max(1, len(order) - 1)
+    for start, chunk in zip(prompt.starts[1:], prompt.chunks, strict=True):
+        inside = slice(start, start + len(chunk))
+        scores = [round(s, 2) for s in ranks[inside].tolist()] if fused.scores is not None else []
+        yield recomputed[inside].nonzero()[:, 0].tolist(), scores
+
+
+def texts(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
+    """The text of every token by itself."""
+    return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]

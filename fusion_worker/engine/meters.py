@@ -1,0 +1,90 @@
+"""What a worker measures of its requests."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from fusionkv.fusion_worker.engine.kv_pool import KVPool
+from fusionkv.protos import telemetry
+
+if TYPE_CHECKING:
+    from fusionkv.fusion_worker.engine.answer import Summary
+
+_meter = metrics.get_meter(__name__)
+_degraded = _meter.create_counter(
+    "fusionkv.worker.degraded", description="Answers by plain prefill: the cache failed"
+)
+_tokens = _meter.create_counter("fusionkv.worker.tokens", description="Context tokens, by what was done with them")
+_ttft = _meter.create_histogram(
+    "fusionkv.worker.ttft",
+    unit="s",
+    description="Arrival to first token",
+    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
+)
+_stage = _meter.create_histogram(
+    "fusionkv.worker.stage",
+    unit="s",
+    description="Stages of a request up to its first token, by name; queue is one",
+    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
+)
+_per_token = _meter.create_histogram(
+    "fusionkv.worker.time_per_token",
+    unit="s",
+    description="From one token of an answer to the next, the mean of an answer",
+    explicit_bucket_boundaries_advisory=telemetry.SECONDS,
+)
+_recomputed = _meter.create_histogram(
+    "fusionkv.worker.recomputed_share",
+    unit="1",
+    description="Share of a prompt's context tokens that was recomputed",
+    explicit_bucket_boundaries_advisory=telemetry.SHARES,
+)
+
+
+def degraded(recipe: str) -> None:
+    """A request that goes on without the cache."""
+    _degraded.add(1, {"fusionkv.recipe": recipe})
+
+
+def first_token(summary: "Summary") -> None:
+    """Within the request's span, which the figures then lead to."""
+    attributes = {"fusionkv.recipe": summary.recipe.name}
+    for stage, seconds in summary.stages.seconds.items():
+        if stage == "ttft":
+            _ttft.record(seconds, attributes)
+        else:
+            _stage.record(seconds, {"fusionkv.stage": stage})
+    for kind in ("lossless", "reused", "recomputed"):
+        _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
+    if summary.prompt.context_tokens:
+        _recomputed.record(summary.recomputed / summary.prompt.context_tokens, attributes)
+
+
+def answered(summary: "Summary") -> None:
+    """An answer's end."""
+    if summary.generated > 1:
+        seconds = summary.stages.seconds["decode"] / (summary.generated - 1)
+        _per_token.record(seconds, {"fusionkv.recipe": summary.recipe.name})
+
+
+def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
+    """Exports how many requests wait and run, from (waiting, running), and the bytes of the KV pool."""
+
+    def counted(_: CallbackOptions) -> Iterable[Observation]:
+        waiting, running = requests()
+        return [
+            Observation(waiting, {"fusionkv.state": "waiting"}),
+            Observation(running, {"fusionkv.state": "running"}),
+        ]
+
+    def used(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation((pool.capacity - pool.free) * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
+
+    def capacity(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(pool.capacity * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
+
+    _meter.create_observable_gauge("fusionkv.worker.requests", [counted], description="Requests, by state")
+    _meter.create_observable_gauge("fusionkv.worker.pool.used", [used], "By", "Bytes taken in the KV pool")
+    _meter.create_observable_gauge("fusionkv.worker.pool.capacity", [capacity], "By", "Bytes of the KV pool")

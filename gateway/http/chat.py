@@ -1,0 +1,150 @@
+"""An OpenAI chat completion request to a request of the gateway's own; what can't be followed is refused."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fusionkv.gateway import client
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+# Of `fusionkv` in the body: as `fusionkv.gateway.client.request` takes them.
+OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query"])
+_SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
+_TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_SAMPLING])
+# They change nothing about an answer.
+_WITHOUT_EFFECT = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+# Taken with these values alone, which ask for nothing.
+_ONLY: Mapping[str, Any] = {
+    "n": 1,
+    "logprobs": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tools": [],
+}
+_SYSTEM = ("system", "developer")
+
+
+class BadRequest(InvalidArgument):
+    """A request that can't be followed; `param` names the field."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """What is asked of the gateway, and how the caller wants the reply. model: as the caller wrote it."""
+
+    request: pb.GenerateRequest
+    model: str
+    stream: bool = False
+    usage: bool = False
+
+
+def read(body: Any) -> Chat:
+    """The request that a JSON body describes.
+
+    Raises:
+        InvalidArgument: it is no chat completion request, or asks for what can't be given.
+    """
+    if not isinstance(body, dict):
+        raise InvalidArgument("the body is no JSON object")
+    given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
+    for name in given.keys() - _TAKEN:
+        if name not in _ONLY:
+            raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
+        if given[name] != _ONLY[name]:
+            raise BadRequest(f"{name} is not supported: leave it out", name)
+    model = _typed(given, "model", str, "")
+    own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
+    if unknown := own.keys() - OWN:
+        raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
+    stream = _typed(given, "stream", bool, False)
+    usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
+    question, query = _question(_typed(given, "messages", list, []))
+    _typed(own, "order", str, "")
+    options = {**_of_model(model), "query": query, **own}
+    made = client.request(options.pop("corpus"), question, **options, **_sampling(given))
+    return Chat(made, model, stream, usage)
+
+
+def _of_model(model: str) -> dict[str, Any]:
+    """Corpus, recipe and ratio of a name CORPUS, CORPUS:RECIPE, CORPUS@RATIO or CORPUS:RECIPE@RATIO."""
+    named, _, ratio = model.partition("@")
+    corpus, _, recipe = named.partition(":")
+    found: dict[str, Any] = {"corpus": corpus, "recipe": recipe}
+    if ratio:
+        try:
+            found["ratio"] = float(ratio)
+        except ValueError:
+            raise BadRequest(f"bad ratio {ratio[:80]!r} in the model: CORPUS:RECIPE@0.15, say", "model") from None
+    return found
+
+
+def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    stop = given.get("stop", [])
+    made["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
+    for name in ("max_completion_tokens", "max_tokens"):
+        if (most := _typed(given, name, int, 1)) < 1:
+            raise BadRequest(f"{name} is {most}: an answer has one token at least", name)
+        if name in given:
+            made.setdefault("max_tokens", most)
+    for name in ("temperature", "top_p"):
+        if name in given:
+            made[name] = _typed(given, name, (int, float), 0.0)
+    if made.get("top_p") == 0:
+        # The protocol's 0 keeps everything; OpenAI's keeps next to nothing.
+        raise BadRequest("top_p is 0: it must be above 0; for the likeliest token take temperature 0", "top_p")
+    if "seed" in given:
+        made["seed"] = _typed(given, "seed", int, 0)
+    return made
+
+
+def _question(messages: Sequence[Any]) -> tuple[str, str]:
+    """The question, and what chunks are searched for by where that is another text.
+
+    One message is the question as it is. Of several, the question is all of them, what the system says first; chunks
+    are searched for by the last one alone.
+    """
+    if not messages:
+        raise BadRequest("messages is empty", "messages")
+    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    if turns[-1][0] != "user":
+        raise BadRequest("the last message must be the user's: it is the question", "messages")
+    last = turns[-1][1]
+    if len(turns) == 1:
+        return last, ""
+    paragraphs = [text for role, text in turns if role in _SYSTEM]
+    spoken = [(role, text) for role, text in turns if role not in _SYSTEM]
+    paragraphs += [last] if len(spoken) == 1 else [f"{role.capitalize()}: {text}" for role, text in spoken]
+    return "\n\n".join(paragraphs), last
+
+
+def _turn(message: Any, where: str) -> tuple[str, str]:
+    """Role and text of a message."""
+    if not isinstance(message, dict):
+        raise BadRequest(f"{where} is no object", where)
+    role = message.get("role")
+    if role not in (*_SYSTEM, "user", "assistant"):
+        raise BadRequest(f"{where} has the role {str(role)[:80]!r}: system, developer, user or assistant", where)
+    content = message.get("content")
+    if isinstance(content, str):
+        return role, content
+    parts = content if isinstance(content, list) else [None]
+    texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise BadRequest(f"{where} has content that is no text", where)
+    return role, "".join(map(str, texts))
+
+
+def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
+    value = given.get(name, default)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise BadRequest(f"{name} is of the wrong type", name)
+    return value

@@ -1,0 +1,57 @@
+"""Errors as OpenAI's clients read them: JSON with a message, a type and a code, under the HTTP status that fits."""
+
+import math
+from typing import Any
+
+import grpc
+
+from fusionkv.gateway.http.chat import BadRequest
+from fusionkv.protos import errors
+from fusionkv.protos.errors import ServiceError
+
+_S = grpc.StatusCode
+# HTTP status, type and code. FAILED_PRECONDITION is 400: clients take 409 for something that a retry may mend.
+_KNOWN: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
+    _S.INVALID_ARGUMENT: (400, "invalid_request_error", None),
+    _S.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
+    _S.UNAUTHENTICATED: (401, "invalid_request_error", "invalid_api_key"),
+    _S.PERMISSION_DENIED: (403, "invalid_request_error", "permission_denied"),
+    _S.NOT_FOUND: (404, "invalid_request_error", "model_not_found"),
+    _S.RESOURCE_EXHAUSTED: (429, "rate_limit_error", "rate_limit_exceeded"),
+    _S.UNAVAILABLE: (503, "server_error", "unavailable"),
+    _S.DEADLINE_EXCEEDED: (504, "server_error", "deadline_exceeded"),
+}
+_UNFORESEEN = (500, "server_error", None)
+
+
+def status(error: Exception) -> int:
+    """The HTTP status of an error."""
+    return _known(error)[0]
+
+
+def body(error: Exception) -> dict[str, Any]:
+    """The error as JSON. Nothing is told of what was not foreseen."""
+    _, kind, code = _known(error)
+    message = errors.details(error) if isinstance(error, ServiceError) else f"internal error: {type(error).__name__}"
+    param = error.param if isinstance(error, BadRequest) else None
+    return of(message, kind, code, param)
+
+
+def of(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def headers(error: Exception) -> dict[str, str]:
+    """When to come again, where that is known; how to show oneself."""
+    made: dict[str, str] = {}
+    if isinstance(error, ServiceError) and error.retry_after is not None:
+        # The one is HTTP's, in whole seconds; the other is what OpenAI's clients look at first.
+        made["Retry-After"] = str(math.ceil(error.retry_after))
+        made["Retry-After-Ms"] = str(math.ceil(1000 * error.retry_after))
+    if _known(error)[0] == 401:
+        made["WWW-Authenticate"] = "Bearer"
+    return made
+
+
+def _known(error: Exception) -> tuple[int, str, str | None]:
+    return _KNOWN.get(error.status, _UNFORESEEN) if isinstance(error, ServiceError) else _UNFORESEEN

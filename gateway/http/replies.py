@@ -1,0 +1,101 @@
+"""Events of an answer as OpenAI's chat completion, whole or in chunks; corpora as its models."""
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from fusionkv.gateway.http.chat import Chat
+from fusionkv.gateway.results import Event, Sources, Summary, Token
+from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+_FINISH = {"end": "stop", "stop_string": "stop", "max_tokens": "length"}
+_OWNER = "fusionkv"
+_CUT = "the answer ended without its summary"
+
+
+async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
+    """One chat.completion. `fusionkv` in it holds the sources and the summary."""
+    text, sources = "", Sources(())
+    async for event in events:
+        if isinstance(event, Token):
+            text += event.text
+        elif isinstance(event, Sources):
+            sources = event
+        elif isinstance(event, Summary):
+            message = {"role": "assistant", "content": text, "refusal": None}
+            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(event)}
+            return {
+                **_frame(chat, "chat.completion"),
+                "choices": [choice],
+                "usage": _usage(event),
+                _OWNER: {**_listed(sources), "summary": asdict(event)},
+            }
+    raise ServiceError(_CUT)
+
+
+async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict[str, Any]]:
+    """The chat.completion.chunks of an answer.
+
+    The first comes with the first token, so that what fails before is still an error of the whole request; it holds
+    the sources, and the last one of the choice the summary.
+    """
+    frame = _frame(chat, "chat.completion.chunk")
+    sources: Sources | None = Sources(())
+    async for event in events:
+        if isinstance(event, Sources):
+            sources = event
+            continue
+        if sources is not None:
+            yield {**frame, "choices": [_delta(role="assistant", content="")], _OWNER: _listed(sources)}
+            sources = None
+        if isinstance(event, Token):
+            # A character or a stop string may still be open.
+            if event.text:
+                yield {**frame, "choices": [_delta(content=event.text)]}
+        elif isinstance(event, Summary):
+            choice = {**_delta(), "finish_reason": _finish(event)}
+            yield {**frame, "choices": [choice], _OWNER: {"summary": asdict(event)}}
+            if chat.usage:
+                yield {**frame, "choices": [], "usage": _usage(event)}
+            return
+    raise ServiceError(_CUT)
+
+
+def model(item: pb.Item) -> dict[str, Any]:
+    """A corpus as a model. When it was made is not known."""
+    own = {"documents": item.documents, "chunks": item.chunks, "tokens": item.tokens}
+    return {"id": item.name, "object": "model", "created": 0, "owned_by": _OWNER, _OWNER: own}
+
+
+def models(items: Iterable[pb.Item]) -> dict[str, Any]:
+    """All corpora as a list of models."""
+    return {"object": "list", "data": [model(item) for item in items]}
+
+
+def _listed(sources: Sources) -> dict[str, Any]:
+    return {"sources": [asdict(passage) for passage in sources.passages]}
+
+
+def _frame(chat: Chat, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": chat.model}
+
+
+def _delta(**delta: str) -> dict[str, Any]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _finish(summary: Summary) -> str:
+    return _FINISH.get(summary.finish_reason, "stop")
+
+
+def _usage(summary: Summary) -> dict[str, Any]:
+    prompt, answer = summary.prompt_tokens, summary.tokens_generated
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": answer,
+        "total_tokens": prompt + answer,
+        "prompt_tokens_details": {"cached_tokens": summary.tokens_lossless + summary.tokens_reused},
+    }

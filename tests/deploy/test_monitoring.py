@@ -1,0 +1,184 @@
+"""Dashboard and alerts: their queries are PromQL over metrics and labels that the services have; what the chart makes
+of them.
+"""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import promql_parser
+import pytest
+import yaml
+
+FILES = "k8s/fusionkv/files"
+MONITORED = {
+    "metrics": {
+        "port": 9464,
+        "scrapers": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
+        "rules": {"enabled": True, "labels": {"release": "prometheus"}},
+        "dashboard": {"enabled": True},
+    },
+    "gateway": {"http": {"port": 8080}},
+}
+PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
+
+
+def dashboard_of(root: Path) -> Any:
+    return json.loads((root / FILES / "dashboard.json").read_text())
+
+
+def rules_of(root: Path) -> list[Any]:
+    (group,) = yaml.safe_load((root / FILES / "rules.yaml").read_text())["groups"]
+    return list(group["rules"])
+
+
+def queries(root: Path) -> Iterator[tuple[str, str]]:
+    """Where it stands, and the query."""
+    for panel in dashboard_of(root)["panels"]:
+        for target in panel["targets"]:
+            # Grafana puts the interval in.
+            yield panel["title"], target["expr"].replace("$__rate_interval", "5m")
+    for rule in rules_of(root):
+        yield rule["alert"], rule["expr"]
+
+
+@pytest.fixture(scope="module")
+def known(root: Path) -> dict[str, set[str]]:
+    """Labels of every time series, by its name, as docs/telemetry.yaml has them."""
+    series = {}
+    for metric in yaml.safe_load((root / "docs/telemetry.yaml").read_text())["metrics"]:
+        labels = {a.replace(".", "_") for a in metric.get("attributes", [])}
+        series[metric["prometheus"]] = labels
+        for part in ("bucket", "sum", "count"):
+            series[f"{metric['prometheus']}_{part}"] = labels | ({"le"} if part == "bucket" else set())
+    return series
+
+
+def parts(node: Any) -> Iterator[Any]:
+    """A parsed query and everything in it."""
+    yield node
+    for name in ("lhs", "rhs", "expr", "vector_selector", "vs"):
+        if (below := getattr(node, name, None)) is not None:
+            yield from parts(below)
+    for below in getattr(node, "args", None) or []:
+        yield from parts(below)
+
+
+def test_every_query_is_over_what_there_is(root: Path, known: dict[str, set[str]]) -> None:
+    used = set()
+    for where, query in queries(root):
+        found = list(parts(promql_parser.parse(query)))
+        selectors = [node for node in found if isinstance(node, promql_parser.VectorSelector)]
+        assert selectors, where
+        labels: set[str] = set()
+        for selector in selectors:
+            assert selector.name in known, f"{where}: {selector.name}"
+            assert {m.name for m in selector.matchers.matchers} <= known[selector.name], where
+            used.add(selector.name)
+            labels |= known[selector.name]
+        for node in found:
+            if isinstance(node, promql_parser.AggregateExpr) and node.modifier is not None:
+                assert set(node.modifier.labels) <= labels, f"{where}: {node.modifier.labels}"
+    # What is measured can be seen.
+    shown = {name.removesuffix(part) for name in used for part in ("_bucket", "_sum", "_count", "")}
+    unseen = {
+        "fusionkv_gateway_documents_total",
+        "fusionkv_worker_ttft_seconds",
+        "fusionkv_worker_time_per_token_seconds",
+    }
+    registered = yaml.safe_load((root / "docs/telemetry.yaml").read_text())["metrics"]
+    assert {metric["prometheus"] for metric in registered} - shown == unseen
+
+
+def test_the_dashboard_is_whole(root: Path) -> None:
+    made = dashboard_of(root)
+    panels = made["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    assert [variable["name"] for variable in made["templating"]["list"]] == ["datasource"]
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        assert panel["type"] in ("timeseries", "stat")
+        assert panel["title"]
+        assert panel["description"]
+        assert {t["datasource"]["uid"] for t in panel["targets"]} | {panel["datasource"]["uid"]} == {"${datasource}"}
+        assert len({t["refId"] for t in panel["targets"]}) == len(panel["targets"])
+        at = panel["gridPos"]
+        place = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not taken & place, panel["title"]
+        taken |= place
+
+
+def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
+    rules = rules_of(root)
+    assert len({rule["alert"] for rule in rules}) == len(rules)
+    for rule in rules:
+        assert set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("warning", "critical")
+        assert set(rule["annotations"]) == {"summary", "description"}
+        # It is a condition, or it would always fire.
+        assert any(getattr(node, "op", None) is not None for node in parts(promql_parser.parse(rule["expr"])))
+
+
+def render(helm: str, root: Path, tmp_path: Path, values: Any) -> list[Any]:
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", "1.37"]
+    done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ValueError(done.stderr)
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
+    documents = render(helm, root, tmp_path, MONITORED)
+    own = {"ServiceMonitor", "PrometheusRule"}
+    for document in documents:
+        if document["kind"] not in own:
+            kubernetes_validate.validate(document, "1.37", strict=True)
+    by_kind = {d["kind"]: d for d in documents if d["kind"] in {*own, "ConfigMap"}}
+    assert json.loads(by_kind["ConfigMap"]["data"]["fusionkv.json"]) == dashboard_of(root)
+    assert by_kind["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert by_kind["PrometheusRule"]["spec"] == yaml.safe_load((root / FILES / "rules.yaml").read_text())
+    assert by_kind["PrometheusRule"]["metadata"]["labels"]["release"] == "prometheus"
+    monitor = by_kind["ServiceMonitor"]
+    assert monitor["metadata"]["labels"]["release"] == "prometheus"
+    services = [d for d in documents if d["kind"] == "Service"]
+    wanted = monitor["spec"]["selector"]["matchLabels"].items()
+    (scraped,) = [s for s in services if wanted <= s["metadata"]["labels"].items()]
+    assert [port["name"] for port in scraped["spec"]["ports"]] == [monitor["spec"]["endpoints"][0]["port"]]
+    for workload in (d for d in documents if d["kind"] == "StatefulSet" or d["kind"] == "Deployment"):
+        template = workload["spec"]["template"]
+        container = template["spec"]["containers"][0]
+        assert scraped["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+        named = {port["name"]: port["containerPort"] for port in container["ports"]}
+        section = container["name"].upper()
+        env = {e["name"]: e.get("value") for e in container["env"]}
+        assert env[f"FUSIONKV_{section}_METRICS_LISTEN"] == "[::]:9464"
+        gateway = container["name"] == "gateway"
+        http = {"http": 8080} if gateway else {}
+        assert named == {"grpc": PORTS[container["name"]], "metrics": 9464, **http}
+        assert env.get("FUSIONKV_GATEWAY_HTTP_LISTEN") == ("[::]:8080" if gateway else None)
+    for policy in (d for d in documents if d["kind"] == "NetworkPolicy"):
+        name = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
+        served, scrape = policy["spec"]["ingress"]
+        assert [p["port"] for p in served["ports"]] == [PORTS[name], *([8080] if name == "gateway" else [])]
+        assert [p["port"] for p in scrape["ports"]] == [9464]
+        assert scrape["from"] == MONITORED["metrics"]["scrapers"]
+
+
+def test_nothing_of_it_unless_it_is_asked_for(helm: str, root: Path, tmp_path: Path) -> None:
+    kinds = {d["kind"] for d in render(helm, root, tmp_path, {})}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    with pytest.raises(ValueError, match=r"metrics\.serviceMonitor needs metrics\.port"):
+        render(helm, root, tmp_path, {"metrics": {"serviceMonitor": {"enabled": True}}})
+    for bad in (
+        {"metrics": {"port": "http"}},
+        {"metrics": {"rules": {"enabled": 1}}},
+        {"gateway": {"http": {}, "htpp": {}}},
+    ):
+        with pytest.raises(ValueError, match="schema"):
+            render(helm, root, tmp_path, bad)

@@ -1,0 +1,176 @@
+"""The page of `ask --explain`, by itself: right, whole without any other file, and legible in a real browser."""
+
+import html
+import json
+import re
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bs4 import BeautifulSoup
+
+from fusionkv.gateway import explain
+from fusionkv.gateway.results import (
+    Answer,
+    ExplainedChunk,
+    Explanation,
+    Passage,
+    StageSeconds,
+    Summary,
+    TierHits,
+)
+
+# What a careless page would run, or break on.
+EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
+PHONE = 390
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+
+
+def summary(recipe: str, total: float) -> Summary:
+    seconds = StageSeconds(*(total * part for part in (0.1, 0.02, 0, 0.05, 0.1, 0, 0.08, 0.25, 0.6, 0.4, 1.0)))
+    return Summary(
+        finish_reason="end",
+        seconds=seconds,
+        hits=(TierHits("alternative", "disk", 1, 60),),
+        chunks_retrieved=2,
+        chunks_missed=1,
+        prompt_tokens=140,
+        context_tokens=120,
+        tokens_lossless=60,
+        tokens_reused=40,
+        tokens_recomputed=20,
+        tokens_encoded=60,
+        tokens_generated=5,
+        bytes_fetched=1 << 20,
+        degraded=False,
+        degraded_reason="",
+        recipe=recipe,
+        ratio=0.2,
+        trace_id="0af7651916cd43dd8448eb211c80319c",
+        ratio_raised="",
+    )
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    words = [f"word{i} " for i in range(58)]
+    sources = (
+        Passage("reports/a-very-long-name-of-a-document-that-has-no-place-to-break.md", 0, "a", 0.9, 60),
+        Passage(EVIL, 1, "b", 0.5, 60),
+    )
+    chunks = (
+        ExplainedChunk((*words, EVIL, "x" * 300), "miss", "none", True, frozenset(), ()),
+        ExplainedChunk((*words, "a", "b"), "alternative", "disk", False, frozenset(range(20)), (0.5,) * 60),
+    )
+    answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08))
+    full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
+    return explain.render(explain.template(), f"Which code? {EVIL}", answer, Explanation(chunks), full)
+
+
+class Balanced(HTMLParser):
+    """Raises where an element is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.seen: list[tuple[str, dict[str, str | None]]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    tags = {tag for tag, _ in parser.seen}
+    assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base"}
+    assert not [a for _, attributes in parser.seen for a in attributes if a in ("src", "href") or a.startswith("on")]
+    (style,) = re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert "url(" not in style
+    assert "@import" not in style
+    soup = BeautifulSoup(page, "html.parser")
+    assert soup.h1
+    assert soup.h1.text == f"Which code? {EVIL}"
+
+
+def test_the_page_says_what_happened(page: str) -> None:
+    soup = BeautifulSoup(page, "html.parser")
+    texts = [each.text for each in soup.select(".answers .text")]
+    assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
+    assert "They differ." in soup.text
+    first, second = soup.select("details")
+    assert "lossless" in first.summary.text  # type: ignore[union-attr]
+    assert "alternative from disk" in second.summary.text  # type: ignore[union-attr]
+    states = [token["class"] for token in second.select(".tokens i")]
+    assert states == [["recomputed"]] * 20 + [["reused"]] * 40
+    assert second.select(".tokens i")[0]["title"] == "recomputed, score 0.50"
+    assert first.select(".tokens i")[0]["title"] == "lossless"
+    for bar, share in zip(soup.select(".bar"), (40.0, 100.0), strict=True):
+        stretches = [re.findall(r"(left|width):([\d.]+)%", str(i["style"])) for i in bar.select("i")]
+        assert stretches
+        ends = [sum(float(number) for _, number in stretch) for stretch in stretches]
+        assert max(ends) == pytest.approx(share, abs=0.01)
+
+
+MEASURE = """<!doctype html><body><iframe id="f" style="width:%dpx;height:700px;border:0"></iframe><script>
+const frame = document.getElementById("f");
+frame.onload = () => {
+  const page = frame.contentDocument, token = page.querySelector(".tokens .recomputed"), body = page.body;
+  const css = (of) => frame.contentWindow.getComputedStyle(of);
+  const out = document.createElement("pre");
+  out.textContent = "MEASURED" + JSON.stringify({
+    width: page.documentElement.scrollWidth, room: page.documentElement.clientWidth,
+    font: css(body).fontSize, ground: css(body).backgroundColor,
+    ink: css(body).color, token: css(token).backgroundColor, outline: css(token).outlineStyle,
+    answers: [...page.querySelectorAll(".answers section")].map((s) => s.getBoundingClientRect().left),
+    bars: [...page.querySelectorAll(".bar i")].map((i) => i.getBoundingClientRect().width),
+  }) + "DERUSAEM";
+  document.body.append(out);
+};
+frame.srcdoc = %s;
+</script></body>"""
+
+
+def measure(chromium: str, folder: Path, page: str, width: int, dark: bool) -> dict[str, Any]:
+    """What a browser makes of the page in a window of this width."""
+    # A script in a page ends at its first end tag, also within a string.
+    wrapped = MEASURE % (width, json.dumps(page).replace("</", "<\\/"))
+    (folder / "measure.html").write_text(wrapped)
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
+    dump = [scheme, "--virtual-time-budget=2000", "--dump-dom", f"file://{folder / 'measure.html'}"]
+    done = subprocess.run([*command, *dump], capture_output=True, text=True, timeout=120)
+    found = re.search("<pre>MEASURED(.*?)DERUSAEM", done.stdout, re.DOTALL)
+    assert found, done.stderr[-2000:]
+    measured: dict[str, Any] = json.loads(html.unescape(found[1]))
+    return measured
+
+
+def lightness(colour: str) -> float:
+    red, green, blue = map(int, re.findall(r"\d+", colour)[:3])
+    return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
+
+
+def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -> None:
+    phone = measure(chromium, tmp_path, page, PHONE, dark=False)
+    desk = measure(chromium, tmp_path, page, 1100, dark=True)
+    for found in (phone, desk):
+        # Nothing sticks out, so nobody scrolls sideways.
+        assert found["width"] == found["room"] <= 1100
+        assert float(found["font"].removesuffix("px")) >= 16
+        assert found["outline"] == "solid"
+        assert all(bar >= 1 for bar in found["bars"])
+        assert abs(lightness(found["ink"]) - lightness(found["ground"])) > 0.6
+    # One below the other on a phone, side by side on a desk.
+    assert len(set(phone["answers"])) == 1
+    assert len(set(desk["answers"])) == 2
+    assert lightness(phone["ground"]) > 0.8 > 0.3 > lightness(desk["ground"])

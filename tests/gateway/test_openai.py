@@ -1,0 +1,318 @@
+"""The OpenAI-compatible endpoint, by OpenAI's own client and by plain HTTP, over real services."""
+
+import asyncio
+import hashlib
+import json
+import secrets
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos.tls import ClientTLS
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+HTTP = "fusionkv-gateway-http"
+AT_ONCE = 4
+ASKED = [{"role": "user", "content": "Which colour has the lake?"}]
+
+
+def url(gateway: Any, scheme: str = "http") -> str:
+    return f"{scheme}://{gateway.addresses[HTTP][0]}/v1"
+
+
+def client_of(gateway: Any, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=url(gateway), api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def worker(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With a cache service; it answers four at once and lets none wait."""
+    data = ("--data-dir", str(tmp_path_factory.mktemp("kvcache")))
+    cache = launch_module("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", *data)
+    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
+    limits = ("--max-requests", str(AT_ONCE), "--max-queue", "0")
+    return launch_module("fusionkv.fusion_worker", *own, *limits, "--listen", "127.0.0.1:0")
+
+
+def start(launch: Launch, worker: Any, folder: Path, *flags: str) -> Any:
+    """A gateway that serves both protocols."""
+    ports = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--workers", worker.address)
+    return launch("fusionkv.gateway", *ports, "--data-dir", str(folder / "g"), *flags, services=2)
+
+
+@pytest.fixture(scope="module")
+def gateway(worker: Any, launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With one corpus of two documents."""
+    started = start(launch_module, worker, tmp_path_factory.mktemp("gateway"), "--chunk-tokens", "64")
+    with Client(started.address, timeout=60) as client:
+        client.ingest("notes", "lake.txt", "The lake is blue and deep. " * 4)
+        client.ingest("notes", "hill.txt", "The hill is green and high. " * 4)
+    return started
+
+
+@pytest.fixture
+def client(gateway: Any) -> Iterator[openai.OpenAI]:
+    with client_of(gateway) as made:
+        yield made
+
+
+def test_an_answer_is_that_of_grpc(gateway: Any, client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model="notes", messages=ASKED, max_tokens=8, extra_body={"fusionkv": {"recipe": "full_attention"}}
+    )
+    with Client(gateway.address, timeout=60) as grpc:
+        answer = grpc.ask("notes", ASKED[0]["content"], max_tokens=8, recipe="full_attention")
+    (choice,) = chat.choices
+    assert (choice.message.content, choice.message.role) == (answer.text, "assistant")
+    assert (choice.finish_reason, chat.object, chat.model) == ("length", "chat.completion", "notes")
+    assert chat.usage is not None
+    prompt = answer.summary.prompt_tokens
+    assert (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens) == (
+        prompt,
+        8,
+        prompt + 8,
+    )
+    own = chat.fusionkv  # type: ignore[attr-defined]  # the client keeps what it does not know
+    assert own["summary"]["recipe"] == "full_attention"
+    assert own["summary"]["seconds"]["ttft"] > 0
+    assert [s["text"] for s in own["sources"]] == [s.text for s in answer.sources]
+
+
+def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "notes:full_reuse", "messages": ASKED, "max_completion_tokens": 8}
+    whole = client.chat.completions.create(**asked)
+    stream = client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    first, *middle, last, usage = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in middle)
+    assert text == whole.choices[0].message.content
+    assert first.choices[0].delta.role == "assistant"
+    assert len(first.fusionkv["sources"]) > 0
+    assert last.choices[0].finish_reason == "length"
+    assert last.fusionkv["summary"]["recipe"] == "full_reuse"
+    # It was asked before: what was encoded then is read now.
+    assert last.fusionkv["summary"]["tokens_reused"] + last.fusionkv["summary"]["tokens_lossless"] > 0
+    assert usage.usage == usage.usage.model_copy(update={"completion_tokens": 8})
+    assert usage.usage.prompt_tokens_details.cached_tokens > 0
+    assert usage.choices == []
+    assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
+
+
+async def test_the_asynchronous_client(gateway: Any) -> None:
+    async with openai.AsyncOpenAI(base_url=url(gateway), api_key="none", timeout=60) as made:
+        asks = [made.chat.completions.create(model="notes", messages=ASKED, max_tokens=3) for _ in range(4)]
+        texts = {chat.choices[0].message.content for chat in await asyncio.gather(*asks)}
+    assert len(texts) == 1
+
+
+def test_recipe_ratio_and_top_k(client: openai.OpenAI) -> None:
+    for model, extra, recipe, ratio, count in (
+        ("notes:prophetkv@0.25", {}, "prophetkv", 0.25, None),
+        ("notes@1", {"recipe": "full_reuse+isolated", "ratio": 0, "top_k": 1}, "full_reuse+isolated", 0, 1),
+        ("", {"corpus": "notes", "recipe": "cacheblend", "ratio": 0.5, "order": "rank"}, "cacheblend", 0.5, None),
+    ):
+        chat = client.chat.completions.create(
+            model=model, messages=ASKED, max_tokens=1, stop=["x"], seed=1, extra_body={"fusionkv": extra}
+        )
+        summary = chat.fusionkv["summary"]  # type: ignore[attr-defined]
+        assert summary["recipe"].split("+")[0] == recipe.split("+")[0]
+        assert summary["ratio"] == ratio
+        assert count is None or summary["chunks_retrieved"] == count
+
+
+def test_of_a_conversation_the_last_message_is_searched_for(client: openai.OpenAI) -> None:
+    """And all of it is in the prompt: retrieval finds the lake, though the hill was talked about at length."""
+    messages: list[Any] = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Is the hill green and high? The hill, the hill, the hill?"},
+        {"role": "assistant", "content": "The hill is green and high."},
+        {"role": "user", "content": [{"type": "text", "text": "lake deep"}]},
+    ]
+    asked: dict[str, Any] = {"model": "notes", "max_tokens": 1, "extra_body": {"fusionkv": {"top_k": 1}}}
+    short = client.chat.completions.create(messages=messages[-1:], **asked)
+    long = client.chat.completions.create(messages=messages, **asked)
+    for chat in (short, long):
+        assert [s["document"] for s in chat.fusionkv["sources"]] == ["lake.txt"]  # type: ignore[attr-defined]
+    assert long.usage is not None
+    assert short.usage is not None
+    # One token a byte here.
+    added = "Be brief.\n\nUser: Is the hill green and high? The hill, the hill, the hill?\n\n"
+    added += "Assistant: The hill is green and high.\n\nUser: "
+    assert long.usage.prompt_tokens - short.usage.prompt_tokens == len(added)
+
+
+def test_corpora_are_models(client: openai.OpenAI) -> None:
+    (found,) = client.models.list().data
+    assert (found.id, found.object, found.owned_by) == ("notes", "model", "fusionkv")
+    assert found.fusionkv["documents"] == 2  # type: ignore[attr-defined]
+    assert client.models.retrieve("notes") == found
+    with pytest.raises(openai.NotFoundError, match="no corpus 'other'"):
+        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="other", messages=ASKED)
+    assert missing.value.code == "model_not_found"
+
+
+GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (b"{", None, "no JSON"),
+        (b'{"temperature": NaN}', None, "no JSON"),
+        ({"mesages": []}, "mesages", "unknown field"),
+        ({"messages": [{"role": "user", "content": "  "}]}, None, "question is empty"),
+        ({"model": "notes@7"}, None, "ratio is 7"),
+        ({"model": "notes:nothing"}, None, "unknown recipe 'nothing'"),
+        ({"model": "a/b"}, None, "bad corpus name"),
+        ({"model": None}, None, "bad corpus name"),
+        ({"temperature": -1}, None, "temperature is -1"),
+        ({"stop": [""]}, None, "stop string is empty"),
+        ({"fusionkv": {"top_k": 1000}}, None, "top_k is 1000"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_followed_is_refused(gateway: Any, body: Any, param: str | None, said: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps({**GOOD, **body} if isinstance(body, dict) else body)
+    reply = httpx2.post(f"{url(gateway)}/chat/completions", content=content, timeout=60)
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)
+    assert said in error["message"]
+
+
+def test_fields_that_ask_for_nothing_are_taken(gateway: Any) -> None:
+    more = {"n": 1, "user": "u", "metadata": {}, "tools": [], "presence_penalty": 0.0, "seed": None}
+    reply = httpx2.post(f"{url(gateway)}/chat/completions", json={**GOOD, **more}, timeout=60)
+    assert reply.status_code == 200
+
+
+def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
+    for method, path, code in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
+        reply = httpx2.request(method, url(gateway) + path)
+        assert (reply.status_code, reply.json()["error"]["type"]) == (code, "invalid_request_error")
+    long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (2 << 20))
+    assert (long.status_code, long.json()["error"]["code"]) == (413, None)
+
+
+def bearer(folder: Path, *roles: tuple[str, str]) -> list[str]:
+    """Writes a file of tokens, one for each role and tenant; returns them."""
+    tokens = [secrets.token_urlsafe(32) for _ in roles]
+    entries = [
+        f'[[token]]\nname = "n"\nrole = "{role}"\ntenant = "{tenant}"\n'
+        f'sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"\n'
+        for token, (role, tenant) in zip(tokens, roles, strict=True)
+    ]
+    (folder / "tokens").write_text("".join(entries))
+    return tokens
+
+
+def test_tokens_tenants_and_quotas(worker: Any, launch: Launch, tmp_path: Path) -> None:
+    one, other, job = bearer(tmp_path, ("app", "one"), ("app", "other"), ("worker", "one"))
+    (tmp_path / "quotas").write_text("[tenants.other]\nrequests_per_minute = 1\n")
+    files = ("--auth-tokens", str(tmp_path / "tokens"), "--quotas", str(tmp_path / "quotas"))
+    gateway = start(launch, worker, tmp_path, *files)
+    with Client(gateway.address, token=one, timeout=60) as grpc:
+        grpc.ingest("mine", "a.txt", "A text of the first tenant.")
+    assert [m.id for m in client_of(gateway, one).models.list()] == ["mine"]
+    assert client_of(gateway, one).chat.completions.create(model="mine", messages=ASKED, max_tokens=1).choices
+    with pytest.raises(openai.AuthenticationError, match="the token is not valid"):
+        client_of(gateway, "wrong").models.list()
+    with pytest.raises(openai.PermissionDeniedError, match="the role worker may not call Generate"):
+        client_of(gateway, job).chat.completions.create(model="mine", messages=ASKED)
+    # A body that is none: it is not read before the token is.
+    refused = httpx2.post(f"{url(gateway)}/chat/completions", content=b"{")
+    assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    with pytest.raises(openai.NotFoundError):
+        client_of(gateway, other).chat.completions.create(model="mine", messages=ASKED)
+    with pytest.raises(openai.RateLimitError, match="quota of 1 requests") as limited:
+        client_of(gateway, other).models.list()
+    headers = limited.value.response.headers
+    assert 50 < int(headers["Retry-After"]) <= 60
+    assert int(headers["Retry-After"]) - 1 <= int(headers["Retry-After-Ms"]) / 1000 <= int(headers["Retry-After"])
+
+
+def test_tls_asks_for_certificates_and_takes_new_ones(
+    worker: Any, launch: Launch, authority: Callable[[str], Any], tmp_path: Path
+) -> None:
+    inner, outer = authority("inner"), authority("outer")
+    cert, key = outer.issue("gateway")
+    tls = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(inner.ca))
+    gateway = start(launch, worker, tmp_path, *tls)
+
+    def trusting(known: Any) -> ssl.SSLContext:
+        return ssl.create_default_context(cafile=str(known.ca))
+
+    shown = trusting(outer)
+    shown.load_cert_chain(*inner.issue("app"))
+    models = f"{url(gateway, 'https')}/models"
+    assert httpx2.get(models, verify=shown).json()["data"] == []
+    with pytest.raises(httpx2.TransportError):
+        httpx2.get(models, verify=trusting(outer))
+    with pytest.raises(httpx2.TransportError):
+        httpx2.get(url(gateway) + "/models")
+    # A certificate of another authority takes the old one's place, without a restart.
+    renewed = authority("renewed")
+    made = renewed.issue("again")
+    for old, new in zip((cert, key), made, strict=True):
+        old.write_bytes(new.read_bytes())
+    again = trusting(renewed)
+    again.load_cert_chain(tmp_path / "app.pem", tmp_path / "app.key")
+    end = time.monotonic() + 20
+    while True:
+        try:
+            assert httpx2.get(models, verify=again).status_code == 200
+            break
+        except httpx2.TransportError:
+            assert time.monotonic() < end
+    with Client(
+        gateway.address, tls=ClientTLS(renewed.ca, tmp_path / "app.pem", tmp_path / "app.key"), timeout=20
+    ) as grpc:
+        assert grpc.list() == []
+
+
+def test_a_caller_that_leaves_frees_the_worker(worker: Any, launch: Launch, tmp_path: Path) -> None:
+    gateway = start(launch, worker, tmp_path)
+    with Client(gateway.address, timeout=60) as grpc:
+        grpc.ingest("c", "a.txt", "Some text.")
+    long: dict[str, Any] = {"model": "c", "messages": ASKED, "max_tokens": 1500}
+    with client_of(gateway) as client:
+        streams = [client.chat.completions.create(**long, stream=True) for _ in range(AT_ONCE)]
+        for stream in streams:
+            next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as busy:
+            client.chat.completions.create(model="c", messages=ASKED, max_tokens=1)
+        assert busy.value.code == "rate_limit_exceeded"
+        assert float(busy.value.response.headers["Retry-After"]) > 0
+        for stream in streams:
+            stream.response.close()
+        free(client)
+        # The same without a stream: the caller gives up while it waits for the whole.
+        with pytest.raises(openai.APITimeoutError):
+            client.with_options(timeout=0.3).chat.completions.create(**long)
+        # A gateway that is told to stop ends what it has begun.
+        ending = iter(client.chat.completions.create(**{**long, "max_tokens": 200}, stream=True))
+        next(ending)
+        gateway.process.terminate()
+        assert [chunk.choices[0].finish_reason for chunk in ending][-1] == "length"
+    assert gateway.stop() == 0, gateway.log
+
+
+def free(client: openai.OpenAI) -> None:
+    """Waits until the worker takes a request; far less than the 1500 tokens of the answer that was left take."""
+    began = time.monotonic()
+    while True:
+        try:
+            client.chat.completions.create(model="c", messages=ASKED, max_tokens=1)
+        except openai.RateLimitError:
+            assert time.monotonic() - began < 20
+        else:
+            break

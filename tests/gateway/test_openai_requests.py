@@ -1,0 +1,89 @@
+"""From an OpenAI chat completion request to one of the gateway's own, and what is refused on the way."""
+
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.http import chat, failures
+from fusionkv.protos import errors
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+ASKED = [{"role": "user", "content": "Which colour?"}]
+GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ([], None, "no JSON object"),
+        ({"mesages": []}, "mesages", "unknown field"),
+        ({"messages": []}, "messages", "empty"),
+        ({"messages": [5]}, "messages[0]", "no object"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]", "role 'tool'"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "x"}]}, "messages", "last message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "no text"),
+        ({"messages": "hello"}, "messages", "wrong type"),
+        ({"model": "notes@much"}, "model", "bad ratio 'much'"),
+        ({"stream": "yes"}, "stream", "wrong type"),
+        ({"max_tokens": 0}, "max_tokens", "one token at least"),
+        ({"max_tokens": 1.5}, "max_tokens", "wrong type"),
+        ({"max_tokens": 10**30}, None, "bad option"),
+        ({"temperature": 10**400}, None, "bad option"),
+        ({"top_p": 0}, "top_p", "above 0"),
+        ({"seed": -1}, None, "bad option"),
+        ({"n": 2}, "n", "not supported"),
+        ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"fusionkv": {"rato": 1}}, "fusionkv", "unknown field 'rato'"),
+        ({"fusionkv": {"order": []}}, "order", "wrong type"),
+        ({"fusionkv": {"order": "best"}}, None, "unknown order"),
+        ({"fusionkv": {"recipe": "\ud800"}}, None, "bad option"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: str) -> None:
+    with pytest.raises(InvalidArgument, match=said) as refused:
+        chat.read({**GOOD, **body} if isinstance(body, dict) else body)
+    assert failures.status(refused.value) == 400
+    made = failures.body(refused.value)["error"]
+    assert (made["type"], made["param"], made["code"]) == ("invalid_request_error", param, None)
+
+
+def test_everything_that_can_be_asked() -> None:
+    body = {
+        "model": "notes:trace@0.3",
+        "messages": ASKED,
+        "max_completion_tokens": 5,
+        "max_tokens": 7,
+        "temperature": 1,
+        "top_p": 0.5,
+        "seed": 3,
+        "stop": "end",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "fusionkv": {"top_k": 4, "order": "rank", "sample_top_k": 9, "query": "colour", "recipe": None},
+        "user": "ignored",
+    }
+    sampling = pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"])
+    wanted = pb.GenerateRequest(
+        corpus="notes",
+        question="Which colour?",
+        recipe="trace",
+        ratio=0.3,
+        top_k=4,
+        order=pb.ORDER_RANK,
+        sampling=sampling,
+        query="colour",
+    )
+    assert chat.read(body) == chat.Chat(wanted, "notes:trace@0.3", stream=True, usage=True)
+
+
+def test_every_error_has_its_status() -> None:
+    """A new kind of error would otherwise be told as the gateway's own fault."""
+    codes = {kind: failures.status(kind("said")) for kind in errors.ServiceError.__subclasses__()}
+    assert codes.pop(errors.DataLoss) == 500
+    assert {failures.status(RuntimeError("secret")), *codes.values()} == {400, 401, 403, 404, 429, 500, 503, 504}
+    assert "secret" not in str(failures.body(RuntimeError("secret")))
+    busy = errors.ResourceExhausted("busy", retry_after=0.2)
+    assert failures.headers(busy) == {"Retry-After": "1", "Retry-After-Ms": "200"}
