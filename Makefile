@@ -77,7 +77,7 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind
-	@$(PY) -m fusionkv.fusion_worker.soak $(ARGS)
+	@$(PY) -m fusionkv.fusion_worker.evaluation.soak $(ARGS)
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/

@@ -195,7 +195,7 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.soak", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.evaluation.soak", description=__doc__)
     parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="a reference model (%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
     parser.add_argument("--clients", type=int, default=12, help="(%(default)s)")
