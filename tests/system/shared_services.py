@@ -67,12 +67,12 @@ class Services:
         addresses = {self.services[i].address: i for i in services}
         return addresses[ranking(keys.replica_key(NAMESPACE, SYSTEM, chunk(name)), addresses)[0]]
 
-    async def emptied(self) -> None:
+    async def emptied(self, members: int = 3) -> None:
         """All of them empty, and connected to anew: clients belong to the event loop that runs now."""
         self.clients = [CacheClient(service.address) for service in self.services]
-        await self.settled()
+        await self.settled(members)
         await self.clients[0].delete(namespace=NAMESPACE)
-        await self.settled()
+        await self.settled(members)
 
     async def close(self) -> None:
         for client in self.clients:
