@@ -4,7 +4,9 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -29,8 +31,8 @@ def free_port() -> int:
 class RedisServer:
     """One server on a port that stays its own over restarts; it keeps nothing on disk."""
 
-    def __init__(self, folder: Path, *more: str) -> None:
-        self.port = free_port()
+    def __init__(self, folder: Path, *more: str, port: int = 0) -> None:
+        self.port = port or free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         self._folder = folder
         self._more = more
@@ -61,3 +63,40 @@ class RedisServer:
 
     def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
+
+
+class RedisCluster:
+    """Three servers that divide the slots; without replicas, so a dead one takes its slots with it."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        self.servers = []
+        for number in range(3):
+            (folder / str(number)).mkdir()
+            self.servers.append(RedisServer(folder / str(number), *flags, port=free_cluster_port()))
+        self.url = self.servers[0].url
+        for number, server in enumerate(self.servers):
+            slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
+            server.client().execute_command("CLUSTER ADDSLOTS", *slots)
+            server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            server.client().execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
+        until = time.monotonic() + 20
+        while not all(self._complete(server) for server in self.servers):
+            assert time.monotonic() < until, "the cluster does not form"
+            time.sleep(0.05)
+
+    @staticmethod
+    def _complete(server: RedisServer) -> bool:
+        info: Any = server.client().execute_command("CLUSTER INFO")
+        return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+
+    def kill9(self) -> None:
+        for server in self.servers:
+            server.kill9()
+
+
+def free_cluster_port() -> int:
+    """A port whose cluster bus port, 10,000 above, is in range."""
+    while (port := free_port()) > 55_000:
+        pass
+    return port

@@ -13,7 +13,7 @@ from fusionkv.kvcache_service.rendezvous import ranking
 from fusionkv.protos import errors
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags
-from tests.system.redis_process import RedisServer, free_port
+from tests.system.redis_process import free_port
 
 # A busy machine must not look like a slow Redis. Silence of two seconds is death.
 TIMEOUT_MS, EXPIRY = 400, 2.0
@@ -28,11 +28,10 @@ async def until(met: Callable[[], Awaitable[bool]], timeout: float = 20) -> None
 class Services:
     """Cache services that share an index. What happens to one of them, a test undoes."""
 
-    def __init__(self, launch: Any, folder: Path, *more: str) -> None:
+    def __init__(self, launch: Any, folder: Path, url: str, *more: str) -> None:
         self._launch, self._folder = launch, folder
-        self.redis = RedisServer(folder)
         timing = ("--redis-timeout-ms", str(TIMEOUT_MS), "--redis-expiry-seconds", str(EXPIRY))
-        self._flags = ("--redis-url", self.redis.url, *timing, *more)
+        self._flags = ("--redis-url", url, *timing, *more)
         self.services: list[Any] = []
         self.clients: list[CacheClient] = []
 

@@ -12,18 +12,25 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
 from tests.system.cache_process import find, get, payload, put
+from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services, until
 
 pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield made
+    made.kill9()
+
+
+@pytest.fixture(scope="module")
+def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
+    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
     for _ in range(3):
         made.start()
-    yield made
-    made.redis.kill9()
+    return made
 
 
 @pytest.fixture

@@ -1,8 +1,10 @@
 """Three cache services behind one Redis: each finds what any of them holds; Redis forgets, is silent, is gone."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +13,25 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
+from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import TIMEOUT_MS, Services, put_here, until
 
 pytestmark = pytest.mark.system
 
 
 @pytest.fixture(scope="module")
-def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Services]:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"))
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield made
+    made.kill9()
+
+
+@pytest.fixture(scope="module")
+def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
+    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
     for _ in range(3):
         made.start()
-    yield made
-    made.redis.kill9()
+    return made
 
 
 @pytest.fixture
@@ -90,7 +99,7 @@ async def test_the_best_entry_wins_wherever_it_is(cluster: Services) -> None:
     assert await found([SYSTEM, y, z], (chunk("no such"),)) == [SYSTEM, z]
 
 
-async def test_a_deletion_is_one_everywhere(cluster: Services) -> None:
+async def test_a_deletion_is_one_everywhere(cluster: Services, server: RedisServer) -> None:
     for i in range(30):
         await put(cluster.clients[0], i, payload(i, 100))
     await cluster.settled()
@@ -103,7 +112,7 @@ async def test_a_deletion_is_one_everywhere(cluster: Services) -> None:
     assert await cluster.clients[0].delete(namespace=NAMESPACE) == 29
     await cluster.settled()
     assert await cluster.entries() == [0, 0, 0]
-    assert cluster.redis.client().keys("fusionkv:group:*") == []
+    assert server.client().keys("fusionkv:group:*") == []
 
 
 async def test_two_writers_of_one_chunk_at_two_services(cluster: Services) -> None:
@@ -122,7 +131,7 @@ async def test_two_writers_of_one_chunk_at_two_services(cluster: Services) -> No
     assert sum([(await client.stats()).checksum_failures for client in cluster.clients]) == 0
 
 
-async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services) -> None:
+async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services, server: RedisServer) -> None:
     """Stopped, so that every call of it runs into its time, then killed; what was put meanwhile is published."""
     for i in range(30):
         await put(cluster.clients[0], i, payload(i, 2000))
@@ -133,7 +142,7 @@ async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services
         for i, home in enumerate(homes):
             assert await get(client, i) == (payload(i, 2000) if home == number else None)
 
-    cluster.redis.pause()
+    server.pause()
     began, slowest = time.monotonic(), 0.0
     while time.monotonic() - began < 2:
         asked = time.monotonic()
@@ -147,8 +156,8 @@ async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services
         assert (await find(client, f"meanwhile {number}")).hits[1].kind is HitKind.EXACT
     with pytest.raises(errors.Unavailable, match="Redis is out of reach"):
         await cluster.clients[0].delete([chunk("any")])
-    cluster.redis.kill9()
-    cluster.redis.start()
+    server.kill9()
+    server.start()
     await cluster.settled()
     for client in cluster.clients:
         for number in range(3):
@@ -157,7 +166,7 @@ async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services
             assert await get(client, i) == payload(i, 2000)
 
 
-async def test_redis_forgets_and_is_told_again(cluster: Services) -> None:
+async def test_redis_forgets_and_is_told_again(cluster: Services, server: RedisServer) -> None:
     for i in range(30):
         await put(cluster.clients[0], i, payload(i, 2000))
     await cluster.settled()
@@ -167,7 +176,7 @@ async def test_redis_forgets_and_is_told_again(cluster: Services) -> None:
         return found == [[HitKind.EXACT] * 30] * 3
 
     assert await all_found()
-    redis = cluster.redis.client()
+    redis = server.client()
     redis.flushall()
     await until(all_found)
     # What nobody of them wrote: no entry, another chunk's entry under this name, another type.
@@ -197,3 +206,35 @@ async def test_redis_forgets_and_is_told_again(cluster: Services) -> None:
 
 async def healed(cluster: Services, names: list[int]) -> bool:
     return all([(await find(cluster.clients[0], i)).hits[1].kind is HitKind.EXACT for i in names])
+
+
+async def test_a_redis_cluster_is_as_good_as_one_server(launch: Any, tmp_path: Path) -> None:
+    """Every chunk's group in a slot of its own; a node that dies is Redis out of reach, not an error."""
+    redis = RedisCluster(tmp_path)
+    services = Services(launch, tmp_path, redis.url, "--redis-cluster")
+    try:
+        services.start()
+        services.start()
+        await services.emptied(2)
+        contents = {i: payload(i, 2000) for i in range(40)}
+        for i, data in contents.items():
+            assert await put(services.clients[i % 2], i, data)
+        await services.settled(2)
+        held = [len(server.client().keys("fusionkv:group:*")) for server in redis.servers]
+        assert sum(held) == len(contents)
+        assert all(held)
+        for client in services.clients:
+            path = [(SYSTEM, []), *((chunk(i), []) for i in contents)]
+            hits = (await client.lookup(NAMESPACE, path, timeout=10)).hits
+            assert [hit.kind for hit in hits[1:]] == [HitKind.EXACT, *[HitKind.ALTERNATIVE] * 39]
+            for i, data in contents.items():
+                assert await get(client, i) == data
+        redis.servers[2].kill9()
+        for i, data in contents.items():
+            home = services.home(i, [0, 1])
+            assert await get(services.clients[home], i) == data
+            with contextlib.suppress(errors.NotFound):
+                assert await get(services.clients[1 - home], i) in (data, None)
+    finally:
+        await services.close()
+        redis.kill9()

@@ -9,6 +9,7 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services, until
 
 pytestmark = pytest.mark.system
@@ -37,12 +38,13 @@ async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tup
 
 @pytest.fixture
 async def services(launch: Any, tmp_path: Path) -> AsyncIterator[Services]:
-    made = Services(launch, tmp_path)
+    server = RedisServer(tmp_path)
+    made = Services(launch, tmp_path, server.url)
     made.start()
     made.start()
     yield made
     await made.close()
-    made.redis.kill9()
+    server.kill9()
 
 
 async def test_a_worker_fetches_from_the_holder_and_outlives_it(
