@@ -26,8 +26,8 @@ _HOT, _WARM = 16.0, 4.0
 _MOST_HOT = 1024
 # A moved entry stays so long: whoever was told just now that it is here finds it here.
 _GRACE_SECONDS = 5.0
-# Without a join or a leave, what is elsewhere than it belongs is looked for so often; what could not be moved, too.
-_ROUND_SECONDS = 60.0
+# Without a join or a leave, what is elsewhere than it belongs is looked for so often; sooner if some could not go.
+_ROUND_SECONDS, _AGAIN_SECONDS = 60.0, 3.0
 _GIVE_SECONDS = 30.0
 # Rows looked at between two breaths of the event loop: about 1 ms.
 _BATCH = 64
@@ -68,19 +68,23 @@ class Mover:
 
     async def move(self) -> None:
         """Moves what belongs elsewhere, on a join or a leave at once. Until it is cancelled."""
+        pause = _ROUND_SECONDS
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_ROUND_SECONDS):
+                async with asyncio.timeout(pause):
                     await self._due.wait()
             self._due.clear()
             await self._close_peers()
-            rows, at = self._store.residents.index.rows, 0
+            rows, at, pause = self._store.residents.index.rows, 0, _ROUND_SECONDS
             while at < rows.end and not self._due.is_set():
                 for row in range(at, min(at + _BATCH, rows.end)):
                     record = rows.record(row) if row in rows else None
                     home = self._moves_to(record, rows.heats[row]) if record is not None else ""
-                    if record is not None and home and await self._give_gently(record.key, home, "moves"):
-                        self._departing[record.key] = time.monotonic()
+                    if record is not None and home:
+                        if await self._give_gently(record.key, home, "moves"):
+                            self._departing[record.key] = time.monotonic()
+                        else:
+                            pause = _AGAIN_SECONDS
                 await asyncio.sleep(0)
                 at += _BATCH
 
@@ -91,7 +95,8 @@ class Mover:
             for key in list(self._hot):
                 del self._hot[key]
                 entry = self._store.residents.get(key)
-                order = ranking(group_of(entry.record), self._serving()) if entry is not None else []
+                hot = entry is not None and self._accesses(entry.heat) >= _HOT
+                order = ranking(group_of(entry.record), self._serving()) if entry is not None and hot else []
                 if len(order) > 1 and order[0] == self.own and self._copied.get(key) != order[1]:
                     await self._give_gently(key, order[1], "copies")
                     self._copied[key] = order[1]
@@ -167,12 +172,15 @@ class Mover:
         """Puts an entry at another service; whether it is there then."""
         try:
             with contextlib.closing(self._store.read(key)) as reader:
-                record, data, at = reader.entry.record, bytearray(reader.entry.record.size), 0
-                accesses = self._accesses(reader.entry.heat)
+                entry, data, at = reader.entry, bytearray(reader.entry.record.size), 0
                 async for frame in reader.frames():
                     data[at : at + len(frame)] = frame
                     at += len(frame)
-            await self._peer(address).send(_header(record, accesses), memoryview(data), _GIVE_SECONDS)
+            header = _header(entry.record, self._accesses(entry.heat))
+            await self._peer(address).send(header, memoryview(data), _GIVE_SECONDS)
+            if not entry.visible:  # deleted everywhere meanwhile, and there too early
+                await self._peer(address).delete([key], here=True, timeout=_GIVE_SECONDS)
+                return False
         except (NotFound, DataLoss):
             return False  # evicted, or damaged and deleted
         except ServiceError as error:
