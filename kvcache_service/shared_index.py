@@ -207,7 +207,7 @@ class SharedIndex:
                 try:
                     entries.append((records.decode(field[:DIGEST_BYTES], value[end:])[0], holders))
                 except ValueError as error:
-                    log.warning("an entry of the shared index can't be read: %s", error)
+                    log.debug("an entry of the shared index can't be read: %s", error)  # of another version, say
         return entries
 
     async def close(self) -> None:
