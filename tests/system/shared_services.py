@@ -12,6 +12,7 @@ from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.rendezvous import ranking
 from fusionkv.protos import errors
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.tls import ClientTLS
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags
 from tests.system.redis_process import free_port
 
@@ -28,8 +29,8 @@ async def until(met: Callable[[], Awaitable[bool]], timeout: float = 20) -> None
 class Services:
     """Cache services that share an index. What happens to one of them, a test undoes."""
 
-    def __init__(self, launch: Any, folder: Path, url: str, *more: str) -> None:
-        self._launch, self._folder = launch, folder
+    def __init__(self, launch: Any, folder: Path, url: str, *more: str, tls: ClientTLS | None = None) -> None:
+        self._launch, self._folder, self._tls = launch, folder, tls
         timing = ("--redis-timeout-ms", str(TIMEOUT_MS), "--redis-expiry-seconds", str(EXPIRY))
         self._flags = ("--redis-url", url, *timing, *more)
         self.services: list[Any] = []
@@ -68,7 +69,7 @@ class Services:
 
     async def emptied(self, members: int = 3) -> None:
         """All of them empty, and connected to anew: clients belong to the event loop that runs now."""
-        self.clients = [CacheClient(service.address) for service in self.services]
+        self.clients = [CacheClient(service.address, self._tls) for service in self.services]
         await self.settled(members)
         await self.clients[0].delete(namespace=NAMESPACE)
         await self.settled(members)

@@ -1,16 +1,19 @@
 """Cache services that share an index are killed, stopped, join and leave: misses, never errors; few bytes move."""
 
 import asyncio
+import secrets
 import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.tls import ClientTLS
 from tests.system.cache_process import find, get, payload, put
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services, until
@@ -152,3 +155,31 @@ async def test_a_hot_chunk_gets_a_second_holder_and_outlives_the_first(cluster: 
         assert await get(client, "hot") == payload("hot", 9000)
         await client.close()
     cluster.restart(home)
+
+
+async def test_with_mtls_and_encrypted_disks(
+    launch: Any, tmp_path: Path, server: RedisServer, authority: Any
+) -> None:
+    """Fetched from the other, and handed over at the end, where nobody is called without a certificate."""
+    server.client().flushall()
+    inner = authority("inner")
+    (cert, key), caller = inner.issue("cache"), inner.issue("worker")
+    (tmp_path / "keys").write_text(f"{secrets.token_hex(32)}\n")
+    files = {"cert": cert, "key": key, "client-ca": inner.ca, "ca": inner.ca}
+    flags = [part for name, file in files.items() for part in (f"--tls-{name}", str(file))]
+    more = (*flags, "--disk-keys", str(tmp_path / "keys"))
+    services = Services(launch, tmp_path, server.url, *more, tls=ClientTLS(inner.ca, *caller))
+    services.start()
+    services.start()
+    await services.emptied(2)
+    for i in range(20):
+        assert await put(services.clients[0], i, payload(i, 5000))
+    await services.settled(2)
+    assert all(await services.entries())
+    for client in services.clients:
+        for i in range(20):
+            assert await get(client, i) == payload(i, 5000)
+    assert await asyncio.to_thread(services.services[0].stop) == 0
+    for i in range(20):
+        assert await get(services.clients[1], i) == payload(i, 5000)
+    await services.close()
