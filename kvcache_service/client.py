@@ -160,7 +160,7 @@ class CacheClient:
         )
         response = await self.send(header, data, timeout)
         if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
-            header.here = True
+            header.here, header.asked = True, response.asked
             sent = await self._holders.put(response.address, header, data, (deadline - time.monotonic()) / 2)
             response = sent or await self.send(header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED

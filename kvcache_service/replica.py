@@ -40,7 +40,7 @@ class Replica:
         self._publisher = Publisher(store.residents, shared)
         self._mover = Mover(store, self._serving, tls)
         self._state = "serving"
-        self._seen: dict[bytes, Counter[bytes]] = {}
+        self._seen: dict[bytes, Counter[tuple[bytes, bool]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._moving: asyncio.Task[None] | None = None
 
@@ -152,7 +152,7 @@ class Replica:
         # One of the holders counts it; which one, chance decides, as it does for the fetch.
         counts = self._seen.setdefault(random.choice(found.holders).mark, Counter())
         if len(counts) < _MOST_SEEN:
-            counts[found.record.key] += 1
+            counts[found.record.key, found.kind is HitKind.EXACT] += 1
 
     async def _beat_on(self) -> None:
         while True:
@@ -167,9 +167,8 @@ class Replica:
         except Unavailable:
             self._store.counters.add("shared_index.failures")
             return
-        for key, times in asked:
-            if (entry := self._store.residents.get(key)) is not None:
-                self._store.touch(entry, times)
+        for key, times, exact in asked:
+            self._store.seen(key, times, exact=exact)
         if not known and self._publisher.announced and self._state == "serving":
             # Silent for too long, or Redis lost all it had: nobody trusts the old mark any more.
             self._publisher.start_over()

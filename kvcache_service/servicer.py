@@ -143,13 +143,14 @@ class KVCacheServicer:
         there = None if header.here or self._replica is None else self._replica.home(record)
         if there is not None and self._store.residents.get(record.key) is None:
             self._store.counters.add("puts.elsewhere")
-            return pb.PutResponse(outcome=pb.PutResponse.OUTCOME_ELSEWHERE, key=record.key, address=there)
+            elsewhere, asked = pb.PutResponse.OUTCOME_ELSEWHERE, self._store.asked(record.key)
+            return pb.PutResponse(outcome=elsewhere, key=record.key, address=there, asked=asked)
         if self._puts >= self._config.max_puts:
             raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
         self._puts += 1
         writer = None
         try:
-            writer = self._store.write(record, header.accesses)
+            writer = self._store.write(record, header.accesses, header.asked)
             stored = False
             if writer is not None:
                 await context.send_initial_metadata(((RESERVED, "1"),))

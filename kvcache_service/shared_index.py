@@ -34,7 +34,7 @@ _MOST_DEAD = 64
 _CONNECTIONS = 32
 # Notes of accesses that wait for one service, each of up to 4,096 keys.
 _NOTES, _NOTE_MS = 64, 60_000
-_NOTE = struct.Struct("<32sI")
+_NOTE = struct.Struct("<32s?I")
 _FAILURES = (RedisError, RedisClusterException, OSError, TimeoutError)
 
 # Each script has one key, so that all of it is in one slot of a Redis Cluster. Times are the server's.
@@ -143,11 +143,12 @@ class SharedIndex:
         self._dead = b""
 
     async def beat(
-        self, mark: bytes, address: str, state: str, seen: Mapping[bytes, Mapping[bytes, int]]
-    ) -> tuple[bool, list[tuple[bytes, int]]]:
+        self, mark: bytes, address: str, state: str, seen: Mapping[bytes, Mapping[tuple[bytes, bool], int]]
+    ) -> tuple[bool, list[tuple[bytes, int, bool]]]:
         """Says that this service lives, learns who else does, and closes the circuit.
 
-        `seen` says how often keys were found here that are held elsewhere, by the holders' marks. Gives whether Redis
+        `seen` says how often keys were found here that are held elsewhere, and whether by their exact path, by the
+        holders' marks. Gives whether Redis
         knew `mark` (if not, it lost what was published, or the mark's time was over), and what others saw of it.
 
         Raises:
@@ -157,7 +158,7 @@ class SharedIndex:
         pipe.execute_command("EVAL", _BEAT, 1, _MEMBERS, mark, address, state, self._expiry_ms, _DEAD_MS)
         pipe.lpop(_SEEN + mark, _NOTES)
         for holder, keys in seen.items():
-            pipe.rpush(_SEEN + holder, b"".join(_NOTE.pack(*note) for note in keys.items()))
+            pipe.rpush(_SEEN + holder, b"".join(_NOTE.pack(key, exact, n) for (key, exact), n in keys.items()))
             pipe.ltrim(_SEEN + holder, -_NOTES, -1)
             pipe.pexpire(_SEEN + holder, _NOTE_MS)
         (alive, living, dead), notes, *_ = await self._run(pipe)
@@ -168,7 +169,8 @@ class SharedIndex:
             log.info("Redis answers: %d services share the index", len(self.members))
             self.reachable = True
         whole = (note for note in notes or () if len(note) % _NOTE.size == 0)
-        return bool(alive), [(key, times) for note in whole for key, times in _NOTE.iter_unpack(note) if times]
+        parts = (part for note in whole for part in _NOTE.iter_unpack(note))
+        return bool(alive), [(key, times, exact) for key, exact, times in parts if times]
 
     async def apply(self, mark: bytes, changes: Iterable[Change]) -> None:
         """Writes what this service holds, and what no more; doing so twice does no harm.

@@ -129,16 +129,29 @@ class Store:
             self._demand.ask(key)
         return [(kind, entry) for kind, entry, _ in found], lease
 
+    def asked(self, key: bytes) -> int:
+        """How often an exact path was looked up here of late."""
+        return self._demand.count(key)
+
+    def seen(self, key: bytes, times: int, *, exact: bool) -> None:
+        """Counts accesses that another service answered."""
+        entry = self.residents.get(key)
+        if entry is not None:
+            self.touch(entry, times)
+            if exact and entry.record.depth > 2:
+                self._demand.ask(key, times)
+
     def touch(self, entry: Resident, times: int = 1) -> None:
         """Counts accesses to a visible entry."""
         self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds, times))
         if entry.row is not None:
             self._touched.add(entry.row)
 
-    def write(self, record: Record, accesses: float = 1.0) -> Writer | None:
+    def write(self, record: Record, accesses: float = 1.0, asked: int = 0) -> Writer | None:
         """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
 
-        `accesses`: how often it was asked for so far, older accesses counting less.
+        `accesses`: how often it was asked for so far, older accesses counting less. `asked`: how often its exact path
+        was looked up at another service of late.
 
         The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
         are colder than the new one.
@@ -146,6 +159,8 @@ class Store:
         Raises:
             ResourceExhausted: there is no room, or the entry is over the limit.
         """
+        if record.depth > 2 and (unknown := asked - self._demand.count(record.key)) > 0:
+            self._demand.ask(record.key, unknown)
         if self.residents.get(record.key) is not None or not self.wanted(record):
             return None
         if record.size > self.config.max_entry_bytes:

@@ -104,10 +104,10 @@ async def test_a_group_is_bounded_and_what_is_in_it_stays(shared: SharedIndex) -
 
 
 async def test_accesses_reach_the_holder_once(shared: SharedIndex) -> None:
-    await shared.beat(A, "a:1", "serving", {B: {digest(1): 3, digest(2): 1}})
-    await shared.beat(C, "c:1", "serving", {B: {digest(1): 5}})
+    await shared.beat(A, "a:1", "serving", {B: {(digest(1), True): 3, (digest(2), False): 1}})
+    await shared.beat(C, "c:1", "serving", {B: {(digest(1), False): 5}})
     _, seen = await shared.beat(B, "b:1", "serving", {})
-    assert seen == [(digest(1), 3), (digest(2), 1), (digest(1), 5)]
+    assert seen == [(digest(1), 3, True), (digest(2), 1, False), (digest(1), 5, False)]
     assert (await shared.beat(B, "b:1", "serving", {}))[1] == []
 
 

@@ -115,6 +115,32 @@ async def test_a_deletion_is_one_everywhere(cluster: Services, server: RedisServ
     assert server.client().keys("fusionkv:group:*") == []
 
 
+async def test_a_path_asked_for_at_one_service_is_kept_at_another(cluster: Services) -> None:
+    """What is offered is kept for its path if that was asked for, wherever it was: as one service alone has it."""
+    name = next(i for i in range(100) if cluster.home(i) == 2)
+    asker, home = cluster.clients[0], cluster.clients[2]
+    long = [SYSTEM, chunk("before"), chunk(name)]
+
+    async def offer() -> bool:
+        data = memoryview(b"long")
+        return (
+            await asker.put(namespace=NAMESPACE, path=long, tokens=1, base=0, data=data, offered=True, timeout=30)
+        )[1]
+
+    async def ask() -> HitKind:
+        return (await asker.lookup(NAMESPACE, [(digest, ()) for digest in long], timeout=10)).hits[2].kind
+
+    assert await put(asker, name, b"short")
+    await cluster.settled()
+    assert await ask() is HitKind.ALTERNATIVE
+    assert not await offer(), "asked for once, by the request that computed it"
+    await ask()
+    assert await offer()
+    await cluster.settled()
+    assert await ask() is HitKind.EXACT
+    assert (await home.stats()).tiers[-1].entries == 2
+
+
 async def test_two_writers_of_one_chunk_at_two_services(cluster: Services) -> None:
     for i in range(20):
         data = payload(i, 50_000)
