@@ -75,18 +75,22 @@ class Mover:
                     await self._due.wait()
             self._due.clear()
             await self._close_peers()
-            rows, at, pause = self._store.residents.index.rows, 0, _ROUND_SECONDS
+            rows, at, failed = self._store.residents.index.rows, 0, set[str]()
             while at < rows.end and not self._due.is_set():
                 for row in range(at, min(at + _BATCH, rows.end)):
                     record = rows.record(row) if row in rows else None
                     home = self._moves_to(record, rows.heats[row]) if record is not None else ""
-                    if record is not None and home:
+                    if record is None or not home or home in failed:
+                        continue
+                    try:
                         if await self._give_gently(record.key, home, "moves"):
                             self._departing[record.key] = time.monotonic()
-                        else:
-                            pause = _AGAIN_SECONDS
+                    except ServiceError as error:
+                        log.warning("entries that belong to %s stay for now: %s", home, error)
+                        failed.add(home)
                 await asyncio.sleep(0)
                 at += _BATCH
+            pause = _AGAIN_SECONDS if failed else _ROUND_SECONDS
 
     async def copy(self) -> None:
         """Copies hot entries to the second in their ranking, and forgets what was moved. Until it is cancelled."""
@@ -98,8 +102,9 @@ class Mover:
                 hot = entry is not None and self._accesses(entry.heat) >= _HOT
                 order = ranking(group_of(entry.record), self._serving()) if entry is not None and hot else []
                 if len(order) > 1 and order[0] == self.own and self._copied.get(key) != order[1]:
-                    await self._give_gently(key, order[1], "copies")
-                    self._copied[key] = order[1]
+                    with contextlib.suppress(ServiceError):  # tried again when it is asked for again
+                        await self._give_gently(key, order[1], "copies")
+                        self._copied[key] = order[1]
             while len(self._copied) > _MOST_HOT:
                 del self._copied[next(iter(self._copied))]
             await self._forget_moved()
@@ -109,7 +114,7 @@ class Mover:
         others = [address for address in self._serving() if address != self.own]
         if not others:
             return
-        rows = self._store.residents.index.rows
+        rows, failed = self._store.residents.index.rows, set[str]()
         coldest_first = [int(row) for row in np.argsort(np.frombuffer(rows.heats, np.float64).copy())]
 
         async def work() -> None:
@@ -117,7 +122,13 @@ class Mover:
                 row = coldest_first.pop()
                 if row in rows:
                     record = rows.record(row)
-                    await self._give(record.key, ranking(group_of(record), others)[0], "moves")
+                    to = ranking(group_of(record), others)[0]
+                    try:
+                        if to not in failed:
+                            await self._give(record.key, to, "moves")
+                    except ServiceError as error:
+                        log.warning("entries that %s is to take over are not handed over: %s", to, error)
+                        failed.add(to)
 
         await asyncio.gather(*(work() for _ in range(_HANDS)))
 
@@ -169,7 +180,11 @@ class Mover:
         return given
 
     async def _give(self, key: bytes, address: str, what: str) -> bool:
-        """Puts an entry at another service; whether it is there then."""
+        """Puts an entry at another service; whether it is there then.
+
+        Raises:
+            ServiceError: that service is out of reach, or refuses it.
+        """
         try:
             with contextlib.closing(self._store.read(key)) as reader:
                 entry, data, at = reader.entry, bytearray(reader.entry.record.size), 0
@@ -183,9 +198,6 @@ class Mover:
                 return False
         except (NotFound, DataLoss):
             return False  # evicted, or damaged and deleted
-        except ServiceError as error:
-            log.warning("an entry can't be handed to %s: %s", address, error)
-            return False
         self._store.counters.add(what)
         return True
 

@@ -13,7 +13,7 @@ from redis import asyncio as redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, replica_key
@@ -161,7 +161,10 @@ class SharedIndex:
             pipe.rpush(_SEEN + holder, b"".join(_NOTE.pack(key, exact, n) for (key, exact), n in keys.items()))
             pipe.ltrim(_SEEN + holder, -_NOTES, -1)
             pipe.pexpire(_SEEN + holder, _NOTE_MS)
-        (alive, living, dead), notes, *_ = await self._run(pipe)
+        known, notes, *_ = await self._run(pipe)
+        if known is None:
+            raise self._failed(RedisError(f"{_MEMBERS.decode()} holds something else"))
+        alive, living, dead = known
         members = [living[i : i + 3] for i in range(0, len(living), 3)]
         self.members = {m: Member(m, at.decode(), how == b"leaving") for m, how, at in members}
         self._dead = b"".join(dead[-_MOST_DEAD:])
@@ -197,7 +200,7 @@ class SharedIndex:
         pipe = self._redis.pipeline(transaction=False)
         for group in groups:
             pipe.hgetall(_GROUP + group)
-        return [self._living(found) for found in await self._run(pipe)]
+        return [self._living(found or {}) for found in await self._run(pipe)]
 
     def _living(self, found: dict[bytes, bytes]) -> list[tuple[Record, list[Member]]]:
         entries = []
@@ -217,14 +220,30 @@ class SharedIndex:
         await self._redis.aclose()
 
     async def _run(self, pipe: Any) -> list[Any]:
+        """The answers; None for a command that met a key which is not what it should be."""
         try:
             async with asyncio.timeout(self._timeout), self._slots:
-                done: list[Any] = await pipe.execute()
-                return done
+                done: list[Any] = await pipe.execute(raise_on_error=False)
+            for i, answer in enumerate(done):
+                if isinstance(answer, Exception):
+                    if not _spoilt(answer):
+                        raise answer
+                    log.warning("a key of the shared index holds something else: %s", answer)
+                    done[i] = None
+            return done
         except _FAILURES as error:
-            # Never the error's own text without a look: a URL with a password may be in it.
-            reason = re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())
-            if self.reachable:
-                log.warning("Redis is out of reach (%s): only this service's own entries are found", reason)
-            self.reachable = False
-            raise Unavailable(f"the shared index in Redis is out of reach: {reason}") from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> Unavailable:
+        """Opens the circuit."""
+        # Never the error's own text without a look: a URL with a password may be in it.
+        reason = re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())
+        if self.reachable:
+            log.warning("Redis is out of reach (%s): only this service's own entries are found", reason)
+        self.reachable = False
+        return Unavailable(f"the shared index in Redis is out of reach: {reason}")
+
+
+def _spoilt(error: Exception) -> bool:
+    """Whether an error concerns one key alone, which somebody else wrote: another type, or nothing a script reads."""
+    return isinstance(error, ResponseError) and ("WRONGTYPE" in str(error) or "attempt to" in str(error))

@@ -103,6 +103,26 @@ async def test_a_group_is_bounded_and_what_is_in_it_stays(shared: SharedIndex) -
     assert {there.key for there, _ in found} == {e.key for e in [*entries[:4], *entries[5:256], entries[299]]}
 
 
+async def test_what_others_wrote_under_our_names_costs_that_chunk_alone(
+    shared: SharedIndex, server: RedisServer
+) -> None:
+    await shared.beat(A, "a:1", "serving", {})
+    entries = [made(name) for name in ("string", "empty", "garbage", "fine")]
+    keys = [b"fusionkv:group:" + group_of(entry) for entry in entries]
+    redis = server.client()
+    redis.set(keys[0], "not a hash")
+    redis.hset(keys[1], "field", "")
+    redis.hset(keys[2], b"f" * 48, b"\x05" + b"?" * 100)
+    await shared.apply(A, map(held, entries))
+    found = await shared.entries([group_of(entry) for entry in entries])
+    assert shared.reachable
+    assert [[there for there, _ in each] for each in found] == [[], [], [entries[2]], [entries[3]]]
+    redis.set("fusionkv:members", "not a hash")
+    with pytest.raises(Unavailable, match="holds something else"):
+        await shared.beat(A, "a:1", "serving", {})
+    assert not shared.reachable
+
+
 async def test_accesses_reach_the_holder_once(shared: SharedIndex) -> None:
     await shared.beat(A, "a:1", "serving", {B: {(digest(1), True): 3, (digest(2), False): 1}})
     await shared.beat(C, "c:1", "serving", {B: {(digest(1), False): 5}})

@@ -161,14 +161,13 @@ async def test_with_mtls_and_encrypted_disks(
     launch: Any, tmp_path: Path, server: RedisServer, authority: Any
 ) -> None:
     """Fetched from the other, and handed over at the end, where nobody is called without a certificate."""
-    server.client().flushall()
     inner = authority("inner")
     (cert, key), caller = inner.issue("cache"), inner.issue("worker")
     (tmp_path / "keys").write_text(f"{secrets.token_hex(32)}\n")
     files = {"cert": cert, "key": key, "client-ca": inner.ca, "ca": inner.ca}
     flags = [part for name, file in files.items() for part in (f"--tls-{name}", str(file))]
     more = (*flags, "--disk-keys", str(tmp_path / "keys"))
-    services = Services(launch, tmp_path, server.url, *more, tls=ClientTLS(inner.ca, *caller))
+    services = Services(launch, tmp_path, f"{server.url}/1", *more, tls=ClientTLS(inner.ca, *caller))
     services.start()
     services.start()
     await services.emptied(2)
