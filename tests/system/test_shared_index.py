@@ -183,6 +183,9 @@ async def test_without_redis_each_service_goes_on_with_its_own(cluster: Services
     with pytest.raises(errors.Unavailable, match="Redis is out of reach"):
         await cluster.clients[0].delete([chunk("any")])
     server.kill9()
+    assert await asyncio.to_thread(cluster.services[2].stop) == 0
+    await asyncio.to_thread(cluster.restart, 2)
+    await asyncio.wait_for(serves_its_own(CacheClient(cluster.services[2].address), 2), 20)
     server.start()
     await cluster.settled()
     for client in cluster.clients:
