@@ -46,7 +46,7 @@ class Holders:
         return Hit(hit.kind, replace(hit.entry, holders=holders))
 
     async def fetch(self, entry: Entry, into: memoryview, timeout: float) -> None:
-        """Fills `into` from the first holder that can; each may take its share of the time.
+        """Fills `into` from the first holder that can; a share of the time is left, in which to do without them.
 
         Raises:
             NotFound: none of them can.
@@ -54,7 +54,10 @@ class Holders:
         reasons = []
         deadline = time.monotonic() + timeout
         for i, address in enumerate(entry.holders):
-            share = (deadline - time.monotonic()) / (len(entry.holders) - i)
+            if self._down.get(address, 0.0) > time.monotonic():  # another fetch has found out meanwhile
+                reasons.append(f"{address} was out of reach just now")
+                continue
+            share = (deadline - time.monotonic()) / (len(entry.holders) - i + 1)
             try:
                 await (await self._peer(address)).fetch(replace(entry, holders=()), into, timeout=share)
                 return
