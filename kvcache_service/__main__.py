@@ -89,7 +89,7 @@ def make_replica(config: Config, store: Store) -> "Replica":
     except ValueError as error:
         raise OSError(f"redis_url can't be used: {error}") from error
     replica = Replica(store, shared, config.client_tls())
-    observe_shared_index(lambda: (replica.stats().members, replica.stats().waiting))
+    observe_shared_index(lambda: ((stats := replica.stats()).members * stats.reachable, stats.waiting))
     return replica
 
 
