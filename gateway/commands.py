@@ -278,8 +278,9 @@ def _cache_address() -> str:
 
 def _shown(value: object) -> str:
     if isinstance(value, list):
-        rows = [i if isinstance(i, str) else ", ".join(f"{k} {v}" for k, v in i.items()) for i in value]
-        return "\n".join(rows)
+        return "\n".join(i if isinstance(i, str) else _shown(i) for i in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 

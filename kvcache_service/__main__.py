@@ -10,10 +10,11 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.arena import Doorway, path_of
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.metrics import observe_tiers
+from fusionkv.kvcache_service.metrics import observe_shared_index, observe_tiers
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
@@ -22,6 +23,9 @@ from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from fusionkv.protos import frames, rpc, settings, telemetry
+
+if TYPE_CHECKING:
+    from fusionkv.kvcache_service.replica import Replica
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
@@ -63,6 +67,32 @@ def make_store(config: Config) -> Store:
     return Store(config, tiers)
 
 
+def make_replica(config: Config, store: Store) -> "Replica":
+    """This service among those that share the index in Redis.
+
+    Raises:
+        OSError: the URL can't be used, redis is not installed, or a file of the configuration can't be read.
+    """
+    try:
+        from fusionkv.kvcache_service.replica import Replica
+        from fusionkv.kvcache_service.shared_index import SharedIndex
+    except ImportError as error:
+        raise OSError(f"redis_url needs redis: pip install 'fusionkv[cache]' ({error})") from error
+    try:
+        shared = SharedIndex(
+            config.redis_url,
+            cluster=config.redis_cluster,
+            password=config.redis_password,
+            timeout=config.redis_timeout_ms / 1000,
+            expiry=config.redis_expiry_seconds,
+        )
+    except ValueError as error:
+        raise OSError(f"redis_url can't be used: {error}") from error
+    replica = Replica(store, shared, config.client_tls())
+    observe_shared_index(lambda: ((stats := replica.stats()).members * stats.reachable, stats.waiting))
+    return replica
+
+
 async def run(config: Config) -> None:
     """Serves until SIGTERM, drains, closes the store.
 
@@ -77,12 +107,15 @@ async def run(config: Config) -> None:
     sweeper = asyncio.create_task(store.sweep())
     doorways = open_doorways(config, store)
     try:
-        servicer = KVCacheServicer(store, config)
+        replica = make_replica(config, store) if config.redis_url else None
         await rpc.serve(
             NAME,
             config.listen,
-            {SERVICE.full_name: handler(servicer)},
+            {SERVICE.full_name: handler(KVCacheServicer(store, config, replica))},
             drain_seconds=config.drain_seconds,
+            on_start=replica.start if replica else None,
+            on_stop=replica.leave if replica else None,
+            on_drain=replica.close if replica else None,
             tls=config.server_tls,
         )
     finally:

@@ -4,15 +4,17 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import xxhash
 from opentelemetry import propagate, trace
 
+from fusionkv.kvcache_service import answers
+from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.arena import Window
 from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.holders import Holders
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -25,57 +27,18 @@ tracer = trace.get_tracer(__name__)
 # Key in the server's initial metadata of a Put: the space is reserved, send the data.
 RESERVED = "fusionkv-reserved"
 _SERVICE = "/kvcache.v1.KVCacheService/"
-_TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
 _HASH_INLINE_BYTES = 1 << 20
 # A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
 _DELETE_DAMAGED_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One stored chunk: `size` in bytes, `base` the position its keys were rotated for, `checksum` XXH3-128."""
-
-    key: bytes
-    size: int
-    tokens: int
-    base: int
-    checksum: bytes
-    tier: str
-    """"memory", "disk" or "remote"."""
-    variant: bytes
-    """Empty when the entry is full attention over its path."""
-    shared: memoryview | None = field(default=None, compare=False, repr=False)
-    """The bytes where they lie, for as long as `lease` is held: on the service's machine, if they are in memory."""
-    lease: int = field(default=0, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Hit:
-    kind: HitKind
-    entry: Entry | None
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """One hit for each element of the path; `lease` names the lease on all entries found, 0 when none was."""
-
-    hits: tuple[Hit, ...]
-    lease: int
-
-
-_KINDS = {
-    pb.HIT_KIND_EXACT: HitKind.EXACT,
-    pb.HIT_KIND_ALTERNATIVE: HitKind.ALTERNATIVE,
-    pb.HIT_KIND_MISS: HitKind.MISS,
-}
-
-
 class CacheClient:
     """A connection to one cache service at `host:port` or `unix:/path`, made on first use.
 
     Safe for any number of concurrent calls within one event loop. Every error leaves it as one of
-    `fusionkv.protos.errors`; timeouts are seconds for the whole call.
+    `fusionkv.protos.errors`; timeouts are seconds for the whole call. Where several services share an index, entries
+    are fetched from their holders and put where they belong; a holder out of reach is a miss.
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
@@ -85,6 +48,7 @@ class CacheClient:
         self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
         self._window = Window(address)
+        self._holders = Holders(lambda at: CacheClient(at, tls))
 
     async def lookup(
         self,
@@ -105,7 +69,8 @@ class CacheClient:
         # The service counts from when it was asked, or later.
         self._window.leased(response.lease, asked + response.lease_ms / 1000)
         shared = await self._window.open(response.arena)
-        return Lookup(tuple(_hit(hit, response.lease, shared) for hit in response.hits), response.lease)
+        hits = (answers.hit(hit, response.lease, shared) for hit in response.hits)
+        return Lookup(tuple(self._holders.reachable(hit) for hit in hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes): copied from where they lie if that can be, else streamed and verified.
@@ -114,16 +79,19 @@ class CacheClient:
 
         Raises:
             DataLoss: the bytes are not those of `entry`; the server has been asked to delete it.
-            NotFound: the entry is gone.
+            NotFound: the entry is gone, or none of its holders can be reached.
         """
         into = into.cast("B")
         if len(into) != entry.size:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
+        if entry.holders:
+            await self._holders.fetch(entry, into, timeout)
+            return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
         hasher, at = xxhash.xxh3_128(), 0
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
         try:
             async for message in call:
                 data = frames.decode_frame(message)
@@ -143,7 +111,7 @@ class CacheClient:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
             with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
-                await self.delete([entry.key], timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
+                await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
@@ -155,7 +123,7 @@ class CacheClient:
         except ServiceError:
             return None  # the stream, which comes next, says what is wrong
         arena = await self._window.open(response.arena)
-        return None if arena is None else _shared(response.entries[0], arena, entry.size)
+        return None if arena is None else answers.shared(response.entries[0], arena, entry.size)
 
     async def put(
         self,
@@ -175,6 +143,7 @@ class CacheClient:
         when). `data` must not change until this returns.
         """
         data = data.cast("B")
+        deadline = time.monotonic() + timeout
         if len(data) > _HASH_INLINE_BYTES:
             checksum = await asyncio.to_thread(xxhash.xxh3_128_digest, data)
         else:
@@ -189,8 +158,11 @@ class CacheClient:
             checksum=checksum,
             offered=offered,
         )
-
-        response = await self._put(header, data, timeout)
+        response = await self.send(header, data, timeout)
+        if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
+            header.here, header.asked = True, response.asked
+            sent = await self._holders.put(response.address, header, data, (deadline - time.monotonic()) / 2)
+            response = sent or await self.send(header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
@@ -198,9 +170,11 @@ class CacheClient:
         self._window.released(lease)
         await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
 
-    async def delete(self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", timeout: float = 30.0) -> int:
-        """Deletes entries by key or all of a namespace; gives their number."""
-        response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace), timeout)
+    async def delete(
+        self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
+    ) -> int:
+        """Deletes entries by key or all of a namespace, `here`: of this service alone; gives their number."""
+        response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace, here=here), timeout)
         return int(response.deleted)
 
     async def stats(self, *, timeout: float = 5.0) -> pb.StatsResponse:
@@ -214,8 +188,10 @@ class CacheClient:
                 await channel.close()
         self._channel = self._put_channel = None
         self._stubs.clear()
+        await self._holders.close()
 
-    async def _put(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+    async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        """One Put as the contract has it; `data` must not change until this returns."""
         doing = "put at"
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
         name = "/kvcache.v1.KVCacheService/Put"
@@ -301,18 +277,3 @@ def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str,
 
 def _put_message(part: pb.PutRequest | memoryview) -> bytes:
     return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()
-
-
-def _hit(hit: pb.Hit, lease: int, shared: memoryview | None) -> Hit:
-    if not hit.HasField("entry"):
-        return Hit(_KINDS[hit.kind], None)
-    e = hit.entry
-    there = None if shared is None else _shared(e, shared, e.size_bytes)
-    entry = Entry(e.key, e.size_bytes, e.tokens, e.base, e.checksum, _TIERS[e.tier], e.variant, there, lease)
-    return Hit(_KINDS[hit.kind], entry)
-
-
-def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
-    """An entry's bytes in the arena, if it is there."""
-    inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
-    return arena[at.arena_offset : at.arena_offset + size] if inside else None

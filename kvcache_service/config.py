@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.settings import setting
-from fusionkv.protos.tls import ServerTLS
+from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 GIB = 1 << 30
 
@@ -41,13 +41,31 @@ class Config:
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
     )
+    redis_url: str = setting(
+        "", "redis://host:port of the index that several services share; empty: this service works alone"
+    )
+    redis_cluster: bool = setting(False, "whether redis_url is a node of a Redis Cluster")
+    redis_password: Path | None = setting(None, "file with the password of Redis, if the URL does not hold it")
+    redis_timeout_ms: int = setting(50, "longest wait for Redis in a Lookup; a later answer is not used", low=1)
+    redis_expiry_seconds: float = setting(
+        5.0, "silence after which a service counts as dead, and its entries are misses", low=0.1
+    )
+    advertise: str = setting("", "host:port at which others reach this service; empty takes the first of listen")
     tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
     tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
     tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
+    tls_ca: Path | None = setting(None, "CAs (PEM) of the services that share the index: they are called over TLS")
 
     def __post_init__(self) -> None:
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+        anywhere = self.listen[:1] and self.listen[0].rpartition(":")[0] in ("[::]", "0.0.0.0", "*")
+        if self.redis_url and anywhere and not self.advertise:
+            raise ValueError(f"redis_url with listen {self.listen[0]}: say with advertise where others reach it")
 
     @property
     def server_tls(self) -> ServerTLS | None:
         return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    def client_tls(self) -> ClientTLS | None:
+        """How to call the services that share the index; reads the files. Raises BadFile."""
+        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

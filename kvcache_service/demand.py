@@ -12,9 +12,9 @@ class Demand:
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
 
-    def ask(self, name: bytes) -> None:
+    def ask(self, name: bytes, times: int = 1) -> None:
         short = name[:8]
-        self._young[short] = self.count(name) + 1
+        self._young[short] = self.count(name) + times
         if len(self._young) >= self._limit:
             self._young, self._old = {}, self._young
 

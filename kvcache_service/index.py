@@ -158,8 +158,8 @@ def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
     """
     near = b"".join(reversed(path))
     at = bisect_left(crowd, (near, -1))
-    trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: _common(member[0], near))
-    if _common(trail, near) == 1:
+    trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], near))
+    if common(trail, near) == 1:
         alone = path[-1] + path[0]
         at = bisect_left(crowd, (alone, -1))
         if at < len(crowd) and crowd[at][0] == alone:
@@ -167,7 +167,7 @@ def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
     return row
 
 
-def _common(a: bytes, b: bytes) -> int:
+def common(a: bytes, b: bytes) -> int:
     """Number of digests that two trails begin with in common."""
     limit = min(len(a), len(b))
     at = 0

@@ -83,6 +83,11 @@ class Rows:
     def __iter__(self) -> Iterator[int]:
         return (row for row, behind in enumerate(self._behind) if behind)
 
+    @property
+    def end(self) -> int:
+        """Rows have numbers below this."""
+        return len(self._behind)
+
     def __contains__(self, row: int) -> bool:
         return self._behind[row] != 0
 

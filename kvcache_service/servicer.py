@@ -1,23 +1,29 @@
 """The RPCs: requests checked, handed to the store, answered."""
 
 import asyncio
+import random
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import grpc
 
-from fusionkv.kvcache_service import record as records
+from fusionkv.kvcache_service import checks
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer
 from fusionkv.protos import frames, rpc
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+
+if TYPE_CHECKING:  # it needs redis, which a service that works alone does not load
+    from fusionkv.kvcache_service.elsewhere import Elsewhere
+    from fusionkv.kvcache_service.replica import Replica
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
@@ -35,6 +41,7 @@ _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMO
 # Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
 _MAX_VARIANTS = 64
 _MAX_KEYS = 65536
+_MOST_HOLDERS = 3
 
 
 def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
@@ -50,9 +57,11 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
 class KVCacheServicer:
     """KVCacheService over one store; the proto says what each RPC does."""
 
-    def __init__(self, store: Store, config: Config) -> None:
+    def __init__(self, store: Store, config: Config, replica: "Replica | None" = None) -> None:
+        """`replica`: the other services that share the index; None without any."""
         self._store = store
         self._config = config
+        self._replica = replica
         self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
         self._puts = 0
         self._fetches = 0
@@ -60,23 +69,37 @@ class KVCacheServicer:
 
     async def Lookup(self, request: pb.LookupRequest, context: grpc.aio.ServicerContext) -> pb.LookupResponse:
         path = [element.digest for element in request.path]
-        self._check_path(request.namespace, path)
+        checks.path(request.namespace, path, self._config.max_path)
         for element in request.path:
-            _check_digests(element.variants, "a variant")
+            checks.digests(element.variants, "a variant")
             if len(element.variants) > _MAX_VARIANTS:
                 raise InvalidArgument(f"{len(element.variants)} variants of one chunk; at most {_MAX_VARIANTS}")
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
-        found, lease = self._store.lookup(
-            request.namespace, path, [list(element.variants) for element in request.path], lease_ms / 1000
-        )
-        hits = [pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None) for kind, entry in found]
+        variants = [list(element.variants) for element in request.path]
+        found, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
+        elsewhere = await self._replica.find(request.namespace, path, variants, found) if self._replica else {}
+        kinds = [elsewhere[i].kind if i in elsewhere else kind for i, (kind, _) in enumerate(found)]
+        for kind, n in Counter(kinds).items():
+            self._store.counters.add("lookups", n, kind=kind.value)
+        hits = [
+            pb.Hit(kind=_KINDS[kinds[i]], entry=_remote(elsewhere[i]))
+            if i in elsewhere
+            else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
+            for i, (kind, entry) in enumerate(found)
+        ]
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
-        _check_digests([request.key], "the key")
+        checks.digests([request.key], "the key")
+        checks.digests([request.group] if request.group else [], "the group")
         if self._fetches >= self._config.max_fetches:
             raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
-        reader = self._store.read(request.key)
+        try:
+            reader = self._store.read(request.key)
+        except NotFound:
+            if self._replica is not None and request.group:
+                self._replica.missed(request.key, request.group)
+            raise
         self._fetches += 1
 
         def end(_: object) -> None:
@@ -89,7 +112,7 @@ class KVCacheServicer:
             yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
-        _check_digests(request.keys, "a key")
+        checks.digests(request.keys, "a key")
         if len(request.keys) > self._config.max_path:
             raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
         if self._fetches >= self._config.max_fetches:
@@ -115,13 +138,19 @@ class KVCacheServicer:
     async def _put(
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
     ) -> pb.PutResponse:
-        record = self._record(await anext(requests, None))
+        header = checks.header(await anext(requests, None))
+        record = checks.record(header, self._config.max_path)
+        there = None if header.here or self._replica is None else self._replica.home(record)
+        if there is not None and self._store.residents.get(record.key) is None:
+            self._store.counters.add("puts.elsewhere")
+            elsewhere, asked = pb.PutResponse.OUTCOME_ELSEWHERE, self._store.asked(record.key)
+            return pb.PutResponse(outcome=elsewhere, key=record.key, address=there, asked=asked)
         if self._puts >= self._config.max_puts:
             raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
         self._puts += 1
         writer = None
         try:
-            writer = self._store.write(record)
+            writer = self._store.write(record, header.accesses, header.asked)
             stored = False
             if writer is not None:
                 await context.send_initial_metadata(((RESERVED, "1"),))
@@ -150,14 +179,17 @@ class KVCacheServicer:
         if bool(request.keys) == bool(request.namespace):
             raise InvalidArgument("give either keys or a namespace")
         if request.namespace:
-            _check_digests([request.namespace], "the namespace")
+            checks.digests([request.namespace], "the namespace")
             keys: Iterable[bytes] = self._store.residents.index.namespace_keys(request.namespace)
         else:
             keys = request.keys
             if len(keys) > _MAX_KEYS:
                 raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
-            _check_digests(keys, "a key")
-        return pb.DeleteResponse(deleted=await self._store.delete(list(keys)))
+            checks.digests(keys, "a key")
+        deleted = await self._store.delete(list(keys))
+        if self._replica is not None and not request.here:
+            deleted += await self._replica.delete(list(request.keys), request.namespace)
+        return pb.DeleteResponse(deleted=deleted)
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
         self._store.leases.expire()
@@ -175,6 +207,7 @@ class KVCacheServicer:
             bytes_put=counters.get("bytes.put"),
             active_leases=len(self._store.leases),
             uptime_seconds=time.monotonic() - self._started,
+            shared_index=self._replica.stats() if self._replica else None,
         )
 
     def _tier_stats(self) -> Iterator[pb.TierStats]:
@@ -203,42 +236,27 @@ class KVCacheServicer:
             arena_offset=_arena_offset(entry),
         )
 
-    def _record(self, first: pb.PutRequest | memoryview | None) -> records.Record:
-        """The record that a Put's first message describes."""
-        if first is None or isinstance(first, memoryview) or not first.HasField("header"):
-            raise InvalidArgument("the first message must be the header")
-        header = first.header
-        self._check_path(header.namespace, header.path)
-        if header.variant:
-            _check_digests([header.variant], "the variant")
-            if len(header.path) == 1:
-                raise InvalidArgument("a system prompt is found by its exact path only: it has no variants")
-        if len(header.checksum) != records.CHECKSUM_BYTES:
-            raise InvalidArgument(f"the checksum has {len(header.checksum)} bytes, XXH3-128 has 16")
-        if not header.size_bytes or not header.tokens:
-            raise InvalidArgument("an entry has at least one token and one byte")
-        return records.make(
-            header.namespace,
-            list(header.path),
-            header.variant,
-            header.size_bytes,
-            header.tokens,
-            header.base,
-            header.checksum,
-            offered=header.offered,
-        )
-
-    def _check_path(self, namespace: bytes, path: Iterable[bytes]) -> None:
-        _check_digests([namespace], "the namespace")
-        path = list(path)
-        if not 1 <= len(path) <= self._config.max_path:
-            raise InvalidArgument(f"a path of {len(path)} elements; 1 to {self._config.max_path} are allowed")
-        _check_digests(path, "a digest of the path")
-
 
 def _arena_offset(entry: Resident | None) -> int | None:
     place = entry and entry.places.get(MemoryTier.name)
     return place.offset if place else None
+
+
+def _remote(found: "Elsewhere") -> pb.Entry:
+    """An entry that others hold; asked in any order, so that each of them serves its share."""
+    record = found.record
+    addresses = list({member.address: None for member in found.holders})
+    return pb.Entry(
+        key=record.key,
+        size_bytes=record.size,
+        tokens=record.tokens,
+        base=record.base,
+        checksum=record.checksum,
+        tier=pb.TIER_REMOTE,
+        variant=record.variant,
+        holders=random.sample(addresses, min(len(addresses), _MOST_HOLDERS)),
+        group=found.group,
+    )
 
 
 async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: Writer) -> bool:
@@ -258,9 +276,3 @@ async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int
         limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
         if limit < 0:
             return
-
-
-def _check_digests(digests: Iterable[bytes], what: str) -> None:
-    for digest in digests:
-        if len(digest) != DIGEST_BYTES:
-            raise InvalidArgument(f"{what} has {len(digest)} bytes, a digest has {DIGEST_BYTES}")

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -60,6 +60,11 @@ class Store:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._touched: set[int] = set()  # rows whose heat is not saved
         self._demand = Demand()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the epoch, by the clock that rules heat."""
+        return self._wall()
 
     async def open(self) -> None:
         """Takes over what the home tier has from before. Nothing else may run meanwhile."""
@@ -118,19 +123,35 @@ class Store:
         found = self.residents.find(namespace, path, variants)
         entries = dict.fromkeys(entry for _, entry, _ in found if entry is not None)
         lease = self.leases.grant(entries, lease_seconds) if entries else 0
-        now = self._wall()
         for entry in entries:
-            self.residents.warm(entry, heat.again(entry.heat, now, self.config.half_life_seconds))
-            if entry.row is not None:
-                self._touched.add(entry.row)
+            self.touch(entry)
         for _, _, key in found[2:]:
             self._demand.ask(key)
-        for kind, n in Counter(kind for kind, _, _ in found).items():
-            self.counters.add("lookups", n, kind=kind.value)
         return [(kind, entry) for kind, entry, _ in found], lease
 
-    def write(self, record: Record) -> Writer | None:
+    def asked(self, key: bytes) -> int:
+        """How often an exact path was looked up here of late."""
+        return self._demand.count(key)
+
+    def seen(self, key: bytes, times: int, *, exact: bool) -> None:
+        """Counts accesses that another service answered."""
+        entry = self.residents.get(key)
+        if entry is not None:
+            self.touch(entry, times)
+            if exact and entry.record.depth > 2:
+                self._demand.ask(key, times)
+
+    def touch(self, entry: Resident, times: int = 1) -> None:
+        """Counts accesses to a visible entry."""
+        self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds, times))
+        if entry.row is not None:
+            self._touched.add(entry.row)
+
+    def write(self, record: Record, accesses: float = 1.0, asked: int = 0) -> Writer | None:
         """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
+
+        `accesses`: how often it was asked for so far, older accesses counting less. `asked`: how often its exact path
+        was looked up at another service of late.
 
         The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
         are colder than the new one.
@@ -138,6 +159,8 @@ class Store:
         Raises:
             ResourceExhausted: there is no room, or the entry is over the limit.
         """
+        if record.depth > 2 and (unknown := asked - self._demand.count(record.key)) > 0:
+            self._demand.ask(record.key, unknown)
         if self.residents.get(record.key) is not None or not self.wanted(record):
             return None
         if record.size > self.config.max_entry_bytes:
@@ -154,7 +177,7 @@ class Store:
                 f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: what is there is "
                 f"leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
             ) from None
-        warmth = heat.first(self._wall(), self.config.half_life_seconds)
+        warmth = heat.first(self.now, self.config.half_life_seconds) + math.log2(max(accesses, 1.0))
         places: dict[Tier, Place] = {home: place}
         for tier in self.residents.tiers[:-1]:
             with contextlib.suppress(NoSpace):

@@ -142,6 +142,8 @@ async def serve(
     services: Mapping[str, grpc.GenericRpcHandler],
     *,
     drain_seconds: float,
+    on_start: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    on_stop: Callable[[float], Awaitable[None]] | None = None,
     on_drain: Callable[[], Awaitable[None]] | None = None,
     max_concurrent: int | None = None,
     tls: ServerTLS | None = None,
@@ -153,6 +155,8 @@ async def serve(
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
     With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
     `beside` has a line of its own, after that one.
+    `on_start` gets these addresses before that. `on_stop` is given half of the drain's seconds, in which new calls
+    are still taken; `on_drain` runs when all calls have ended.
 
     Raises:
         OSError: an address can't be bound, or a certificate can't be used.
@@ -175,6 +179,8 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await server.start()
+    if on_start is not None:
+        await on_start(bound)
     for service in ("", *names):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
     for listener, where in ((name, bound), *others):
@@ -182,6 +188,11 @@ async def serve(
     await stop.wait()
     log.info("%s drains for up to %g s", name, drain_seconds)
     await checks.enter_graceful_shutdown()
+    if on_stop is not None:
+        started = loop.time()
+        await on_stop(drain_seconds / 2)
+        drain_seconds -= loop.time() - started
+    drain_seconds = max(drain_seconds, 0.0)
     others_stop = asyncio.gather(*[other.stop(drain_seconds) for other in beside])
     await server.stop(drain_seconds)
     await others_stop

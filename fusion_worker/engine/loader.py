@@ -14,7 +14,7 @@ from opentelemetry import trace
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
-from fusionkv.fusion_worker.engine.locator import CacheFault, Locator
+from fusionkv.fusion_worker.engine.locator import CacheFault, EntryGone, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
 from fusionkv.fusion_worker.engine.putter import Putter
@@ -25,7 +25,7 @@ from fusionkv.fusion_worker.engine.work import Work
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.errors import ServiceError, Unavailable
+from fusionkv.protos.errors import NotFound, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
@@ -87,22 +87,35 @@ class Loader:
             CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
             ResourceExhausted: the prompt does not fit the pool.
         """
-        namespace = self.namespace(prompt.tenant)
         async with AsyncExitStack() as stack:
-            leased = await stack.enter_async_context(AsyncExitStack())
-            with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
-                wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace, in_place))
-                span.set_attribute("fusionkv.chunks", len(prompt.chunks))
-            stale = sum(len(w.chunk) for w in wanted if not w.lossless)
-            with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
-                placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
-                await self._fetched(placement)
-                span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
-            await leased.aclose()
-            with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
-                span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
-                await _ready(part.resident for part in placement.parts)
+            try:
+                placement = await self._bring(stack, prompt, fresh, stages, in_place)
+            except EntryGone as gone:
+                log.info("looked up once more: %s", gone)
+                await stack.aclose()
+                stages.start_over()
+                placement = await self._bring(stack, prompt, fresh, stages, in_place)
             yield placement
+
+    async def _bring(
+        self, stack: AsyncExitStack, prompt: Prompt, fresh: Callable[[int], int], stages: Stages, in_place: bool
+    ) -> Placement:
+        """As `prompt`, for as long as `stack` is open."""
+        namespace = self.namespace(prompt.tenant)
+        leased = await stack.enter_async_context(AsyncExitStack())
+        with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
+            wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace, in_place))
+            span.set_attribute("fusionkv.chunks", len(prompt.chunks))
+        stale = sum(len(w.chunk) for w in wanted if not w.lossless)
+        with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
+            placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+            await self._fetched(placement)
+            span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
+        await leased.aclose()
+        with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
+            span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
+            await _ready(part.resident for part in placement.parts)
+        return placement
 
     async def _fetched(self, placement: Placement) -> None:
         """Waits for what is fetched; a cache that is slow over all of it costs no more than `fetch_timeout`."""
@@ -215,7 +228,10 @@ class Loader:
                         self.putter.offer(namespace, part)
             ready.set_result(None)
         except ServiceError as error:
-            ready.set_exception(CacheFault(f"fetch failed: {error}"))
+            entry = part.wanted.entry
+            # A lease keeps what the cache service has itself: that such an entry is gone is a fault.
+            gone = isinstance(error, NotFound) and entry is not None and entry.holders
+            ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except BaseException as error:
             ready.set_exception(error if isinstance(error, Exception) else CacheFault("nobody waits any more"))
             if not isinstance(error, Exception):

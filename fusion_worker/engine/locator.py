@@ -16,6 +16,10 @@ class CacheFault(Exception):
     """The cache did not do its part: the request is answered by plain prefill instead."""
 
 
+class EntryGone(CacheFault):
+    """An entry can't be fetched from the services that held it: another lookup knows that it is a miss."""
+
+
 # Digest and preferred variants of the system prompt and each chunk.
 Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)

@@ -73,6 +73,12 @@ class Stages:
     bytes_fetched: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
+    def start_over(self) -> None:
+        """What was found is looked for once more: only the time and the bytes that it took count."""
+        self.hits.clear()
+        self.hit_tokens.clear()
+        self.missed = self.encoded_tokens = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

@@ -165,7 +165,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    own = {"listen", "http_listen", "metrics_listen", "data_dir", "model", "cache", "workers"}
+    own = {"listen", "http_listen", "metrics_listen", "data_dir", "advertise", "model", "cache", "workers"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]
         allowed = next(p["propertyNames"]["enum"] for p in parts if "propertyNames" in p)
@@ -214,6 +214,36 @@ def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any])
 
 
 @pytest.mark.parametrize(
+    ("url", "port"),
+    [("redis://redis", 6379), ("rediss://:secret@redis.data.svc:6380/0", 6380)],
+    ids=["short", "long"],
+)
+def test_caches_that_share_an_index_reach_it_and_each_other(render: Render, url: str, port: int) -> None:
+    documents = render({"kvcache": {"replicas": 3, "config": {"redis_url": url, "redis_cluster": True}}})
+    workload = workloads(documents)["kvcache"]
+    assert workload["spec"]["replicas"] == 3
+    config = settings.load(CacheConfig, "kvcache", environ=environment(workload))
+    assert (config.redis_url, config.redis_cluster) == (url, True)
+    assert config.advertise == "$(K8S_POD_NAME).rel-kvcache:7070"
+    env = workload["spec"]["template"]["spec"]["containers"][0]["env"]
+    names = [each["name"] for each in env]
+    assert names.index("K8S_POD_NAME") < names.index("FUSIONKV_KVCACHE_ADVERTISE"), "or it is not replaced"
+    policy = next(
+        d["spec"]
+        for d in documents
+        if d["kind"] == "NetworkPolicy" and d["metadata"]["labels"]["app.kubernetes.io/component"] == "kvcache"
+    )
+    (incoming,) = policy["ingress"]
+    callers = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in incoming["from"]]
+    assert callers == ["worker", "kvcache"]
+    reached = {rule["ports"][0]["port"]: "to" in rule for rule in policy["egress"]}
+    assert reached == {53: False, port: False, 7070: True}
+    for version in VERSIONS:
+        for document in documents:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"kvcahe": {}}, "kvcahe"),
@@ -224,6 +254,9 @@ def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any])
         ({"kvcache": {"config": {"memory_bytes": ["1GiB"]}}}, "memory_bytes"),
         ({"kvcache": {"resources": {"limits": {"memory": "1GB"}}}}, "memory"),
         ({"kvcache": {"storage": {"size": "big"}}}, "size"),
+        ({"kvcache": {"replicas": 2}}, "redis_url"),
+        ({"kvcache": {"replicas": 2, "config": {"redis_url": ""}}}, "redis_url"),
+        ({"kvcache": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": "two"}}, "replicas"),
         ({"worker": {"gpu": {"count": 2}}}, "count"),

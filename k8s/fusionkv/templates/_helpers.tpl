@@ -43,7 +43,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port). */}}
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port), `advertise`. */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
 {{- $section := upper .name -}}
@@ -94,10 +94,15 @@ spec:
         {{- /* Numbers as JSON writes them: Helm's toString turns 1073741824 into 1.073741824e+09. */}}
         - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
         {{- end }}
-        {{- with .root.Values.otlp.endpoint }}
-        - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+        {{- if or .advertise .root.Values.otlp.endpoint }}
         - name: K8S_POD_NAME
           valueFrom: {fieldRef: {fieldPath: metadata.name}}
+        {{- end }}
+        {{- with .advertise }}
+        - {name: FUSIONKV_{{ $section }}_ADVERTISE, value: {{ . | quote }}}
+        {{- end }}
+        {{- with .root.Values.otlp.endpoint }}
+        - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
         - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
         {{- end }}
       startupProbe:

