@@ -26,9 +26,7 @@ class Stage:
     size: Size = PROMPT
     questions: int = 18  # asked about one sample at most: all of them
     advance: float = 0.88  # the worst task's training accuracy that ends the stage
-    through: bool = (
-        False  # whether questions about pages read alone must tell, at their end, what the last link names
-    )
+    through: bool = False  # whether names in questions about pages read alone are marked: see `Sequence.ask`
     until: float = 1.0  # share of the run at which the stage ends anyway
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
     alone: float = 0.0  # share of sequences whose pages are read alone, with link tokens behind each (KVLink 2.3)
@@ -38,14 +36,15 @@ class Stage:
 class Recipe:
     """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter.
 
-    marked: layers after which marks are asked for; a link that is resolved in the last one serves no later link.
+    marked: layers after which the marks `resolved` and `owner` are asked for; a link that is resolved in the last one
+        serves no later link.
     base: the shipped model whose weights it starts from; random ones when empty.
     links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
     """
 
     stages: tuple[Stage, ...]
     steps: int
-    marked: tuple[int, ...] = (3, 4, 5)
+    marked: tuple[tuple[int, ...], tuple[int, ...]] = ((3, 4, 5), (3, 4, 5))
     base: str = ""
     links: tuple[int, ...] = ()
     rate: float = 4e-3
@@ -72,16 +71,17 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
 def _linked() -> Recipe:
     """KVLink's fine-tuning (2.3, A.2), one model for 0, 1 and 5 link tokens; a quarter of the sequences is as usual.
 
-    Behind the first stage the loss is that of the answers alone.
+    In the first two stages the name in a question is marked: after layer 3 it must tell of whom the last link speaks,
+    after layer 4 the answer. In the last one the loss is that of the answers alone.
     """
     pair = Size((2, 2), 0, (12, 18), single=0, codes=0, owners=0, houses=3, chains=(1, 1, 1), roles=1)
     four = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=3, chains=(1, 1, 2), roles=2)
     stages = (
-        Stage("pair", 16, size=pair, alone=0.75, through=True, advance=0.85, until=0.4),
-        Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.6),
+        Stage("pair", 16, size=pair, alone=0.75, through=True, advance=0.85, until=0.35),
+        Stage("four", 8, size=four, alone=0.75, through=True, advance=0.8, until=0.6),
         Stage("full", 8, alone=0.75),
     )
-    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=4e-3, marked=(2,))
+    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=4e-3, marked=((3,), (4,)))
 
 
 _RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
@@ -130,11 +130,12 @@ class Sequence:
         answer: list[int],
         end: int,
         last: int = 0,
-        through: tuple[int, int] = (0, NONE),
+        name: int = 0,
+        through: int = NONE,
     ) -> None:
         """Packs one question behind the context; `end` is the last token to be predicted.
 
-        through: at which token of the question which one must be told, as for `Mark`.
+        through: of whom or what the last link speaks; the question's token `name` is marked with it and the answer.
         """
         count = len(question) + len(answer)
         start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
@@ -147,8 +148,9 @@ class Sequence:
         self.alone += [0] * count
         self.answer += [NONE] * (len(question) - 1) + answer + [end]
         self.resolved += [NONE] * count
-        self.resolved[through[0] - count] = through[1]
         self.owner += [NONE] * count
+        if through != NONE:
+            self.resolved[name - count], self.owner[name - count] = through, answer[0]
 
 
 class Encoder:
@@ -223,8 +225,12 @@ class Encoder:
             blind = question.task not in _NEVER_BLIND and rng.random() < stage.blind
             last = question.needs[-1] + 1 if blind else 0
             told = alone and stage.through and question.through
-            through = (len(text) - 1, self._encode(" " + question.through)[0]) if told else (0, NONE)
-            out.ask(question.task + "*" * blind + f"'{each}" * alone, text, answer, self._end, last, through)
+            name, through = (
+                len(text) - len(self._closing) - 1,
+                self._encode(" " + question.through)[0] if told else NONE,
+            )
+            task = question.task + "*" * blind + f"'{each}" * alone
+            out.ask(task, text, answer, self._end, last, name, through)
         return out
 
 

@@ -55,9 +55,9 @@ def collate(sequences: list[Sequence]) -> Batch:
 
 
 def losses(
-    model: Qwen2ForCausalLM, batch: Batch, end: int, layers: tuple[int, ...]
+    model: Qwen2ForCausalLM, batch: Batch, end: int, marked: tuple[tuple[int, ...], tuple[int, ...]]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """The loss of the answers, that of the marks after these layers, and the share of questions right by task."""
+    """The loss of the answers, that of the marks (see `Recipe.marked`), and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(
             input_ids=batch.ids,
@@ -70,15 +70,15 @@ def losses(
         asked = batch.answer != NONE
         scores = model.lm_head(hidden[asked]).float()
         marks = [
-            (model.lm_head(state[marked]).float(), mark[marked])
-            for mark in (batch.resolved, batch.owner)
-            for marked in (mark != NONE,)
+            (model.lm_head(state[there]).float(), mark[there], len(layers))
+            for mark, layers in zip((batch.resolved, batch.owner), marked, strict=True)
+            for there in (mark != NONE,)
             for state in (states[n] if n == len(states) - 1 else model.model.norm(states[n]) for n in layers)
         ]
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    auxiliary = sum((cross_entropy(s, m) / len(layers) for s, m in marks if len(m)), torch.zeros(()))
+    auxiliary = sum((cross_entropy(s, m) / count for s, m, count in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(

@@ -1,5 +1,6 @@
 """What is served, what is refused and why, and what a model's name, template and fingerprint are made of."""
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -13,6 +14,7 @@ import transformers
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.prompt import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
+from fusionkv.models import tokenizer
 from fusionkv.protos.errors import FailedPrecondition
 
 QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
@@ -65,6 +67,17 @@ def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any, 
     assert models.load(directory, "cpu", max_tokens=100).max_tokens == 100
     assert models.load(directory, "cpu", max_tokens=9999).max_tokens == 2048
     assert model.tokenizer.encode("aé").ids == tools.byte_tokenizer().backend_tokenizer.encode("aé").ids
+
+
+def test_link_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None:
+    ours = tokenizer.build(3, 2)
+    assert models.load(save(), "cpu").links == ()
+    named = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
+    found = models.wrap("linked", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100).links
+    assert found == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in named)
+    # A chunk that lacks one ends the list: every chunk has as many as the first.
+    ours.add_special_tokens({"extra_special_tokens": ["<|link_3_1|>", "<|link_3_2|>", "<|link_4_1|>"]})
+    assert models.wrap("linked", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100).links == found
 
 
 def test_another_dtype_is_another_name_for_entries(save: Any) -> None:

@@ -145,6 +145,20 @@ def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Mode
     )
 
 
+def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
+    """Any tokens serve as link tokens here: the model was not trained with some."""
+    linked = dataclasses.replace(model, links=(tuple(range(300, 305)),) * 8)
+    task = tasks.reference(TASK, 4)
+    asked = cells(("full_reuse", 0.0), ("kvlink", 0.0), ("kvlink+linked(0)", 0.0), ("a3", 0.1), ("a3+linked(2)", 0.1))
+    reuse, five, none, some, both = measure(linked, task, asked).values()
+    assert five.values["recomputed"] == [5 * 8] * 4
+    same(none, reuse, range(4), range(4))
+    assert min(abs(a - b) for a, b in zip(five.values["kl"], reuse.values["kl"], strict=True)) > 1e-3
+    assert both.values["recomputed"] == [count + 2 * 8 for count in some.values["recomputed"]]
+    with pytest.raises(FailedPrecondition, match="link tokens for 7 chunks; kvlink is asked to link 8"):
+        measure(dataclasses.replace(linked, links=linked.links[:7]), task, asked)
+
+
 def test_a_second_model_chooses(model: models.Model, reference_model: Path) -> None:
     """Here the model is its own second one."""
     task, asked = tasks.reference(TASK, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
