@@ -26,7 +26,6 @@ class Stage:
     size: Size = PROMPT
     questions: int = 18  # asked about one sample at most: all of them
     advance: float = 0.88  # the worst task's training accuracy that ends the stage
-    through: bool = False  # whether names in questions about pages read alone are marked: see `Sequence.ask`
     until: float = 1.0  # share of the run at which the stage ends anyway
     blind: float = 0.0  # share of questions whose rows see only the system text and the last link's page
     alone: float = 0.0  # share of sequences whose pages are read alone, with link tokens behind each (KVLink 2.3)
@@ -36,15 +35,12 @@ class Stage:
 class Recipe:
     """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter.
 
-    marked: layers after which the marks `resolved` and `owner` are asked for; a link that is resolved in the last one
-        serves no later link.
     base: the shipped model whose weights it starts from; random ones when empty.
     links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
     """
 
     stages: tuple[Stage, ...]
     steps: int
-    marked: tuple[tuple[int, ...], tuple[int, ...]] = ((3, 4, 5), (3, 4, 5))
     base: str = ""
     links: tuple[int, ...] = ()
     rate: float = 4e-3
@@ -69,19 +65,13 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
 
 
 def _linked() -> Recipe:
-    """KVLink's fine-tuning (2.3, A.2), one model for 0, 1 and 5 link tokens; a quarter of the sequences is as usual.
+    """KVLink's fine-tuning (2.3, A.2): one model for 0, 1 and 5 link tokens, a quarter of the sequences as usual.
 
-    In the first two stages the name in a question is marked: after layer 3 it must tell of whom the last link speaks,
-    after layer 4 the answer. In the last one the loss is that of the answers alone.
+    The loss is that of the answers alone.
     """
-    pair = Size((2, 2), 0, (12, 18), single=0, codes=0, owners=0, houses=3, chains=(1, 1, 1), roles=1)
     four = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=3, chains=(1, 1, 2), roles=2)
-    stages = (
-        Stage("pair", 16, size=pair, alone=0.75, through=True, advance=0.85, until=0.35),
-        Stage("four", 8, size=four, alone=0.75, through=True, advance=0.8, until=0.6),
-        Stage("full", 8, alone=0.75),
-    )
-    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=4e-3, marked=((3,), (4,)))
+    stages = (Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.5), Stage("full", 8, alone=0.75))
+    return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=3e-3, auxiliary=0.0)
 
 
 _RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
@@ -123,20 +113,8 @@ class Sequence:
         for column in (self.answer, self.resolved, self.owner):
             column += [NONE] * count
 
-    def ask(
-        self,
-        task: str,
-        question: list[int],
-        answer: list[int],
-        end: int,
-        last: int = 0,
-        name: int = 0,
-        through: int = NONE,
-    ) -> None:
-        """Packs one question behind the context; `end` is the last token to be predicted.
-
-        through: of whom or what the last link speaks; the question's token `name` is marked with it and the answer.
-        """
+    def ask(self, task: str, question: list[int], answer: list[int], end: int, last: int = 0) -> None:
+        """Packs one question behind the context; `end` is the last token to be predicted."""
         count = len(question) + len(answer)
         start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
         self.tasks.append(task)
@@ -149,8 +127,6 @@ class Sequence:
         self.answer += [NONE] * (len(question) - 1) + answer + [end]
         self.resolved += [NONE] * count
         self.owner += [NONE] * count
-        if through != NONE:
-            self.resolved[name - count], self.owner[name - count] = through, answer[0]
 
 
 class Encoder:
@@ -211,9 +187,9 @@ class Encoder:
                 for piece in sentence.pieces:
                     starts.append(starts[-1] + len(self._encode(piece)))
                 out.extend_context([t for p in sentence.pieces for t in self._encode(p)], number, alone)
-                if sentence.resolved and not stage.alone:
+                if sentence.resolved:
                     self._lay(out.resolved, starts[sentence.resolved.piece + 1] - 1, sentence.resolved, starts[-1])
-                if sentence.owner and not stage.alone:
+                if sentence.owner:
                     self._lay(out.owner, starts[sentence.owner.piece], sentence.owner, starts[-1])
             out.extend_context(list(self._encode("\n")), number, alone)
             if each:
@@ -224,13 +200,7 @@ class Encoder:
             answer = list(self._encode(" " + question.answer))
             blind = question.task not in _NEVER_BLIND and rng.random() < stage.blind
             last = question.needs[-1] + 1 if blind else 0
-            told = alone and stage.through and question.through
-            name, through = (
-                len(text) - len(self._closing) - 1,
-                self._encode(" " + question.through)[0] if told else NONE,
-            )
-            task = question.task + "*" * blind + f"'{each}" * alone
-            out.ask(task, text, answer, self._end, last, name, through)
+            out.ask(question.task + "*" * blind + f"'{each}" * alone, text, answer, self._end, last)
         return out
 
 

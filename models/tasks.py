@@ -1,7 +1,7 @@
 """Stories of several pages, and questions about them whose answers are known."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fusionkv.models import words
 from fusionkv.models.words import NamePool
@@ -38,16 +38,12 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Question:
-    """`needs` are the pages that hold the answer, in reading order; the last one is the last link.
-
-    `through` is what stands between the question's name and its answer: of whom or what the last link speaks.
-    """
+    """`needs` are the pages that hold the answer, in reading order; the last one is the last link."""
 
     task: str
     text: str
     answer: str
     needs: tuple[int, ...]
-    through: str = ""
 
 
 @dataclass(frozen=True)
@@ -131,8 +127,8 @@ class _Story:
     def put(self, page: int, what: Sentence) -> None:
         self.pages[page].append(what)
 
-    def ask(self, task: str, text: str, answer: str, *needs: int, through: str = "") -> None:
-        self.questions.append(Question(task, f"Report {self.title}: {text}?", answer, needs, through))
+    def ask(self, task: str, text: str, answer: str, *needs: int) -> None:
+        self.questions.append(Question(task, f"Report {self.title}: {text}?", answer, needs))
 
     def pick(self, count: int) -> list[int]:
         """`count` different pages in order."""
@@ -170,7 +166,7 @@ class _Story:
         self.put(first, sentence(f"The city of {host} is {city}", host, 5))
         self.ask("single", f"city of {host}", city, first)
         self.put(second, sentence(f"{guest} stays with {host}", guest, 3, city))
-        self.ask("twohop", f"city of {guest}", city, first, second, through=host)
+        self.ask("twohop", f"city of {guest}", city, first, second)
 
     def add_chain(self, depth: int) -> None:
         pages, score, previous = self.pick(min(depth + 1, len(self.pages))), self.number(2), ""
@@ -178,7 +174,7 @@ class _Story:
             name = self.names.short()
             if previous:
                 self.put(page, sentence(f"{name} scored like {previous}", name, 3, score))
-                self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1], through=previous)
+                self.ask(f"chain{i}", f"score of {name}", score, *pages[: i + 1])
             else:
                 self.put(page, sentence(f"{name} scored {score}", name, 2))
             previous = name
@@ -192,7 +188,7 @@ class _Story:
                 (" The", " " + role, " chose", " the", " " + item, "."), Mark(1, " " + name), Mark(4, " " + name)
             )
             self.put(pages[2 * i + 1], said)
-            self.ask("coref", f"choice of {name}", item, pages[2 * i], pages[2 * i + 1], through=role)
+            self.ask("coref", f"choice of {name}", item, pages[2 * i], pages[2 * i + 1])
 
     def finish(self, tokens: tuple[int, int]) -> list[Page]:
         """Fills the pages up to their length and mixes their sentences."""
@@ -248,5 +244,5 @@ def sample(rng: random.Random, split: words.Split, size: Size) -> Sample:
     before = rng.randint(0, foreign)
     pages, questions = story(rng, names, total - foreign, size)
     others = [foreign_page(rng, names, size) for _ in range(foreign)]
-    moved = tuple(replace(q, needs=tuple(p + before for p in q.needs)) for q in questions)
+    moved = tuple(Question(q.task, q.text, q.answer, tuple(p + before for p in q.needs)) for q in questions)
     return Sample(tuple(others[:before] + pages + others[before:]), moved)

@@ -18,6 +18,7 @@ from fusionkv.models.network import new_network
 from fusionkv.models.tasks import PROMPT
 
 _HIDDEN = -30000.0  # added to the score of a token that a row must not see
+_MARKED = 3  # layers after which marks are asked for: a link resolved in the last layer serves no later link
 _END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
 
 
@@ -55,9 +56,9 @@ def collate(sequences: list[Sequence]) -> Batch:
 
 
 def losses(
-    model: Qwen2ForCausalLM, batch: Batch, end: int, marked: tuple[tuple[int, ...], tuple[int, ...]]
+    model: Qwen2ForCausalLM, batch: Batch, end: int, with_marks: bool
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """The loss of the answers, that of the marks (see `Recipe.marked`), and the share of questions right by task."""
+    """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(
             input_ids=batch.ids,
@@ -70,15 +71,16 @@ def losses(
         asked = batch.answer != NONE
         scores = model.lm_head(hidden[asked]).float()
         marks = [
-            (model.lm_head(state[there]).float(), mark[there], len(layers))
-            for mark, layers in zip((batch.resolved, batch.owner), marked, strict=True)
-            for there in (mark != NONE,)
-            for state in (states[n] if n == len(states) - 1 else model.model.norm(states[n]) for n in layers)
+            (model.lm_head(state[marked]).float(), mark[marked])
+            for mark in ((batch.resolved, batch.owner) if with_marks else ())
+            for marked in (mark != NONE,)
+            for state in (*(model.model.norm(middle) for middle in states[_MARKED:-1]), hidden)
         ]
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    auxiliary = sum((cross_entropy(s, m) / count for s, m, count in marks if len(m)), torch.zeros(()))
+    layers = len(states) - _MARKED
+    auxiliary = sum((cross_entropy(s, m) / layers for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(
@@ -135,7 +137,7 @@ class Run:
         rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
         stage = self.recipe.stages[self.stage]
         batch = collate([self.encoder.make(self.rng, stage) for _ in range(stage.batch)])
-        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, self.recipe.marked)
+        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
         (answer + self.recipe.auxiliary * auxiliary).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
