@@ -1,4 +1,4 @@
-"""The demo: three services, a corpus, and the same questions by three recipes, each asked twice (`make demo`)."""
+"""The demo: three services, a corpus, and the same questions by four recipes, each asked twice (`make demo`)."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ from fusionkv.gateway.client import AsyncClient
 from fusionkv.protos.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("full_attention", "full_reuse", "fusionrag")
+RECIPES = ("full_attention", "full_reuse", "fusionrag", "trace")
 STAGES = ("retrieve", "plan", "queue", "lookup", "load", "encode", "select", "prefill")
 PASSES = (1, 2)
 START_SECONDS = 120

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
-RECIPES = ("full_attention", "full_reuse", "fusionrag")
+RECIPES = ("full_attention", "full_reuse", "fusionrag", "trace")
 
 
 def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
