@@ -2,7 +2,7 @@
 
 import functools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from transformers import PreTrainedTokenizerFast
@@ -60,7 +60,8 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
         Stage("one", 24, size=one, blind=later, advance=0.85),
         Stage("two", 24, size=two, blind=later),
         Stage("three", 16, size=three, blind=later, advance=0.8),
-        Stage("full", 16, blind=later),
+        # Six names for codes, in pairs that share a part: with three, one seed read half a name for 30 minutes.
+        Stage("full", 16, size=replace(PROMPT, codes=6), questions=24, blind=later),
     )
 
 

@@ -145,7 +145,7 @@ class _Story:
     def add_codes(self, count: int, easy: bool = False) -> None:
         known: list[tuple[str, str, int]] = []
         for i in range(count):
-            name = self.names.short() if easy else self.names.near(known[0][0]) if i == 1 else self.names.person()
+            name = self.names.short() if easy else self.names.near(known[i - 1][0]) if i % 2 else self.names.person()
             code, page = self.number(3), self.pick(1)[0]
             known.append((name, code, page))
             self.put(page, sentence(f"The code of {name} is {code}", name, 5))

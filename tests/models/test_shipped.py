@@ -10,11 +10,14 @@ from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 
 MODELS = evaluate.shipped()
 COUNT = 50
-WRONG = 5  # of 50; a task at 97% has more in fewer than 1 of 100 samples
+WRONG = 3  # of 50 under full attention; a task at 97% has more in 6 of 100 draws of samples, and these are fixed
 
 
 def test_there_are_models_and_they_take_little_space() -> None:
-    assert MODELS
+    recipes, seeds = zip(*(path.name.split("-") for path in MODELS), strict=True)
+    assert len(MODELS) >= 3
+    assert len(set(recipes)) >= 2, "curricula"
+    assert len(set(seeds)) >= 2
     assert sum(file.stat().st_size for path in MODELS for file in path.iterdir()) <= 20 * 2**20
 
 
@@ -40,4 +43,5 @@ def test_full_attention_answers_every_task(table: dict[str, dict[str, float]]) -
 
 @pytest.mark.timeout(180)
 def test_full_reuse_fails_across_chunks(table: dict[str, dict[str, float]]) -> None:
-    assert sum(table["full_reuse"][task] <= 50 + 100 * WRONG / COUNT for task in CROSS_CHUNK) >= 3
+    # Two values are a guess at worst, half of them by one page: a model may find both.
+    assert all(table["full_reuse"][task] <= 50 for task in CROSS_CHUNK if task != "multivalue")

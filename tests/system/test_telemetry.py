@@ -230,7 +230,7 @@ def test_the_registry_lists_every_name_of_the_code(root: Path, registry: dict[st
     made = set(re.findall(r'"(fusionkv\.(?:gateway|worker|kvcache)\.[a-z_.]+)"', text))
     counters = re.search(r"_COUNTERS = \{(.*?)\n\}", text, re.DOTALL)
     assert counters
-    made |= {f"fusionkv.kvcache.{name}" for name in re.findall(r'^    "([a-z.]+)":', counters[1], re.MULTILINE)}
+    made |= {f"fusionkv.kvcache.{name}" for name in re.findall(r'^    "([a-z._]+)":', counters[1], re.MULTILINE)}
     assert made == {metric["name"] for metric in registry["metrics"]}
     begun = set(re.findall(r'start_(?:as_current_)?span\(\s*"([\w.]+)"', text))
     assert begun <= {span["name"] for span in registry["spans"]}
