@@ -38,6 +38,8 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 SYSTEM, QUESTION, ANSWER = 32, 32, 16
 SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("trace", 0.15))
 _BOUND = 4.0
+# A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
+_LASTING = 5.0
 _FIRST, _RISE, _MOST_RATES = 0.5, 1.5, 8
 
 
@@ -180,7 +182,8 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
                         bound = bound or _BOUND * alone[0]
                         for number in range(_MOST_RATES):
                             rate = _FIRST * _RISE**number / alone[1]
-                            load = await station.load(traffic.prompts(requests, number), name, ratio, rate, number)
+                            prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
+                            load = await station.load(prompts, name, ratio, rate, number)
                             rows.append(_row(name, ratio, rate, load, bound))
                             progress.console.print(rows[-1])
                             if load.percentile(0.99) > bound:
@@ -244,7 +247,7 @@ def _tables(rows: Sequence[dict[str, object]]) -> list[Table]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.throughput", description=__doc__)
-    parser.add_argument("--requests", type=int, default=40, help="at each rate (%(default)s)")
+    parser.add_argument("--requests", type=int, default=40, help="at each rate, at least (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="chunks of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
