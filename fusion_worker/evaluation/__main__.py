@@ -151,8 +151,10 @@ def _size(job: jobs.Job) -> int:
 
 def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
     auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
-    name = directory.resolve().name + ("" if store == "plain" else f" ({store})")
-    return Subject(name, _fingerprint(directory), args.dtype, args.chunk_tokens, auxiliary)
+    name, fingerprint = directory.resolve().name, _fingerprint(directory)
+    if store != "plain":
+        name, fingerprint = f"{name} ({store})", f"{fingerprint}-{store}"
+    return Subject(name, fingerprint, args.dtype, args.chunk_tokens, auxiliary)
 
 
 def _fingerprint(directory: Path) -> str:

@@ -1,14 +1,17 @@
 """What was measured is found again under what it depends on, and nothing else; a torn file loses one line."""
 
+import argparse
 import dataclasses
 from pathlib import Path
 
 import pytest
 
-from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.config import STORES, WorkerConfig
+from fusionkv.fusion_worker.evaluation.__main__ import _subject
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key, table
-from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
+from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing, shipped
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.scoring import QuestionAttention
 
@@ -103,3 +106,10 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
         *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
         *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
     ]
+
+
+def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
+    args = argparse.Namespace(auxiliary=None, dtype="auto", chunk_tokens=512)
+    subjects = [_subject(shipped()[0], store, args) for store in STORES]
+    block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(modifiers.find("full_reuse"), 0.0)
+    assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)
