@@ -66,26 +66,32 @@ class Scheduler:
             left = max(1, self._mixed - len(parts)) if parts else self._budget
             for queue in (self._prefills, self._background):
                 if left > 0:
-                    taken = self._share(queue, left)
+                    # Nobody waits for what is in the background: it holds no stream up by going whole.
+                    taken = self._share(queue, left, whole=queue is self._prefills or not parts)
                     parts += taken
                     left -= sum(part.stop - part.start for part in taken)
             return parts
 
-    def _share(self, queue: list[Work], rows: int) -> list[Part]:
-        """Takes about `rows` rows from the prefills of a queue; those that are over, or not wanted, leave it."""
+    def _share(self, queue: list[Work], rows: int, whole: bool) -> list[Part]:
+        """Takes about `rows` rows from the prefills of a queue; those that are over, or not wanted, leave it.
+
+        whole: whether the oldest goes even if it can't be split and is larger.
+        """
         queue[:] = [work for work in queue if not work.abandoned or self._starts(work)]
         if not queue:
             return []
         oldest, others = queue[0], sorted(queue[1:], key=lambda work: work.left)
         share = rows - rows // 2 if others else rows
-        counts = {oldest: min(oldest.left, share) if oldest.splittable else oldest.left}
+        goes = whole or oldest.left <= rows
+        counts = {oldest: min(oldest.left, share) if oldest.splittable else oldest.left * goes}
         free = rows - counts[oldest]
         for work in others:
             if free > 0 and (work.splittable or work.left <= free):
                 counts[work] = min(work.left, free)
                 free -= counts[work]
-        counts[oldest] += max(0, min(oldest.left - counts[oldest], free))
-        parts = [Part(w, w.done, w.done + count) for w, count in counts.items() if self._starts(w)]
+        if oldest.splittable:
+            counts[oldest] += min(oldest.left - counts[oldest], free)
+        parts = [Part(w, w.done, w.done + count) for w, count in counts.items() if count and self._starts(w)]
         for part in parts:
             part.work.done = part.stop
         queue[:] = [work for work in queue if work.left and not work.future.cancelled()]

@@ -95,6 +95,15 @@ def test_background_takes_what_is_left() -> None:
     assert step(scheduler) == {wanted: 70, behind: 30}
 
 
+def test_background_that_cant_be_split_holds_no_stream_up() -> None:
+    scheduler = Scheduler(100, 100)
+    behind, decode, short = work(150, background=True, mean=True), work(1), work(20)
+    for one in (behind, decode, short):
+        scheduler.add(one)
+    assert step(scheduler) == {decode: 1, short: 20}
+    assert step(scheduler) == {behind: 150}
+
+
 def test_abandoned_works_leave() -> None:
     scheduler = Scheduler(100, 100)
     begun, waiting, last = work(300), work(400), work(50)
