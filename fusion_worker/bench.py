@@ -205,6 +205,13 @@ def _table(rows: list[dict[str, object]], seconds: float) -> Table:
     return table
 
 
+def write(rows: list[dict[str, object]], path: Path | None) -> None:
+    """Writes a bench's rows, if somebody wants them."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.bench", description=__doc__)
     parser.add_argument("--contexts", default="2048,4096,8192", help="context lengths, a comma between (%(default)s)")
@@ -216,9 +223,7 @@ def main() -> int:
     contexts = [int(part) for part in args.contexts.split(",")]
     rows = asyncio.run(bench(contexts, args.repeats, models.DTYPES[args.dtype], console))
     Console(width=None if sys.stdout.isatty() else 140).print(_table(rows, time.perf_counter() - started))
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows, args.json)
     return 0
 
 

@@ -5,7 +5,6 @@ All KV comes from the cache service's disk tier. Rates and questions are the sam
 
 import argparse
 import asyncio
-import json
 import statistics
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process
+from fusionkv.fusion_worker.bench import cache_process, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.placement import Placed, Stages
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -121,9 +120,7 @@ def main() -> int:
     for row in rows:
         table.add_row(*map(str, row.values()))
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows, args.json)
     return 0
 
 

@@ -9,7 +9,6 @@ a bound: four times what full attention takes with nobody else there. Capacity i
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import sys
@@ -26,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process, random_model
+from fusionkv.fusion_worker.bench import cache_process, random_model, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -259,9 +258,7 @@ def main() -> int:
     rows = asyncio.run(bench(small_model(), traffic, args.requests, Console(stderr=True)))
     for table in _tables(rows):
         Console(width=None if sys.stdout.isatty() else 140).print(table)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    write(rows, args.json)
     return 0
 
 
