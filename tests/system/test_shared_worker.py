@@ -21,7 +21,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 SYSTEM, QUESTION = ids(8, 1), ids(6, 2)
-CHUNKS = [ids(40 + n, 10 + n) for n in range(6)]
+CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]  # so many that one service holding all of them is 1 in 10^6
 
 
 async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], pb.Summary]:
@@ -81,14 +81,14 @@ async def test_a_worker_fetches_from_the_holder_and_outlives_it(
     assert found == right
     assert not summary.degraded
     assert summary.chunks_missed == 0
-    tiers = {hit.tier: hit.chunks for hit in summary.hits}
-    assert set(tiers) == {"memory", "remote"}
+    assert {hit.tier for hit in summary.hits} == {"memory", "remote"}
+    remote = sum(hit.chunks for hit in summary.hits if hit.tier == "remote")
 
     await evict()
     services.services[1].kill9()
     found, summary = await ask(worker, CHUNKS, recipe="prophetkv", ratio=1.0)
     assert found == right
     assert not summary.degraded, summary.degraded_reason
-    assert summary.chunks_missed == tiers["remote"], "what it held is encoded anew"
+    assert summary.chunks_missed == remote, "what it held is encoded anew"
     assert {hit.tier for hit in summary.hits} <= {"memory", "device"}
     await worker.close()
