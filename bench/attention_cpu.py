@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from fusionkv.bench.baselines import Dense
 from fusionkv.bench.pairs import Pairs, Way
-from fusionkv.bench.workload import QUESTION, SYSTEM, Problem, Shape, cached, lay_out, prefill
+from fusionkv.bench.workload import QUESTION, SYSTEM, Problem, Shape, cached, decode, lay_out, prefill
 from fusionkv.kernels import decode_attention_cpu, reference, sparse_attention_cpu
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
@@ -17,6 +18,7 @@ _CPU = torch.device("cpu")
 _SPREAD = 3.0  # standard deviation of the scores
 _SLICE = 64  # rows of a call of the fused operator: with more, it computes too much beyond the diagonal
 _CHECKED = 64  # rows that errors are taken of
+_REQUESTS = 8
 
 
 def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
@@ -44,9 +46,17 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     pairs.add(
         f"attention, 1 row, {len(span.segments)} segments",
         Way("keys put in order", lambda: _attend(sparse_attention_cpu.attention, one)),
-        Way("keys where they lie", lambda: _attend(decode_attention_cpu.attention, one)),
+        Way("keys where they lie", lambda: _decode(one, [one.spans])),
         lambda found: _error(one, found),
     )
+    for shared in (False, True):
+        many = _sharp(decode(shape, context // 2, _REQUESTS, shared, _CPU, torch.bfloat16))
+        pairs.add(
+            f"attention, {_REQUESTS} requests decoding, {'the same chunks' if shared else 'chunks of their own'}",
+            Way("one after another", partial(_decode, many, [Spans([span]) for span in many.spans])),
+            Way("together", partial(_decode, many, [many.spans])),
+            partial(_error, many),
+        )
 
 
 def _sharp(problem: Problem) -> Problem:
@@ -55,6 +65,14 @@ def _sharp(problem: Problem) -> Problem:
 
 def _attend(path: Callable[..., torch.Tensor], problem: Problem) -> torch.Tensor:
     return path(problem.q, problem.k, problem.v, problem.spans[0], problem.rotation, problem.scale, None)
+
+
+def _decode(problem: Problem, batches: list[Spans]) -> torch.Tensor:
+    """The batches one after another. What they found out about their spans they keep, as from layer to layer."""
+    out, rest = torch.empty_like(problem.q), (problem.rotation, problem.scale, None)
+    for spans in batches:
+        decode_attention_cpu.attention(problem.q, problem.k, problem.v, spans, spans, *rest, out)
+    return out
 
 
 def _causal(dense: Dense) -> torch.Tensor:
@@ -91,10 +109,12 @@ def _rows(out: torch.Tensor) -> torch.Tensor:
 
 
 def _error(problem: Problem, found: torch.Tensor) -> float:
-    """Norm of the difference to float64 over the norm, of some of the rows."""
-    (span,) = problem.spans
-    some = torch.linspace(0, span.rows - 1, min(_CHECKED, span.rows)).long()
-    q, k, v = (x.double() for x in (problem.q[some], problem.k, problem.v))
-    spans = [Span(0, len(some), span.positions[some], span.segments)]
-    exact = reference.sparse_attention(q, k, v, spans, problem.rotation, problem.scale)
-    return float((found[some].double() - exact).norm() / exact.norm())
+    """Norm of the difference to float64 over the norm, of some rows of every request."""
+    exact, seen = [], []
+    for span in problem.spans:
+        some = torch.linspace(0, span.rows - 1, min(_CHECKED, span.rows)).long()
+        q, k, v = (x.double() for x in (problem.q[span.start + some], problem.k, problem.v))
+        alone = [Span(0, len(some), span.positions[some], span.segments)]
+        exact.append(reference.sparse_attention(q, k, v, alone, problem.rotation, problem.scale))
+        seen.append(found[span.start + some].double())
+    return float((torch.cat(seen) - torch.cat(exact)).norm() / torch.cat(exact).norm())

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -175,6 +175,11 @@ def _parts(segments: Sequence[Segment], quota: int) -> Iterator[list[tuple[Segme
 
 class Spans(tuple[Span, ...]):
     """The spans of a batch; remembers the table that the kernels read."""
+
+    @cached_property
+    def views(self) -> dict[Any, Any]:
+        """What a kernel found out about the batch and needs again in the next layer, by whatever it depends on."""
+        return {}
 
     @cached_property
     def _tables(self) -> dict[tuple[Grid, torch.device], SegmentTable]:

@@ -47,11 +47,11 @@ def sparse_attention(
 
         return sparse_attention_triton.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
     out = torch.empty_like(q)
+    few = [span for span in spans if span.rows <= decode_attention_cpu.MOST_ROWS and span not in scores]
+    if few:
+        decode_attention_cpu.attention(q, k_pool, v_pool, spans, few, rotation, scale, window, out)
     for span in spans:
-        rows = slice(span.start, span.stop)
-        rest = k_pool, v_pool, span, rotation, scale, window
-        if span.rows <= decode_attention_cpu.MOST_ROWS and span not in scores:
-            out[rows] = decode_attention_cpu.attention(q[rows], *rest)
-        else:
-            out[rows] = sparse_attention_cpu.attention(q[rows], *rest, scores.get(span))
+        if span not in few:
+            rows, rest = slice(span.start, span.stop), (span, rotation, scale, window, scores.get(span))
+            out[rows] = sparse_attention_cpu.attention(q[rows], k_pool, v_pool, *rest)
     return out

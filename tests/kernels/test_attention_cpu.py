@@ -84,3 +84,26 @@ def test_tensors_of_the_engine_outside_its_mode(threads: int) -> None:
     total = attention_scores(q, k, spans[0], ROTATION, SCALE)
     assert float(total.sum()) == pytest.approx(len(q) * q.shape[1], rel=1e-4)
     assert sparse_attention(q, k, v, spans, ROTATION, SCALE).isfinite().all()
+
+
+@pytest.mark.parametrize("window", [None, 90])
+def test_requests_that_share_chunks_decode_together(window: int | None) -> None:
+    """Three requests over the same slots: another place, other recomputed tokens, a chunk that another lacks."""
+    torch.manual_seed(1)
+    spans, row = [], 0
+    own = 300
+    for chunks, share, rows in (((0, 100, 200), 0.2, 1), ((200, 0), 0.0, 3), ((100, 200, 0), 0.1, 2)):
+        segments, fresh = [], []
+        for place, start in enumerate(chunks):
+            hidden = torch.rand(100) < share
+            fresh += (100 * place + hidden.nonzero()[:, 0]).tolist()
+            segments.append(Segment(start, 100, 100 * place, SHIFT * place, hidden=hidden if share else None))
+        tail = range(100 * len(chunks), 100 * len(chunks) + rows)
+        positions = torch.tensor([*fresh, *tail])
+        segments.append(Segment(own, len(positions), int(positions[0]), positions=positions))
+        spans.append(Span(row, row + rows, torch.tensor(tail), tuple(segments)))
+        row, own = row + rows, own + len(positions)
+    q, (k, v) = torch.randn(row, 8, DIM), torch.randn(2, own, 2, DIM)
+    expected = reference.sparse_attention(q.double(), k.double(), v.double(), Spans(spans), ROTATION, SCALE, window)
+    found = sparse_attention(q, k, v, Spans(spans), ROTATION, SCALE, window)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)

@@ -19,7 +19,7 @@ def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(out.read_text())
     assert set(written["gflops"]) == {"bfloat16", "float32"}
-    assert [row["what"].partition(",")[0] for row in written["rows"]] == ["attention"] * 3 + ["linear layers"] * 2
+    assert [row["what"].partition(",")[0] for row in written["rows"]] == ["attention"] * 5 + ["linear layers"] * 2
     for row in written["rows"]:
         assert row["what"] in done.stdout
         assert row["ms"] > 0
