@@ -19,7 +19,7 @@ _PAGE = 4096
 @fault("cache", 2)
 @contextlib.asynccontextmanager
 async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
-    await scene.let_go()
+    await scene.let_go(end=False)
     for file in (scene.data / "segments").glob("*.kv"):
         _flip(file, scene.dice, scene.dice.choice((1, 20, 500)))
     yield
@@ -29,9 +29,7 @@ async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
     running = scene.dice.random() < 0.5
-    if not running:
-        scene.cache.kill9()
-    await scene.let_go()
+    await scene.let_go(end=not running)
     _cut_short(scene.data / "segments", scene.dice)
     if not running:
         await scene.cache.start()
@@ -41,7 +39,6 @@ async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
 @fault("cache", 2)
 @contextlib.asynccontextmanager
 async def index_damaged(scene: Scene) -> AsyncIterator[None]:
-    scene.cache.kill9()
     await scene.let_go()
     how = scene.dice.choice(("bits", "bits", "pages", "header", "cut", "empty", "garbage"))
     _damage(scene.data / "index" / "data.mdb", how, scene.dice)
@@ -53,7 +50,6 @@ async def index_damaged(scene: Scene) -> AsyncIterator[None]:
 @fault("cache")
 @contextlib.asynccontextmanager
 async def data_lost(scene: Scene) -> AsyncIterator[None]:
-    scene.cache.kill9()
     await scene.let_go()
     shutil.rmtree(scene.data)
     yield

@@ -48,16 +48,15 @@ class Entries:
             if entry is not None:
                 await self.world.cache_clients[0].delete([entry.key])
 
-    async def held_elsewhere(self, number: int) -> set[int]:
-        """The entries that other services hold than this one, which does not run."""
-        found = set()
-        for other, client in enumerate(self.world.cache_clients):
-            if other != number:
-                for name in self.stored:
-                    entry = await _find(client, name, ASK_SECONDS)
-                    if entry is not None and not entry.holders:
-                        found.add(name)
-        return found
+    async def held_by(self, number: int) -> set[int]:
+        """The entries that this service says it holds; none while it does not answer."""
+        held, client = set(), self.world.cache_clients[number]
+        with contextlib.suppress(*UPSET):
+            for name in self.stored:
+                entry = await _find(client, name, SHORT_SECONDS)
+                if entry is not None and not entry.holders:
+                    held.add(name)
+        return held
 
     async def put_one(self) -> None:
         client, name = self.dice.choice(self.world.cache_clients), next(self._names)

@@ -39,9 +39,18 @@ class Scene:
         assert self.world.network is not None
         return self.world.network
 
-    async def let_go(self) -> None:
-        """From now on this cache service may lose what it holds alone."""
-        self.gone |= set(self.oracle.entries.stored) - await self.oracle.entries.held_elsewhere(self.number)
+    async def let_go(self, end: bool = True) -> None:
+        """From now on this cache service may lose what it holds. `end`: it is killed before this returns.
+
+        What it holds and others too counts as lost as well: it may have been moved, and the others then forget it.
+        """
+        held = self.oracle.entries.held_by
+        self.gone |= await held(self.number)
+        if end:
+            self.cache.kill9()
+        # What was on its way to it just now is where nobody else is asked.
+        others = [await held(other) for other in range(CACHES) if other != self.number]
+        self.gone |= set(self.oracle.entries.stored).difference(*others)
 
 
 Context = Callable[[Scene], AbstractAsyncContextManager[None]]
