@@ -79,6 +79,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind
 	@$(PY) -m fusionkv.fusion_worker.evaluation.soak $(ARGS)
 
+.PHONY: chaos
+chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json
+	@$(PY) tests/chaos/run.py --faults $(or $(FAULTS),100) --seed $(or $(SEED),1) $(ARGS)
+
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)

@@ -160,11 +160,21 @@ def _jsonl(text: str) -> list[str]:
 
 def _record(value: object, number: int) -> str:
     if isinstance(value, str):
-        return value
+        return _characters(value, number)
     if not isinstance(value, dict):
         raise InvalidArgument(f"line {number} is neither a JSON object nor a string")
     text = value.get("text", value.get("contents"))
     if not isinstance(text, str):
         raise InvalidArgument(f'line {number} has no string under "text" or "contents"')
     title = value.get("title")
-    return f"{title}\n\n{text}" if isinstance(title, str) and title.strip() and title not in text else text
+    whole = f"{title}\n\n{text}" if isinstance(title, str) and title.strip() and title not in text else text
+    return _characters(whole, number)
+
+
+def _characters(text: str, number: int) -> str:
+    """The text, unless it holds half a character: JSON may escape one, and nothing else can carry it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"line {number} holds half of a surrogate pair at {error.start}") from None
+    return text

@@ -132,7 +132,7 @@ class Meter:
 def _read(file: Path) -> tuple[Quota, dict[str, Quota]]:
     try:
         table = tomllib.loads(read_bytes(file, "the quotas").decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"the quotas {file}: no TOML: {error}") from None
     unknown = set(table) - {"default", "tenants"}
     tenants = table.get("tenants", {})

@@ -41,7 +41,7 @@ class StaticTokens:
     def _read(self) -> list[tuple[bytes, Caller]]:
         try:
             table = tomllib.loads(read_bytes(self._file, "the tokens").decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # The parser's own words quote nothing but a character and its place.
             raise BadFile(f"the tokens {self._file}: no TOML: {error}") from None
         entries = table.get("token")

@@ -52,14 +52,16 @@ _KINDS = {
 
 
 def hit(found: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
-    """One hit; `lease` is that of the reply, `arena` the service's memory if it is seen here."""
-    if not found.HasField("entry"):
-        return Hit(_KINDS[found.kind], None)
-    e = found.entry
+    """One hit; `lease` is that of the reply, `arena` the service's memory if it is seen here.
+
+    What can't be made sense of, since a later version of the service answered, is a miss.
+    """
+    e, kind, tier = found.entry, _KINDS.get(found.kind, HitKind.MISS), _TIERS.get(found.entry.tier)
+    if kind is HitKind.MISS or tier is None or not found.HasField("entry"):
+        return Hit(HitKind.MISS, None)
     there = None if arena is None else shared(e, arena, e.size_bytes)
-    names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, _TIERS[e.tier], e.variant)
-    entry = Entry(*names, there, lease, tuple(e.holders), e.group)
-    return Hit(_KINDS[found.kind], entry)
+    names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
+    return Hit(kind, Entry(*names, there, lease, tuple(e.holders), e.group))
 
 
 def shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:

@@ -115,7 +115,7 @@ def _file_table(file: Path | None, section: str) -> dict[str, Any]:
         return {}
     try:
         table = tomllib.loads(file.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise SettingsError(f"can't read the configuration {file}: {error}") from error
     unknown = set(table) - {"kvcache", "worker", "gateway"}
     if unknown:
@@ -154,7 +154,7 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             result = None if value == "" and kind is not hint else Path(value).expanduser()
         else:
             result = str(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: ~somebody, who has no home here
         raise SettingsError(f"{where}: {error}") from error
     low, high = field.metadata["low"], field.metadata["high"]
     if (low is not None and result < low) or (high is not None and result > high):

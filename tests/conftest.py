@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,13 +25,16 @@ _SERVING = re.compile(r"^(\S+) serving on (.+)$")
 class Service:
     """One process of ours. Its output is collected line by line, so that waiting needs no polling."""
 
-    def __init__(self, program: str, *flags: str, env: Mapping[str, str] | None = None) -> None:
-        """`program` is a module ("fusionkv.kvcache_service") or the path of a script."""
+    def __init__(
+        self, program: str, *flags: str, env: Mapping[str, str] | None = None, before: Sequence[str] = ()
+    ) -> None:
+        """`program` is a module ("fusionkv.kvcache_service") or the path of a script; `before` is a command to run
+        it with."""
         # -P: the working directory holds a folder `kernels`, which transformers would take for another package.
         script = program.endswith(".py")
         self.argv = [sys.executable, "-P", *([] if script else ["-m"]), program, *flags]
         self.process = subprocess.Popen(
-            self.argv,
+            [*before, *self.argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

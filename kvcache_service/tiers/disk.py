@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 # A segment bounds an entry. Its offsets fit the 2 GiB that one preadv moves at most.
 SEGMENT_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
+_MARK_BYTES = 64
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -122,7 +123,11 @@ class DiskTier(Tier):
                 len(good),
                 self._directory,
             )
-            self._ledger.delete(bad)
+            # Where that can't be written down, the same are dropped at the next start.
+            try:
+                self._ledger.delete(bad)
+            except OSError as error:
+                log.warning("can't drop them from the index: %s", error)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -194,17 +199,21 @@ class DiskTier(Tier):
         written any part of it, in any order.
         """
         mark = self._directory / "boot"
-        was = mark.read_text() if mark.exists() else ""
+        was = mark.read_text().strip() if mark.exists() else ""
         return was in ("", "sync", _boot_id())
 
     def _mark(self, text: str) -> None:
-        """Notes on the device who uses the tier: a boot of the machine, one that syncs, or nobody."""
-        path, fresh = self._directory / "boot", self._directory / "boot.new"
-        with open(fresh, "w") as file:
-            file.write("sync" if text and self._sync else text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
+        """Notes on the device who uses the tier: a boot of the machine, one that syncs, or nobody.
+
+        Always as many bytes, written over those before, since a full device takes these and no others. A mark that is
+        torn is no boot of the machine, so what it stands for is not trusted.
+        """
+        file = os.open(self._directory / "boot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.pwrite(file, ("sync" if text and self._sync else text).ljust(_MARK_BYTES).encode(), 0)
+            os.fsync(file)
+        finally:
+            os.close(file)
         _sync_directory(self._directory)
 
 
@@ -230,6 +239,7 @@ def _lock(path: Path) -> int:
         raise OSError(
             f"{path.parent} is in use by process {owner or 'unknown'}: give each cache service a data_dir of its own"
         ) from None
-    os.ftruncate(file, 0)
-    os.pwrite(file, f"{os.getpid()}\n".encode(), 0)
+    # Over what stands there: a full device has room for no more, and who the owner is is said for people alone.
+    with contextlib.suppress(OSError):
+        os.pwrite(file, f"{os.getpid()}\n".ljust(32).encode(), 0)
     return file

@@ -3,19 +3,26 @@
 import contextlib
 import logging
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
 
 from fusionkv.kvcache_service.record import Record, decode, encode, place
+from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED
 
 log = logging.getLogger(__name__)
 
 _HEAT = struct.Struct("<d")
-# A file that is no database, or a broken one. Other errors (no permission, say) must not delete anything.
-_BROKEN = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+_CHECK = Path(__file__).with_name("ledger_check.py")
+# How a process ends that met a damaged page. Others (SIGKILL, say) must not delete anything.
+_BROKEN = {DAMAGED, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGFPE, -signal.SIGILL}
+# Longer than a slow disk takes; what takes longer goes round in circles.
+_CHECK_SECONDS, _CHECK_BYTES_A_SECOND = 60, 1 << 20
 
 
 class Ledger:
@@ -26,13 +33,13 @@ class Ledger:
 
     def __init__(self, directory: Path, map_bytes: int, sync: bool) -> None:
         self._directory = directory
+        damage = _damage(directory, map_bytes)
+        if damage:
+            log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
+            shutil.rmtree(directory)
+        directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
-            try:
-                self._env = self._open(map_bytes, sync)
-            except _BROKEN as error:
-                log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, error)
-                shutil.rmtree(directory)
-                self._env = self._open(map_bytes, sync)
+            self._env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
             self._records = self._env.open_db(b"records")
             self._heats = self._env.open_db(b"heat")
 
@@ -87,9 +94,21 @@ class Ledger:
         except lmdb.Error as error:
             raise OSError(f"the index in {self._directory}: {error}") from error
 
-    def _open(self, map_bytes: int, sync: bool) -> lmdb.Environment:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        return lmdb.open(str(self._directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
+
+def _damage(directory: Path, map_bytes: int) -> str:
+    """What is wrong with the database, as another process found it, which may have ended of it; empty if nothing."""
+    file = directory / "data.mdb"
+    if not file.exists() or not file.stat().st_size:
+        return ""
+    argv = [sys.executable, "-P", str(_CHECK), str(directory), str(map_bytes)]
+    limit = _CHECK_SECONDS + file.stat().st_size / _CHECK_BYTES_A_SECOND
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return f"it can't be read within {limit:.0f} s"
+    if done.returncode not in _BROKEN:
+        return ""
+    return done.stdout.strip() or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
 
 
 def _offset(key: bytes, value: bytes) -> int | None:

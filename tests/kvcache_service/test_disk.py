@@ -12,6 +12,7 @@ from fusionkv.kvcache_service.record import Record, decode, encode
 from fusionkv.kvcache_service.tiers import disk
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.ledger import Ledger
 
 BLOCK = 4096
 CAPACITY = 64 * BLOCK
@@ -142,6 +143,27 @@ def test_an_index_that_is_no_database_starts_empty(filled: Filled, damage: bytes
     path.write_bytes(damage)
     filled.reopened([]).close()
     assert "starts empty" in caplog.text or not damage
+
+
+def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(tmp_path: Path, tools: Any, caplog: Any) -> None:
+    """Zeros where a page of LMDB was: some of them would end this very process with SIGABRT."""
+    whole = Ledger(tmp_path, 1 << 26, False)
+    for i in range(300):
+        whole.put([(tools.record([tools.digest("S"), tools.digest(str(i))], b"data"), i * BLOCK, 1.0)])
+    whole.close()
+    path = tmp_path / "data.mdb"
+    data = path.read_bytes()
+    for page in range(2, len(data) // 4096, 5):
+        path.write_bytes(data[: 4096 * page] + bytes(4096) + data[4096 * (page + 1) :])
+        opened = Ledger(tmp_path, 1 << 26, False)
+        assert len(list(opened.load())) in (0, 300)
+        opened.put([(tools.record([tools.digest("S"), tools.digest("new")], b"data"), 0, 1.0)])
+        opened.close()
+    assert "reading it ends a process with SIGABRT" in caplog.text
+    path.write_bytes(data)
+    opened = Ledger(tmp_path, 1 << 26, False)
+    assert len(list(opened.load())) == 300
+    opened.close()
 
 
 def test_one_process_a_directory(filled: Filled) -> None:

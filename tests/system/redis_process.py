@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +32,26 @@ def free_port() -> int:
 class RedisServer:
     """One server on a port that stays its own over restarts; it keeps nothing on disk."""
 
-    def __init__(self, folder: Path, *more: str, port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *more: str, port: int = 0, host: str = "127.0.0.1", before: Sequence[str] = ()
+    ) -> None:
+        """`before` is a command to run it with."""
         self.port = port or free_port()
-        self.url = f"redis://127.0.0.1:{self.port}"
+        self.url = f"redis://{host}:{self.port}"
+        self._host = host
+        self._before = before
         self._folder = folder
         self._more = more
         self.start()
 
     def start(self) -> None:
-        flags = ("--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--dir", str(self._folder))
+        where = ("--port", str(self.port), "--bind", self._host)
+        flags = (*where, "--save", "", "--dir", str(self._folder))
         self.process = subprocess.Popen(
-            [server(), *flags, *self._more], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+            [*self._before, server(), *flags, *self._more],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -50,7 +60,7 @@ class RedisServer:
         raise AssertionError(f"redis-server ended with {self.process.wait()}")
 
     def client(self) -> "redis.Redis":
-        return redis.Redis(port=self.port)
+        return redis.Redis(self._host, self.port)
 
     def kill9(self) -> None:
         self.process.kill()

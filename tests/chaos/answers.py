@@ -1,0 +1,171 @@
+"""Questions of a chaos run: each answer is what it is while nothing is wrong, or full attention's and says so."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fusionkv.gateway.parse import Section
+from fusionkv.gateway.results import Summary
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.models.tasks import PROMPT, story
+from fusionkv.models.words import NamePool
+from fusionkv.protos import errors
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from tests.chaos.process import Wrong
+from tests.chaos.world import World
+
+CORPUS, PAGES, STORIES, QUESTIONS, ANSWER = "chaos", 8, 3, 12, 8
+RECIPES = (("full_attention", 1.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("prophetkv", 1.0), ("trace", 0.15))
+# Longest that an answer may take while nothing but the cache has a fault: its bounds are 0.5 s to look up and 2 s to
+# fetch, the rest is for a machine that others use.
+MOST_SECONDS = 20.0
+ASK_SECONDS = 30.0
+# While somebody does not answer on purpose: an honest error is all that is to come.
+SHORT_SECONDS = 4.0
+# What a caller may be told then. INTERNAL, UNKNOWN and the like are bugs.
+UPSET = (errors.Unavailable, errors.DeadlineExceeded, errors.ResourceExhausted)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with what full attention answers, and what every recipe does while nothing is wrong."""
+
+    text: str
+    full: str
+    by_recipe: dict[tuple[str, float], str]
+
+
+@dataclass
+class Answers:
+    """Asks the gateway and the workers."""
+
+    world: World
+    dice: random.Random
+    seen: Counter[str]
+    slowest: float = 0.0
+    questions: list[Question] = field(default_factory=list)
+    pages: dict[str, str] = field(default_factory=dict)
+
+    async def prepare(self) -> None:
+        """Ingests the stories, and learns the answers while all is well."""
+        chance, client = random.Random(1), self.world.client
+        names, asked = NamePool(chance, "heldout"), []
+        for number in range(STORIES):
+            made, questions = story(chance, names, PAGES, PROMPT)
+            for place, page in enumerate(made):
+                self.pages[f"{number}-{place}.txt"] = page.text
+            asked += [q.text for q in chance.sample(questions, QUESTIONS // STORIES)]
+        for name, text in self.pages.items():
+            await client.ingest(CORPUS, name, text, timeout=60)
+        for text in asked:
+            answers = {}
+            for recipe in RECIPES:
+                first, again = [(await self._ask(text, recipe, 60))[0] for _ in range(2)]
+                if first == again:  # else two numbers are so near each other that rounding decides
+                    answers[recipe] = first
+            full = answers.get(RECIPES[0])
+            if full is not None and answers.get(("prophetkv", 1.0)) == full:
+                self.questions.append(Question(text, full, answers))
+        if len(self.questions) < QUESTIONS // 2:
+            raise Wrong(f"only {len(self.questions)} of {QUESTIONS} questions have one answer")
+
+    async def _ask(self, text: str, recipe: tuple[str, float], timeout: float) -> tuple[str, Summary]:
+        name, ratio = recipe
+        answer = await self.world.client.ask(
+            CORPUS, text, recipe=name, ratio=ratio, top_k=PAGES, max_tokens=ANSWER, timeout=timeout
+        )
+        return answer.text, answer.summary
+
+    async def question(self, may_fail: bool) -> None:
+        if self.dice.random() < 0.15:
+            await self._give_up()
+            return
+        try:
+            began = time.monotonic()
+            await self.gateway_once(SHORT_SECONDS if may_fail else ASK_SECONDS)
+            if not may_fail:
+                self._took(time.monotonic() - began)
+        except UPSET as error:
+            if not may_fail:
+                raise Wrong(f"the cache alone has a fault, and a question failed: {error!r}") from error
+            self.seen[f"errors: {type(error).__name__}"] += 1
+
+    async def gateway_once(self, timeout: float) -> bool:
+        """Asks something of the gateway, checks the answer; whether it was degraded."""
+        question = self.dice.choice(self.questions)
+        recipe = self.dice.choice(sorted(question.by_recipe))
+        text, summary = await self._ask(question.text, recipe, timeout)
+        expected = question.full if summary.degraded else question.by_recipe[recipe]
+        if text != expected:
+            raise Wrong(f"{recipe} of {question.text!r}: {text!r}, not {expected!r}; {summary}")
+        return self._answered(summary.degraded, summary.degraded_reason)
+
+    async def prefix(self, may_fail: bool) -> None:
+        try:
+            await self.prefix_once(SHORT_SECONDS if may_fail else ASK_SECONDS)
+        except UPSET as error:
+            if not may_fail:
+                raise Wrong(f"the cache alone has a fault, and a worker failed: {error!r}") from error
+            self.seen[f"errors: {type(error).__name__}"] += 1
+
+    async def prefix_once(self, timeout: float) -> bool:
+        """Asks a worker for what is lossless when it is reused: wrong bytes would show in the answer."""
+        client, question = self.dice.choice(self.world.worker_clients), self.dice.choice(self.questions)
+        vocabulary = Vocabulary(await client.model(timeout))
+        passages = [self.pages[name] for name in sorted(self.pages)[: self.dice.choice((3, PAGES))]]
+        chunks = vocabulary.chunks([Section(text, markdown=False) for text in passages], 256, 0)
+        answers = []
+        for recipe in ("prefix_cache", "full_attention"):
+            request = fusion_pb2.GenerateRequest(
+                recipe=recipe,
+                system=fusion_pb2.Tokens(ids=vocabulary.system),
+                chunks=[fusion_pb2.Chunk(ids=ids) for _, ids in chunks],
+                question=fusion_pb2.Tokens(ids=vocabulary.question(question.text)),
+                sampling=fusion_pb2.Sampling(max_tokens=ANSWER),
+                tenant="prefix",
+            )
+            events = [event async for event in client.generate(request, timeout=timeout)]
+            answers.append([event.token.id for event in events if event.HasField("token")])
+            if recipe == "prefix_cache":
+                degraded, reason = events[-1].summary.degraded, events[-1].summary.degraded_reason
+        if answers[0] != answers[1]:
+            raise Wrong(f"prefix_cache of {question.text!r}: {answers[0]}, full attention {answers[1]}; {reason}")
+        return self._answered(degraded, reason)
+
+    async def _give_up(self) -> None:
+        """Asks, and goes away at some moment."""
+        question = self.dice.choice(self.questions)
+        asking = asyncio.ensure_future(self._ask(question.text, ("prophetkv", 0.15), SHORT_SECONDS))
+        await asyncio.wait([asking], timeout=self.dice.expovariate(10))
+        asking.cancel()
+        with contextlib.suppress(asyncio.CancelledError, *UPSET):
+            await asking
+        self.seen["given up"] += 1
+
+    async def ingest(self, may_fail: bool) -> None:
+        """Stores a page again, which changes nothing."""
+        name = self.dice.choice(sorted(self.pages))
+        try:
+            await self.world.client.ingest(
+                CORPUS, name, self.pages[name], timeout=SHORT_SECONDS if may_fail else ASK_SECONDS
+            )
+            self.seen["pages ingested again"] += 1
+        except UPSET as error:
+            if not may_fail:
+                raise Wrong(f"the cache alone has a fault, and an ingest failed: {error!r}") from error
+
+    def _took(self, seconds: float) -> None:
+        self.slowest = max(self.slowest, seconds)
+        if seconds > MOST_SECONDS:
+            raise Wrong(f"the cache alone has a fault, and an answer took {seconds:.1f} s")
+
+    def _answered(self, degraded: bool, reason: str) -> bool:
+        self.seen["answers"] += 1
+        if degraded:
+            self.seen["answers, degraded"] += 1
+            if not reason:
+                raise Wrong("an answer is degraded and does not say why")
+        return degraded

@@ -1,0 +1,103 @@
+"""Entries of a chaos run, put and fetched without a worker: none that was acknowledged is lost, none is torn."""
+
+import contextlib
+import itertools
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos import errors
+from tests.chaos.answers import ASK_SECONDS, SHORT_SECONDS, UPSET
+from tests.chaos.process import Wrong
+from tests.chaos.world import World
+from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, payload, put
+
+_MOST_ENTRIES = 150
+HONEST = (*UPSET, errors.NotFound, errors.DataLoss)
+
+
+@dataclass
+class Entries:
+    """Puts and gets at any of the cache services."""
+
+    world: World
+    dice: random.Random
+    seen: Counter[str]
+    stored: dict[int, int] = field(default_factory=dict)
+    """Acknowledged ones: name -> size."""
+    _names: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def everything_is_there(self, gone: set[int], share: float = 1.0) -> None:
+        """No acknowledged entry is lost, but those `gone` with their holder's bytes; what is found is whole."""
+        for name in sorted(self.stored):
+            if name not in gone and self.dice.random() > share:
+                continue
+            found = await self._found_somewhere(name)
+            self.seen["entries checked"] += found
+            if name in gone:
+                # A copy in memory may hide for a while that its bytes on the disk are damaged.
+                del self.stored[name]
+                self.seen["entries gone with a damaged disk"] += not found
+            elif not found:
+                raise Wrong(f"entry {name} was acknowledged, and is nowhere")
+        while len(self.stored) > _MOST_ENTRIES:
+            name = self.dice.choice(sorted(self.stored))
+            del self.stored[name]
+            entry = await _find(self.world.cache_clients[0], name, ASK_SECONDS)
+            if entry is not None:
+                await self.world.cache_clients[0].delete([entry.key])
+
+    async def held_by(self, number: int) -> set[int]:
+        """The entries that this service says it holds; none while it does not answer."""
+        held, client = set(), self.world.cache_clients[number]
+        with contextlib.suppress(*UPSET):
+            for name in self.stored:
+                entry = await _find(client, name, SHORT_SECONDS)
+                if entry is not None and not entry.holders:
+                    held.add(name)
+        return held
+
+    async def put_one(self) -> None:
+        client, name = self.dice.choice(self.world.cache_clients), next(self._names)
+        size = self.dice.choice((100, 5_000, 60_000, 200_000)) + name % 100
+        try:
+            await put(client, name, payload(name, size), timeout=SHORT_SECONDS)
+            self.stored[name] = size
+            self.seen["puts"] += 1
+        except HONEST as error:
+            self.seen[f"puts refused: {type(error).__name__}"] += 1
+
+    async def get_one(self) -> None:
+        if self.stored:
+            name = self.dice.choice(sorted(self.stored))
+            with contextlib.suppress(*HONEST):
+                await self._get_from(self.dice.choice(self.world.cache_clients), name, SHORT_SECONDS)
+
+    async def _get_from(self, client: CacheClient, name: int, timeout: float) -> bool:
+        size = self.stored.get(name)
+        entry = await _find(client, name, timeout)
+        if entry is None or size is None:
+            return False
+        buffer = bytearray(entry.size)
+        await client.fetch(entry, memoryview(buffer), timeout=timeout)
+        if bytes(buffer) != payload(name, size):
+            raise Wrong(f"entry {name} from {client.address} has other bytes than were put")
+        self.seen["entries fetched"] += 1
+        return True
+
+    async def _found_somewhere(self, name: int) -> bool:
+        """Any service finds what the others hold; where the index was damaged, its holder does."""
+        clients = list(self.world.cache_clients)
+        self.dice.shuffle(clients)
+        for client in clients:
+            with contextlib.suppress(errors.NotFound, errors.DataLoss):
+                if await self._get_from(client, name, ASK_SECONDS):
+                    return True
+        return False
+
+
+async def _find(client: CacheClient, name: int, timeout: float) -> Entry | None:
+    return (
+        (await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=timeout)).hits[1].entry
+    )

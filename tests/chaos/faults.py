@@ -1,0 +1,212 @@
+"""What goes wrong in a chaos run, and with cache services: a fault strikes on entry, and is over on exit."""
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.chaos.network import Network
+from tests.chaos.oracle import Oracle
+from tests.chaos.process import Clock, Process, Wrong
+from tests.chaos.world import CACHES, WORKERS, World
+
+
+@dataclass
+class Scene:
+    """Where a fault strikes: `number` is the cache service or worker that it is for."""
+
+    world: World
+    oracle: Oracle
+    dice: random.Random
+    number: int
+    gone: set[int] = field(default_factory=set)
+    """Entries that nobody needs to have any more: their only holder's bytes were damaged."""
+
+    @property
+    def cache(self) -> Process:
+        return self.world.caches[self.number]
+
+    @property
+    def data(self) -> Path:
+        return self.world.data(self.number)
+
+    @property
+    def network(self) -> Network:
+        assert self.world.network is not None
+        return self.world.network
+
+    async def let_go(self, end: bool = True) -> None:
+        """From now on this cache service may lose what it holds. `end`: it is killed before this returns.
+
+        What it holds and others too counts as lost as well: it may have been moved, and the others then forget it.
+        """
+        held = self.oracle.entries.held_by
+        self.gone |= await held(self.number)
+        if end:
+            self.cache.kill9()
+        # What was on its way to it just now is where nobody else is asked.
+        others = [await held(other) for other in range(CACHES) if other != self.number]
+        self.gone |= set(self.oracle.entries.stored).difference(*others)
+
+
+Context = Callable[[Scene], AbstractAsyncContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault. `answers_fail`: whether a question may be answered by an error meanwhile."""
+
+    name: str
+    who: str
+    context: Context
+    weight: float
+    answers_fail: bool
+    needs: str
+
+    def possible(self, world: World) -> str:
+        """Empty, or what this machine lacks for it."""
+        if self.needs == "network" and world.network is None:
+            return "no network namespaces"
+        if self.needs == "mount" and not world.mounted:
+            return "no mounts"
+        if self.needs == "clock" and not Clock.library:
+            return "no libfaketime"
+        return ""
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(
+    who: str, weight: float = 1.0, *, answers_fail: bool = False, needs: str = ""
+) -> Callable[[Context], Context]:
+    """Lists a context as a fault of `who`: cache, redis, worker or gateway."""
+
+    def listed(context: Context) -> Context:
+        name = context.__name__.replace("_", " ")  # type: ignore[attr-defined]
+        FAULTS.append(Fault(name, who, context, weight, answers_fail, needs))
+        return context
+
+    return listed
+
+
+@fault("cache", 3)
+@contextlib.asynccontextmanager
+async def cache_killed(scene: Scene) -> AsyncIterator[None]:
+    scene.cache.kill9()
+    yield
+    await scene.cache.start()
+
+
+@fault("cache")
+@contextlib.asynccontextmanager
+async def cache_killed_while_it_starts(scene: Scene) -> AsyncIterator[None]:
+    scene.cache.kill9()
+    yield
+    for _ in range(2):
+        scene.cache.begin()
+        await asyncio.sleep(scene.dice.uniform(0, 1.5))
+        scene.cache.kill9()
+    await scene.cache.start()
+
+
+@fault("cache", 2)
+@contextlib.asynccontextmanager
+async def cache_stands_still(scene: Scene) -> AsyncIterator[None]:
+    scene.cache.signal(signal.SIGSTOP)
+    try:
+        yield
+        # Sometimes until it counts as dead.
+        await asyncio.sleep(scene.dice.choice((0, 0, 3)))
+    finally:
+        scene.cache.signal(signal.SIGCONT)
+
+
+@fault("cache")
+@contextlib.asynccontextmanager
+async def cache_stutters(scene: Scene) -> AsyncIterator[None]:
+    async def stutter() -> None:
+        try:
+            while True:
+                scene.cache.signal(signal.SIGSTOP)
+                await asyncio.sleep(0.3)
+                scene.cache.signal(signal.SIGCONT)
+                await asyncio.sleep(0.1)
+        finally:
+            scene.cache.signal(signal.SIGCONT)
+
+    task = asyncio.create_task(stutter())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@fault("cache", 2)
+@contextlib.asynccontextmanager
+async def cache_leaves_and_comes_back(scene: Scene) -> AsyncIterator[None]:
+    scene.cache.signal(signal.SIGTERM)
+    yield
+    status = await scene.cache.ended()
+    if status != 0:
+        raise Wrong(f"{scene.cache.name} ended with {status} after SIGTERM:\n{scene.cache.log}")
+    await scene.cache.start()
+
+
+@fault("cache", 2, needs="network")
+@contextlib.asynccontextmanager
+async def cache_cut_off(scene: Scene) -> AsyncIterator[None]:
+    scene.network.cut(scene.cache.place)
+    yield
+    await asyncio.sleep(scene.dice.choice((0, 0, 3)))
+    scene.network.mend(scene.cache.place)
+
+
+@fault("cache", needs="network")
+@contextlib.asynccontextmanager
+async def link_flaps(scene: Scene) -> AsyncIterator[None]:
+    async def flap() -> None:
+        try:
+            while True:
+                scene.network.cut(scene.cache.place)
+                await asyncio.sleep(0.2)
+                scene.network.mend(scene.cache.place)
+                await asyncio.sleep(0.3)
+        finally:
+            scene.network.mend(scene.cache.place)
+
+    task = asyncio.create_task(flap())
+    yield
+    task.cancel()
+    await asyncio.wait([task])
+
+
+@fault("cache", 2, needs="network")
+@contextlib.asynccontextmanager
+async def partition(scene: Scene) -> AsyncIterator[None]:
+    """Two of caches and workers do not reach each other; both reach everybody else."""
+    others = [p for p in (*scene.world.caches, *scene.world.workers) if p is not scene.cache]
+    parted = [scene.cache.place, *(p.place for p in scene.dice.sample(others, scene.dice.choice((1, 2))))]
+    scene.network.part(parted, True)
+    yield
+    scene.network.part(parted, False)
+
+
+@fault("cache", needs="clock")
+@contextlib.asynccontextmanager
+async def clock_jumps(scene: Scene) -> AsyncIterator[None]:
+    clock = scene.world.clocks[scene.cache.name]
+    clock.jump(scene.dice.choice((-86_400, -3600, -5, 5, 3600, 86_400, 400 * 86_400)))
+    yield
+    if scene.dice.random() < 0.7:  # else it stays wrong
+        clock.jump(0)
+
+
+def targets(who: str) -> int:
+    """How many of them there are."""
+    return {"cache": CACHES, "worker": WORKERS}.get(who, 1)

@@ -1,0 +1,136 @@
+"""Faults of the Redis behind the cache services, and of the workers and the gateway before them."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator
+
+from tests.chaos.faults import Scene, fault
+
+
+@fault("redis", 2)
+@contextlib.asynccontextmanager
+async def redis_killed(scene: Scene) -> AsyncIterator[None]:
+    """It comes back empty."""
+    scene.world.redis.kill9()
+    yield
+    await asyncio.to_thread(scene.world.redis.start)
+
+
+@fault("redis", 2)
+@contextlib.asynccontextmanager
+async def redis_stands_still(scene: Scene) -> AsyncIterator[None]:
+    scene.world.redis.pause()
+    try:
+        yield
+        await asyncio.sleep(scene.dice.choice((0, 0, 3)))
+    finally:
+        scene.world.redis.resume()
+
+
+@fault("redis", 2)
+@contextlib.asynccontextmanager
+async def redis_slow(scene: Scene) -> AsyncIterator[None]:
+    scene.world.relay.delay = scene.dice.choice((0.02, 0.1, 0.4, 2.0))
+    yield
+    scene.world.relay.delay = 0.0
+
+
+@fault("redis")
+@contextlib.asynccontextmanager
+async def redis_flushed(scene: Scene) -> AsyncIterator[None]:
+    with scene.world.redis.client() as client:
+        await asyncio.to_thread(client.flushall)
+    yield
+
+
+@fault("redis")
+@contextlib.asynccontextmanager
+async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
+    """As a failover does: some of what was published is not there any more."""
+    with scene.world.redis.client() as client:
+        names = sorted(await asyncio.to_thread(client.keys, "fusionkv:*"))
+        lost = [name for name in names if scene.dice.random() < 0.5]
+        if lost:
+            await asyncio.to_thread(client.delete, *lost)
+    yield
+
+
+@fault("redis")
+@contextlib.asynccontextmanager
+async def redis_full(scene: Scene) -> AsyncIterator[None]:
+    with scene.world.redis.client() as client:
+        await asyncio.to_thread(client.config_set, "maxmemory", 1)
+        yield
+        await asyncio.to_thread(client.config_set, "maxmemory", 0)
+
+
+@fault("redis", needs="network")
+@contextlib.asynccontextmanager
+async def redis_cut_off(scene: Scene) -> AsyncIterator[None]:
+    scene.network.cut(scene.world.redis_place)
+    yield
+    await asyncio.sleep(scene.dice.choice((0, 3)))
+    scene.network.mend(scene.world.redis_place)
+
+
+@fault("redis", needs="clock")
+@contextlib.asynccontextmanager
+async def clock_of_redis_jumps(scene: Scene) -> AsyncIterator[None]:
+    """Back to the true time at the end: backwards, the dead stay listed for as long as it jumped."""
+    scene.world.redis_clock.jump(scene.dice.choice((-30, 30, 86_400)))
+    yield
+    scene.world.redis_clock.jump(0)
+
+
+@fault("worker", 0.5, answers_fail=True)
+@contextlib.asynccontextmanager
+async def worker_killed(scene: Scene) -> AsyncIterator[None]:
+    worker = scene.world.workers[scene.number]
+    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
+    await asyncio.sleep(scene.dice.uniform(0, 0.5))
+    worker.kill9()
+    yield
+    await asking
+    await worker.start()
+
+
+@fault("worker", 1, answers_fail=True)
+@contextlib.asynccontextmanager
+async def worker_stands_still(scene: Scene) -> AsyncIterator[None]:
+    worker = scene.world.workers[scene.number]
+    worker.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        worker.signal(signal.SIGCONT)
+
+
+@fault("worker", 1, answers_fail=True, needs="network")
+@contextlib.asynccontextmanager
+async def worker_cut_off(scene: Scene) -> AsyncIterator[None]:
+    place = scene.world.workers[scene.number].place
+    scene.network.cut(place)
+    yield
+    scene.network.mend(place)
+
+
+@fault("gateway", 0.5, answers_fail=True)
+@contextlib.asynccontextmanager
+async def gateway_killed(scene: Scene) -> AsyncIterator[None]:
+    asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
+    await asyncio.sleep(scene.dice.uniform(0, 0.5))
+    scene.world.gateway.kill9()
+    yield
+    await asking
+    await scene.world.gateway.start()
+
+
+@fault("gateway", 0.5, answers_fail=True)
+@contextlib.asynccontextmanager
+async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
+    scene.world.gateway.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        scene.world.gateway.signal(signal.SIGCONT)

@@ -1,0 +1,171 @@
+"""Where the processes of a chaos run live: each in a network namespace with an address and a link of its own, as far
+as this machine allows it; otherwise all on the loopback address.
+"""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.system.redis_process import free_port
+
+_OWN = "FUSIONKV_CHAOS_NAMESPACE"
+_NET = "10.213.7"
+
+
+@dataclass(frozen=True)
+class Place:
+    """An address, what to put before a command that is to run there, and the link that leads there."""
+
+    address: str
+    before: tuple[str, ...] = ()
+    link: str = ""
+
+    def listen(self) -> str:
+        """Host and port to serve on, for good."""
+        # In a namespace of its own every port is free, and stays free.
+        return f"{self.address}:{7070 if self.link else free_port()}"
+
+
+class Network:
+    """A bridge with one namespace for each place. All of it goes with the process, whatever ends that."""
+
+    def __init__(self) -> None:
+        """Raises RuntimeError where namespaces can't be had; the message says why."""
+        if not os.environ.get(_OWN):
+            raise RuntimeError("no network namespace of its own: needs root (or user namespaces), unshare and ip")
+        try:
+            # The names of namespaces are files; these are nobody else's.
+            Path("/run/netns").mkdir(exist_ok=True)
+            _run("mount", "-t", "tmpfs", "none", "/run/netns")
+            _run("ip", "link", "set", "lo", "up")
+            _run("ip", "link", "add", "br0", "type", "bridge")
+            _run("ip", "addr", "add", f"{_NET}.1/24", "dev", "br0")
+            _run("ip", "link", "set", "br0", "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            raise RuntimeError(f"no network of its own: {getattr(error, 'stderr', '') or error}") from error
+        self.here = Place(f"{_NET}.1", link="br0")
+        self._places = 1
+
+    def place(self) -> Place:
+        self._places += 1
+        number = self._places
+        name, link, address = f"n{number}", f"v{number}", f"{_NET}.{number}"
+        _run("ip", "netns", "add", name)
+        _run("ip", "link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", name)
+        _run("ip", "link", "set", link, "master", "br0", "up")
+        _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _run("ip", "-n", name, "link", "set", device, "up")
+        return Place(address, ("nsenter", f"--net=/run/netns/{name}"), link)
+
+    def cut(self, place: Place) -> None:
+        """Nothing comes or goes there any more; nobody is told."""
+        _run("ip", "link", "set", place.link, "down")
+
+    def mend(self, place: Place) -> None:
+        _run("ip", "link", "set", place.link, "up")
+
+    def part(self, places: Sequence[Place], parted: bool) -> None:
+        """None of these reaches another of them, while all reach everybody else."""
+        for place in places:
+            _run("bridge", "link", "set", "dev", place.link, "isolated", "on" if parted else "off")
+
+
+def enter() -> str:
+    """Starts this program again in namespaces of its own for network and mounts.
+
+    Comes back only in them, or where that can't be: then with the reason.
+    """
+    if os.environ.get(_OWN):
+        # Mounts come into the namespaces of the processes too, and go nowhere else.
+        _run("mount", "--make-rshared", "/")
+        return ""
+    if not (shutil.which("unshare") and shutil.which("ip") and shutil.which("bridge") and shutil.which("nsenter")):
+        return "unshare, nsenter, ip or bridge is missing (apt-get install util-linux iproute2)"
+    reason = ""
+    # Processes as well: whatever ends this one ends all that it started.
+    own = ["--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    for flags in (own, ["--map-root-user", *own]):
+        probe = subprocess.run(
+            ["unshare", *flags, "ip", "link", "add", "probe", "type", "bridge"], capture_output=True
+        )
+        if probe.returncode == 0:
+            os.environ[_OWN] = "1"
+            os.execvp("unshare", ["unshare", *flags, sys.executable, "-P", *sys.argv])
+        reason = probe.stderr.decode(errors="replace").strip()
+    return f"no namespaces here: {reason}"
+
+
+def mounted(folder: Path, megabytes: int) -> bool:
+    """Mounts a small file system there, if that can be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not os.environ.get(_OWN):
+        return False
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], capture_output=True
+    )
+    return done.returncode == 0
+
+
+def unmounted(folder: Path) -> None:
+    subprocess.run(["umount", "-l", str(folder)], check=False, capture_output=True)
+
+
+def remount(folder: Path, how: str) -> None:
+    """`how`: ro or rw."""
+    _run("mount", "-o", f"remount,{how}", str(folder))
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+class Relay:
+    """A TCP relay in front of an address, which holds everything back for a while: a slow network, or server."""
+
+    def __init__(self, listen: str, target: str) -> None:
+        self.address = listen
+        self.delay = 0.0
+        self._target = target
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        self._server = await asyncio.start_server(self._accept, host, int(port))
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host, _, port = self._target.rpartition(":")
+        try:
+            inner, outer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.close()
+            return
+        for source, sink in ((reader, outer), (inner, writer)):
+            task = asyncio.create_task(self._copy(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                if self.delay:
+                    await asyncio.sleep(self.delay)
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass  # one side went away: so does the other
+        finally:
+            sink.close()

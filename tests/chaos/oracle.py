@@ -1,0 +1,113 @@
+"""What must hold in a chaos run, whatever happens: answers right or honest errors, nothing lost or left behind."""
+
+import asyncio
+import contextlib
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
+from tests.chaos.entries import Entries
+from tests.chaos.process import Wrong
+from tests.chaos.world import POOL_TOKENS, World
+
+_RECOVERY_SECONDS = 60.0
+_INGEST = 0.3
+# Of a process that has run for a while already.
+_MOST_GROWTH, _SLACK_BYTES, _MORE_FILES = 1.25, 64 << 20, 24
+
+
+@dataclass
+class Footing:
+    """What a process held when it was first looked at."""
+
+    bytes: int
+    files: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Footing":
+        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
+
+
+class Oracle:
+    """Asks and stores, and holds all replies to what is known to be right."""
+
+    def __init__(self, world: World, dice: random.Random) -> None:
+        self.seen: Counter[str] = Counter()
+        self.answers = Answers(world, dice, self.seen)
+        self.entries = Entries(world, dice, self.seen)
+        self._world, self._dice = world, dice
+        self._footing: dict[int, Footing] = {}
+
+    async def traffic(self, answers_fail: bool, asks: int = 3) -> None:
+        """Some questions and entries at once, while something has a fault or nothing has.
+
+        answers_fail: whether a question may be answered by an error, since gateway or workers have a fault.
+        """
+        answers, entries = self.answers, self.entries
+        jobs: list[Coroutine[Any, Any, None]] = [answers.question(answers_fail) for _ in range(asks)]
+        jobs += [answers.prefix(answers_fail)]
+        jobs += [job for _ in range(3) for job in (entries.put_one(), entries.get_one())]
+        if self._dice.random() < _INGEST:
+            jobs.append(answers.ingest(answers_fail))
+        await asyncio.gather(*jobs)
+
+    async def recovered(self) -> None:
+        """After a fault is over: soon answers are right without errors and are not degraded, and nothing is held."""
+        await self._world.settled(_RECOVERY_SECONDS)
+        for ask in (self.answers.gateway_once, self.answers.prefix_once):
+            async with _within(_RECOVERY_SECONDS, "answers that are not degraded"):
+                degraded = True
+                while degraded:
+                    try:
+                        degraded = await ask(ASK_SECONDS)
+                    except UPSET:
+                        await asyncio.sleep(0.1)
+        clients = self._world.cache_clients
+        async with _within(_RECOVERY_SECONDS, "all leases to end"):
+            while any([(await client.stats(timeout=20)).active_leases for client in clients]):  # noqa: ASYNC110 - nobody announces it
+                await asyncio.sleep(0.1)
+
+    async def nothing_is_left_behind(self) -> None:
+        """No page of a pool is pinned: a prompt that needs all of it is answered. Memory and files did not grow."""
+        for client in self._world.worker_clients:
+            await self._fill(client)
+        for process in self._world.processes:
+            now = Footing.of(process.pid)
+            early = self._footing.setdefault(process.pid, now)
+            if now.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or now.files > early.files + _MORE_FILES:
+                raise Wrong(f"{process.name} grew from {early} to {now}")
+
+    async def empty_pools(self) -> None:
+        """So that what comes next has to fetch."""
+        for client in self._world.worker_clients:
+            await self._fill(client)
+
+    async def _fill(self, client: WorkerClient) -> None:
+        ids = [20 + i % 500 for i in range(POOL_TOKENS - 48)]
+        request = fusion_pb2.GenerateRequest(
+            recipe="full_attention",
+            system=fusion_pb2.Tokens(ids=[1]),
+            chunks=[fusion_pb2.Chunk(ids=ids)],
+            question=fusion_pb2.Tokens(ids=[21, 22]),
+            sampling=fusion_pb2.Sampling(max_tokens=1),
+        )
+        async for _ in client.generate(request, timeout=60):
+            pass
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise Wrong(f"waited {seconds:g} s for {what}") from None
