@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.cores import cores
 from fusionkv.protos import rpc, settings, telemetry
 from fusionkv.protos.errors import ServiceError
 
@@ -15,9 +14,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fusionkv-worker", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; its table [worker] is read")
     settings.add_flags(parser, WorkerConfig)
+    # Which rank of several this process is; rank 0 starts the others itself.
+    parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args())
+    rank, meeting = flags.pop("rank"), flags.pop("meeting")
     try:
         config = settings.load(WorkerConfig, "worker", file=flags.pop("config"), flags=flags)
+        if rank:
+            _follow(config, rank, meeting)
+            return 0
         telemetry.attach("fusionkv-worker", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
@@ -28,26 +34,34 @@ def main() -> int:
     return 0
 
 
-async def _serve(config: WorkerConfig) -> None:
-    import torch
+def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
+    from fusionkv.fusion_worker.tensor_parallel import processes, start
 
+    processes.end_with_parent()
+    start.follow(config, rank, meeting)
+
+
+async def _serve(config: WorkerConfig) -> None:
     from fusionkv.fusion_worker import models, verdict
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
+    from fusionkv.fusion_worker.tensor_parallel import processes, start
 
-    torch.set_num_threads(config.threads or cores())
-    model = models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
-    # On the CPU, whose threads are idle while a GPU works.
-    auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
-    servicer = FusionServicer(config, model, auxiliary, verdict.read(config.model, model.fingerprint))
-    handler = rpc.handlers(SERVICE, servicer)
-    await rpc.serve(
-        "fusionkv-worker",
-        config.listen,
-        {SERVICE.full_name: handler},
-        drain_seconds=config.drain_seconds,
-        on_drain=servicer.close,
-        tls=config.server_tls,
-    )
+    if config.tensor_parallel > 1:
+        models.check_shareable(config.model, config.tensor_parallel)
+    async with processes.started(config.tensor_parallel, sys.argv[1:]) as ranks:
+        model, crew = await start.lead(config, ranks)
+        # On the CPU, whose threads are idle while a GPU works.
+        auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
+        servicer = FusionServicer(config, model, auxiliary, verdict.read(config.model, model.fingerprint), crew)
+        await rpc.serve(
+            "fusionkv-worker",
+            config.listen,
+            {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
+            drain_seconds=config.drain_seconds,
+            on_drain=servicer.close,
+            tls=config.server_tls,
+            failure=ranks.lost,
+        )
 
 
 if __name__ == "__main__":

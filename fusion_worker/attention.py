@@ -10,6 +10,7 @@ from transformers import AttentionInterface
 
 from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.attention_weights import attention_weights
 from fusionkv.kernels.rope import Rotation
@@ -154,7 +155,18 @@ def forward(model: Model, batch: Batch, ahead: Ahead | None = None) -> torch.Ten
         batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
         batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
     out = decoder(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
+    _put_together(batch, model.ranks)
     return out.last_hidden_state[0]
+
+
+def _put_together(batch: Batch, ranks: Ranks) -> None:
+    """What was seen of the attention of this rank's heads becomes what was seen of all heads'."""
+    for probe in batch.probes:
+        ranks.total(probe.scores)
+    for votes in batch.votes:
+        votes.layers = list(ranks.joined(torch.stack(votes.layers), dim=1))
+    for followed in batch.followed:
+        ranks.total(followed.weights.div_(ranks.count))
 
 
 @torch.inference_mode()

@@ -17,7 +17,13 @@ class WorkerConfig:
     device: str = setting("auto", "auto, cpu or cuda[:N]")
     dtype: str = setting("auto", "auto (as in the checkpoint), float32, bfloat16 or float16")
     threads: int = setting(0, "CPU threads for computing; 0 takes all cores that this process may use", low=0)
-    pool_bytes: int = setting(1 << 30, "size of the KV pool on the device", bytes=True, low=1 << 20)
+    tensor_parallel: int = setting(
+        1, "processes that share the model by heads, each with its own GPU, or with its share of the threads", low=1
+    )
+    rank_timeout: float = setting(
+        120.0, "seconds that these processes wait for one another before the worker ends", low=1
+    )
+    pool_bytes: int = setting(1 << 30, "size of the KV pool on each device", bytes=True, low=1 << 20)
     page_tokens: int = setting(16, "tokens of one page of the pool", low=1, high=1024)
     max_prompt_tokens: int = setting(0, "longest prompt with its answer; 0 takes the model's own limit", low=0)
     max_new_tokens: int = setting(256, "answer tokens when a request names no number", low=1)
@@ -56,6 +62,8 @@ class WorkerConfig:
     def __post_init__(self) -> None:
         if self.store not in STORES:
             raise ValueError(f"store must be one of {', '.join(STORES)}, not {self.store!r}")
+        if self.tensor_parallel > 1 and self.device not in ("auto", "cpu", "cuda"):
+            raise ValueError(f"with tensor_parallel, rank i takes GPU i: device can't be {self.device!r}")
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     @property

@@ -16,6 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from fusionkv.fusion_worker.packed_linear import pack
 from fusionkv.fusion_worker.prompt import PromptTemplate
+from fusionkv.fusion_worker.tensor_parallel import weights
+from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.errors import FailedPrecondition
 
@@ -51,6 +53,7 @@ class Model:
     links: ids of the link tokens it was trained with (KVLink), of the first chunk of a prompt, the second, and so on;
         empty for a model without.
     fingerprint: SHA-256 over configuration, weights and tokenizer.
+    ranks: who has the rest of the model. kv, network: this rank's heads.
     """
 
     name: str
@@ -69,6 +72,12 @@ class Model:
     max_tokens: int
     fingerprint: bytes
     device: torch.device
+    ranks: Ranks = ALONE
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token, all ranks' together."""
+        return self.kv.token_bytes * self.ranks.count
 
     @property
     def settings(self) -> dict[str, str]:
@@ -76,48 +85,75 @@ class Model:
         return {"dtype": str(self.kv.dtype).removeprefix("torch."), "layout": LAYOUT}
 
 
-def load(directory: Path, device: str = "auto", dtype: str = "auto", max_tokens: int = 0) -> Model:
-    """Loads a model directory.
+def load(
+    directory: Path, device: str = "auto", dtype: str = "auto", max_tokens: int = 0, ranks: Ranks = ALONE
+) -> Model:
+    """Loads a model directory, or one rank's part of it.
 
     Raises:
         FailedPrecondition: the directory is no model, or of a kind that is not served; the message says why.
     """
     transformers_logging.disable_progress_bar()
-    if not (directory / "config.json").is_file():
-        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+    config = _configuration(directory)
     if not (directory / "tokenizer.json").is_file():
         raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
     if not any(directory.glob("*.safetensors")):
         raise FailedPrecondition(f"{directory} holds no weights in safetensors: convert them, pickles are not loaded")
-    try:
-        config = AutoConfig.from_pretrained(directory)
-    except (ValueError, OSError, KeyError) as error:
-        raise FailedPrecondition(f"can't read the configuration in {directory}: {_line(error)}") from error
-    check_supported(config)
     where = _device(device)
     kind = DTYPES.get(dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
-        # Of safetensors only: the older .bin files are pickles, which can run code.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=kind, output_loading_info=True, use_safetensors=True
-        )
-        network, report = loaded
+        if ranks.count == 1:
+            network = _whole(directory, kind).to(device=where).eval()
+        else:
+            network = weights.load_part(directory, config, kind, where, ranks)
         # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise FailedPrecondition(f"can't load the model in {directory}: {_line(error)}") from error
+    limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
+    identity = fingerprint(directory) if ranks.rank == 0 else b""  # the others are never asked for it
+    return wrap(directory.resolve().name, network, tokenizer, identity, limit, ranks)
+
+
+def check_shareable(directory: Path, count: int) -> None:
+    """Raises FailedPrecondition when `count` ranks can't serve the model of a directory together."""
+    weights.check_shareable(directory.name, _configuration(directory), count)
+
+
+def _configuration(directory: Path) -> Any:
+    if not (directory / "config.json").is_file():
+        raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(directory)
+    except (ValueError, OSError, KeyError) as error:
+        raise FailedPrecondition(f"can't read the configuration in {directory}: {_line(error)}") from error
+    check_supported(config)
+    return config
+
+
+def _whole(directory: Path, dtype: torch.dtype) -> Any:
+    """The network with all its weights. Raises as transformers does, and FailedPrecondition when some are missing."""
+    # Of safetensors only: the older .bin files are pickles, which can run code.
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, output_loading_info=True, use_safetensors=True
+    )
+    network, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers makes up random ones and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
-    limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
-    return wrap(directory.resolve().name, network.to(device=where).eval(), tokenizer, fingerprint(directory), limit)
+    return network
 
 
 def on_cpu(device: str) -> bool:
     """Whether a device of this name, auto included, is the CPU. Raises as `load` does."""
     return _device(device).type == "cpu"
+
+
+def rank_device(device: str, rank: int) -> torch.device:
+    """The device of one rank of several: rank i has GPU i. Raises as `load` does."""
+    return _device("cpu" if on_cpu(device) else f"cuda:{rank}")
 
 
 def _device(name: str) -> torch.device:
@@ -134,8 +170,11 @@ def _line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int) -> Model:
-    """A Model around a network and a fast tokenizer that are in memory already; packs the network's linear layers."""
+def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:
+    """A Model around a network and a fast tokenizer that are in memory already; packs the network's linear layers.
+
+    ranks: among whom the network's heads are shared out already.
+    """
     check_supported(network.config)
     config = network.config
     heads = config.num_attention_heads
@@ -155,7 +194,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         rotation=Rotation(network.model.rotary_emb.inv_freq, FAMILIES[config.model_type]),
         kv=KVShape(
             layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks.count,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=parameter.dtype,
         ),
@@ -166,6 +205,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         max_tokens=max_tokens,
         fingerprint=fingerprint,
         device=parameter.device,
+        ranks=ranks,
     )
 
 

@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
 from fusionkv.fusion_worker.methods import modifiers, recipes
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.fusion_worker.verdict import Verdict
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
@@ -41,14 +42,19 @@ class FusionServicer:
     """One model, one pool, one engine. Made inside the event loop that serves it."""
 
     def __init__(
-        self, config: WorkerConfig, model: Model, auxiliary: Model | None = None, verdict: Verdict | None = None
+        self,
+        config: WorkerConfig,
+        model: Model,
+        auxiliary: Model | None = None,
+        verdict: Verdict | None = None,
+        crew: Crew | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._verdict = verdict
         self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-        self.engine = Engine(model, self.pool, config)
+        self.engine = Engine(model, self.pool, config, crew)
         self.loader = Loader(config, model, self.pool, self.engine, self.cache)
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
@@ -66,6 +72,7 @@ class FusionServicer:
         await self.answerer.shadow.close()
         await self.loader.close()
         self.engine.close()
+        self.engine.crew.close()
         if self.auxiliary is not None:
             await self.auxiliary.close()
         if self.cache is not None:
@@ -83,7 +90,7 @@ class FusionServicer:
             bos_token=model.bos,
             max_tokens=model.max_tokens,
             embedding_dim=model.network.config.hidden_size,
-            kv_bytes_per_token=model.kv.token_bytes,
+            kv_bytes_per_token=model.token_bytes,
             recipes=[
                 pb.Recipe(name=r.name, description=r.description, default_ratio=r.ratio, neighbours=r.neighbours)
                 for r in recipes.RECIPES.values()

@@ -149,6 +149,7 @@ async def serve(
     tls: ServerTLS | None = None,
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     beside: Sequence[Beside] = (),
+    failure: "asyncio.Future[None] | None" = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
 
@@ -156,7 +157,9 @@ async def serve(
     With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
     `beside` has a line of its own, after that one.
     `on_start` gets these addresses before that. `on_stop` is given half of the drain's seconds, in which new calls
-    are still taken; `on_drain` runs when all calls have ended.
+    are still taken; `on_drain` runs when all calls have ended. Once `failure` has failed nothing can be served any
+    more: health turns NOT_SERVING, calls in flight end with UNAVAILABLE, neither of the two runs, and its error is
+    raised.
 
     Raises:
         OSError: an address can't be bound, or a certificate can't be used.
@@ -185,7 +188,14 @@ async def serve(
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
     for listener, where in ((name, bound), *others):
         print(f"{listener} serving on {' '.join(where)}", flush=True)
-    await stop.wait()
+    stopping = asyncio.create_task(stop.wait())
+    waited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if failure is not None and failure.done():
+        stopping.cancel()
+        await checks.enter_graceful_shutdown()
+        await asyncio.gather(server.stop(0), *(other.stop(0) for other in beside))
+        failure.result()
     log.info("%s drains for up to %g s", name, drain_seconds)
     await checks.enter_graceful_shutdown()
     if on_stop is not None:

@@ -245,7 +245,8 @@ class Answerer:
                     break
                 if result.votes is not None:
                     assert summary.recipe.keep is not None
-                    await evict(fused, summary.recipe.keep, result.votes, self._pool, self._model.rotation)
+                    keep, crew = summary.recipe.keep, self._engine.crew
+                    await evict(fused, keep, result.votes, self._pool, self._model, crew)
                 result = await self._engine.run(fused.next([token], sampler))
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)

@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
 from fusionkv.fusion_worker.methods.shallow import scores
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
 
@@ -22,10 +23,12 @@ log = logging.getLogger(__name__)
 class Engine:
     """Computes works of many requests together. `run` is called from the event loop, the rest is the thread's."""
 
-    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig) -> None:
+    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, crew: Crew | None = None) -> None:
+        """crew: the ranks that compute each step, when they are several."""
         install(model)
         self._model = model
         self._pool = pool
+        self.crew = crew or Crew()
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -73,7 +76,8 @@ class Engine:
     def _advance(self, parts: list[Part]) -> None:
         """Runs the parts' rows through all layers, or all that are left of them."""
         step = self._assemble(parts)
-        hidden = forward(self._model, step.batch, parts[0].work.ahead)
+        with self.crew.step(step.batch):
+            hidden = forward(self._model, step.batch, parts[0].work.ahead)
         last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
         for work, span in last.items():
@@ -103,10 +107,13 @@ class Engine:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
         work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
-        found = shallow(self._model, step.batch)
-        kv, (span,) = self._pool.kv[1], step.spans
-        scored = scores(work.probe.score, found.second, kv, span, self._model.rotation, work.probe.starts)
-        work.future.set_result(Result(scores=scored, shallow=found))
+        model, ranks = self._model, self._model.ranks
+        with self.crew.shallow(step.batch, work.probe):
+            found = shallow(model, step.batch)
+            kv, (span,) = self._pool.kv[1], step.spans
+            scored = scores(work.probe.score, found.second, kv, span, model.rotation, work.probe.starts, ranks)
+        # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
+        work.future.set_result(Result(scores=scored, shallow=found if ranks.count == 1 else None))
 
     def _assemble(self, parts: list[Part]) -> "_Step":
         spans: list[Span] = []

@@ -1,6 +1,7 @@
 """Shrinks a context for decoding: what is kept of it, by layer and head, is copied together; the rest is let go."""
 
 import asyncio
+from functools import partial
 
 import torch
 
@@ -8,11 +9,12 @@ from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.work import behind, lay_out, slots_of
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.kernels.rope import Rotation
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.segments import Segment, Span
 
 
-async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, rotation: Rotation) -> None:
+async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, crew: Crew) -> None:
     """Leaves the system prompt, `keep.tokens` slots of context and the question. After the prefill, before decoding.
 
     votes: float32 [layers, kv_heads, positions]. Each kept slot holds another token in every layer and head, its key
@@ -22,7 +24,11 @@ async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, r
     fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
     tokens = keep.choose(votes[..., low : len(fused.stale) + fused.links]) + low
-    copying = asyncio.ensure_future(asyncio.to_thread(_copy, fused, tokens, slots_of(kept), pool.kv, rotation))
+    positions = fused.positions.to(pool.kv.device)
+    own = lay_out(positions, fused.placement.fresh)
+    span, to = Span(0, 1, positions[-1:], (*fused.seen, *own)), slots_of(kept)
+    work = partial(copy_kept, span, tokens, to, pool.kv, model)
+    copying = asyncio.ensure_future(asyncio.to_thread(crew.keep, span, tokens, to, work))
     try:
         await asyncio.shield(copying)
     except asyncio.CancelledError:
@@ -36,13 +42,13 @@ async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, r
     fused.placement.let_go()
 
 
-def _copy(fused: Fused, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, rotation: Rotation) -> None:
-    """Copies tokens [layers, kv_heads, kept], by position, to pool slots [kept]."""
-    device = kv.device
-    positions = fused.positions.to(device)
-    own = lay_out(positions, fused.placement.fresh)
-    slots, cos, sin = Span(0, 1, positions[-1:], (*fused.seen, *own)).in_order(rotation)
+def copy_kept(span: Span, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:
+    """Copies tokens [layers, kv_heads of all ranks, kept], by position of what a row sees, to pool slots [kept]."""
+    device, ranks = kv.device, model.ranks
+    slots, cos, sin = span.in_order(model.rotation)
     heads = torch.arange(kv.shape[3], device=device)
-    for pool, at in zip(kv, tokens.transpose(1, 2).to(device), strict=True):
-        pool[0].index_copy_(0, to.to(device), rotation.apply(pool[0][slots[at], heads], cos[at], sin[at]))
+    mine = tokens[:, ranks.part(tokens.shape[1])].transpose(1, 2).to(device)
+    for pool, at in zip(kv, mine, strict=True):
+        turned = model.rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])
+        pool[0].index_copy_(0, to.to(device), turned)
         pool[1].index_copy_(0, to.to(device), pool[1][slots[at], heads])

@@ -194,7 +194,7 @@ class Fuser:
             rows = torch.cat([context, question])
             result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
         assert result.scores is not None
-        rows_computed = len(question) if result.shallow is None else len(result.shallow.hidden)
+        rows_computed = len(question) if isinstance(score, QuestionAttention) else len(context) + len(question)
         return Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
 
     async def _score_by_auxiliary(self, prompt: Prompt) -> Scored:

@@ -46,7 +46,7 @@ class Loader:
         self._spans = LoadSpans()
         self._turns = Turns(config.max_loads)
         self._admitted = itertools.count()
-        self.storage = Storage(pool, config.store)
+        self.storage = Storage(pool, config.store, engine.crew)
         self.locator = Locator(self.storage, cache, config.lookup_timeout)
         self.putter = Putter(pool, self.storage, cache, config.max_puts, config.fetch_timeout) if cache else None
         settings = model.settings | self.storage.settings

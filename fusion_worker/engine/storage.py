@@ -1,9 +1,12 @@
 """The form in which chunks' KV leaves the pool and comes back: as computed, or in one byte a number."""
 
+from collections.abc import Sequence
+
 import torch
 
-from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
+from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
 from fusionkv.fusion_worker.models import KVShape
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
 
 
@@ -11,10 +14,13 @@ class Storage:
     """Copies chunks between the pool's slots and bytes.
 
     kind: plain, int8 or fp8. Plain bytes are [layer, 2, token, kv_head, head_dim]; the other two hold the same in one
-    byte a number, then the scales of keys and of values (kernels/quantised.py).
+    byte a number, then the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
+    so that it is the same however many ranks a worker has; a part has one rank's heads, in the same arrays.
     """
 
-    def __init__(self, pool: KVPool, kind: str) -> None:
+    def __init__(self, pool: KVPool, kind: str, crew: Crew | None = None) -> None:
+        """crew: the ranks that have the other heads; a rank that is told what to do needs none."""
+        self._crew = crew or Crew()
         self._pool = pool
         self._kind = KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
@@ -26,41 +32,85 @@ class Storage:
 
     def size(self, tokens: int) -> int:
         """Bytes of an entry of `tokens` tokens."""
-        shape = self._pool.shape
-        if self._kind is None:
-            return tokens * shape.token_bytes
-        return _numel(_numbers(shape, tokens)) + 2 * sum(map(_numel, _scales(shape, tokens)))
+        return self.part_size(tokens) * self._crew.ranks.count
+
+    def part_size(self, tokens: int) -> int:
+        """Bytes of one rank's part of it."""
+        return self._pool.shape.kv_heads * sum(blocks * each for blocks, each in self._arrays(tokens))
 
     def take_out(self, resident: Resident) -> memoryview:
         """A copy of a chunk's KV."""
-        kv = self._read(resident)
-        if self._kind is not None:
-            kv = self._pack(kv)
-        return kv.cpu().view(torch.uint8).reshape(-1).numpy().data
+        runs, tokens = resident.runs, resident.tokens
+        parts = self._crew.take(resident, lambda: self.read(runs, tokens))
+        return self._join(parts, tokens).numpy().data
 
     def put_in(self, resident: Resident, data: torch.Tensor) -> None:
         """Writes a chunk's KV to its slots. data: uint8 [size], in host memory."""
-        shape, tokens = self._pool.shape, resident.tokens
+        runs, tokens = resident.runs, resident.tokens
+        self._crew.put(resident, self._split(data, tokens), lambda part: self.write(runs, tokens, part))
+
+    def read(self, runs: Sequence[Run], tokens: int) -> torch.Tensor:
+        """A copy of this rank's part of a chunk, uint8 [part_size] in host memory."""
+        kv = self._read(runs, tokens)
+        if self._kind is not None:
+            kv = self._pack(kv)
+        return kv.cpu().view(torch.uint8).reshape(-1)
+
+    def write(self, runs: Sequence[Run], tokens: int, part: torch.Tensor) -> None:
+        """Writes this rank's part, uint8 [part_size] in host memory, to the chunk's slots."""
+        shape = self._pool.shape
         if self._kind is None:
-            self._write(resident, data.view(shape.dtype).view(_numbers(shape, tokens)))
+            self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
         else:
             # Restored where it is needed: half the bytes cross to the device.
-            self._write(resident, self._unpack(data.to(self._pool.kv.device), tokens))
+            self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
 
     def pass_through(self, resident: Resident) -> None:
-        """Leaves in the slots what storing and fetching would."""
+        """Leaves in the slots of this rank what storing and fetching would."""
         if self._kind is not None:
-            self._write(resident, self._unpack(self._pack(self._read(resident)), resident.tokens))
+            runs, tokens = resident.runs, resident.tokens
+            self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
 
-    def _read(self, resident: Resident) -> torch.Tensor:
-        pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in resident.runs]
+    def _arrays(self, tokens: int) -> list[tuple[int, int]]:
+        """The arrays of an entry, each [blocks, kv_heads, bytes]: blocks and bytes."""
+        shape = self._pool.shape
+        blocks = 2 * shape.layers * tokens
+        if self._kind is None:
+            return [(blocks, shape.head_dim * shape.dtype.itemsize)]
+        groups = -(-tokens // GROUP)
+        return [(blocks, shape.head_dim), (shape.layers * groups, 2 * shape.head_dim), (shape.layers * tokens, 2)]
+
+    def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """An entry out of all ranks' parts."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
+        cut = [part.split([blocks * heads * each for blocks, each in arrays]) for part in parts]
+        joined = [
+            torch.cat([piece.view(blocks, heads, each) for piece in pieces], dim=1).view(-1)
+            for pieces, (blocks, each) in zip(zip(*cut, strict=True), arrays, strict=True)
+        ]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
+
+    def _split(self, entry: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        """All ranks' parts of an entry."""
+        count = self._crew.ranks.count
+        if count == 1:
+            return [entry]
+        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads * count
+        cut = entry.split([blocks * heads * each for blocks, each in arrays])
+        shared = [array.view(blocks, count, -1) for array, (blocks, _) in zip(cut, arrays, strict=True)]
+        return [torch.cat([array[:, rank].reshape(-1) for array in shared]) for rank in range(count)]
+
+    def _read(self, runs: Sequence[Run], tokens: int) -> torch.Tensor:
+        pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in runs]
         whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-        return whole[:, :, : resident.tokens].contiguous()
+        return whole[:, :, :tokens].contiguous()
 
-    def _write(self, resident: Resident, kv: torch.Tensor) -> None:
-        at = 0
-        for run in resident.runs:
-            count = min(run.length, resident.tokens - at)
+    def _write(self, runs: Sequence[Run], kv: torch.Tensor) -> None:
+        at, tokens = 0, kv.shape[2]
+        for run in runs:
+            count = min(run.length, tokens - at)
             self._pool.kv[:, :, run.start : run.start + count].copy_(kv[:, :, at : at + count])
             at += count
 

@@ -96,7 +96,7 @@ class Examiner:
             logits = result.logits.cpu()  # waits for the device
         if keep is not None:
             assert result.votes is not None
-            await evict(fused, keep, result.votes, self._pool, self._model.rotation)
+            await evict(fused, keep, result.votes, self._pool, self._model, self._engine.crew)
         return logits
 
     async def _generate(self, task: Task, fused: Fused, token: int) -> str:

@@ -15,6 +15,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     ShallowScore,
     ValueDeviation,
 )
+from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
@@ -35,13 +36,19 @@ class States:
 
 @torch.inference_mode()
 def scores(
-    score: ShallowScore, states: States, kv: torch.Tensor, span: Span, rotation: Rotation, starts: torch.Tensor
+    score: ShallowScore,
+    states: States,
+    kv: torch.Tensor,
+    span: Span,
+    rotation: Rotation,
+    starts: torch.Tensor,
+    ranks: Ranks = ALONE,
 ) -> torch.Tensor:
     """float32 [last position + 1]: the score of every row's token, 0 elsewhere.
 
     states: of layer 1. Rows: every stale token, then the question. kv: [2, slots, kv_heads, head_dim], that layer of
     the pool. span: the rows and all keys they see in layer 0. starts: int64, ascending: first position of the
-    context, of every chunk after the first, and of the question.
+    context, of every chunk after the first, and of the question. ranks: who has the other heads.
     """
     rows = span.positions
     context = int((rows < starts[-1]).sum())
@@ -52,12 +59,12 @@ def scores(
         squared = isinstance(score, ValueDeviation)
         out[rows[:context]] = away.square().sum((1, 2)) if squared else away.abs().sum((1, 2))
     if isinstance(score, AttendedDeviation):
-        return out * _columns(states, kv, span, rotation, 0)
+        return ranks.total(out) * ranks.total(_columns(states, kv, span, rotation, 0))
     if isinstance(score, ShallowAttention):
-        return _columns(states, kv, span, rotation, context)
+        return ranks.total(_columns(states, kv, span, rotation, context))
     if isinstance(score, InterChunkAttention):
         out[rows[:context]] = _to_other_chunks(states, kv, span, rotation, starts)[:context]
-    return out
+    return ranks.total(out)
 
 
 def _keys(states: States, kv: torch.Tensor, span: Span, rotation: Rotation) -> torch.Tensor:

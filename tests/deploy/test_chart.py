@@ -119,6 +119,22 @@ def test_the_gpu_comes_with_its_image(render: Render) -> None:
         assert container["resources"]["limits"].get("nvidia.com/gpu", 0) == count
 
 
+def test_several_gpus_share_the_model(render: Render, root: Path) -> None:
+    """As the example has it: a rank for each GPU, and the shared memory that they need."""
+    documents = render(yaml.safe_load((root / "k8s/examples/tensor-parallel.yaml").read_text()))
+    pod = workloads(documents)["worker"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["image"] == "fusionkv-worker-gpu:0.1.0"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert {"name": "FUSIONKV_WORKER_TENSOR_PARALLEL", "value": "4"} in container["env"]
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    for version in VERSIONS:
+        for document in documents:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
 def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
     secured = {"secret": "fusionkv-tls", "config": {"tls_cert": "/etc/fusionkv/tls.crt"}}
     for values, probe in ((None, {"grpc"}), (secured, {"tcpSocket"})):
@@ -165,7 +181,8 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    own = {"listen", "http_listen", "metrics_listen", "data_dir", "advertise", "model", "cache", "workers"}
+    places = {"listen", "http_listen", "metrics_listen", "data_dir", "advertise"}
+    own = places | {"model", "cache", "workers", "tensor_parallel"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]
         allowed = next(p["propertyNames"]["enum"] for p in parts if "propertyNames" in p)
@@ -259,7 +276,8 @@ def test_caches_that_share_an_index_reach_it_and_each_other(render: Render, url:
         ({"kvcache": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": "two"}}, "replicas"),
-        ({"worker": {"gpu": {"count": 2}}}, "count"),
+        ({"worker": {"gpu": {"count": 9}}}, "count"),
+        ({"worker": {"config": {"tensor_parallel": 2}}}, "propertyNames|tensor_parallel"),
         ({"worker": {"model": {"claim": ""}}}, "claim"),
         ({"worker": {"model": {"path": "../etc"}}}, "path"),
         ({"gateway": {"replicas": 2}}, "replicas"),

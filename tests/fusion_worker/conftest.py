@@ -161,13 +161,15 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         max_tokens: int = 2048,
         replace: Any = None,
         auxiliary: Any = None,
+        crew: Any = None,
         **config: Any,
     ) -> Rig:
         ours = copy.deepcopy(network(family, dtype))
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **config}
-        rigs.append(Rig(FusionServicer(WorkerConfig(**settings), made, auxiliary), made, drawn, numbers, gates))
+        servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, crew=crew)
+        rigs.append(Rig(servicer, made, drawn, numbers, gates))
         return rigs[-1]
 
     yield make

@@ -1,0 +1,226 @@
+"""Two ranks, real processes over gloo, answer as one does: against an untouched model and against a worker alone."""
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.tensor_parallel import lane, processes
+from fusionkv.fusion_worker.tensor_parallel import start as ranks
+from fusionkv.protos import rpc
+from fusionkv.protos.errors import FailedPrecondition, Unavailable
+
+pytestmark = pytest.mark.system
+# float32: sums over heads and channels are made in another order, and no more than that.
+CLOSE = 1e-4
+POOL = {"pool_bytes": 8 << 20, "page_tokens": 4}
+# Biases of q, k and v; norms of heads; gate and up in one matrix.
+SHARED = ("qwen2", "qwen3", "glm4")
+RECIPES = {
+    **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "trace", "epic")},
+    **{name: {"ratio": 0.4} for name in ("cacheblend", "kvshare", "cache_craft", "a3")},
+    "full_attention": {},
+    "full_reuse": {},
+    "ape": {},
+    "full_reuse+snapkv(12)": {},
+    "a3+snapkv(12)": {"ratio": 0.4},
+    "prophetkv+adaptive(33,300)": {"ratio": 0.4},
+}
+
+
+@dataclasses.dataclass
+class Pair:
+    """A worker of two ranks, and the directory of its model."""
+
+    rig: Any
+    directory: Path
+    others: processes.Processes
+
+
+StartPair = Callable[..., Awaitable[Pair]]
+
+
+@pytest.fixture
+def directory(tmp_path: Path, tools: Any) -> Callable[[str], Path]:
+    def save(family: str) -> Path:
+        folder = tmp_path / family
+        tools.network(family).save_pretrained(folder)
+        tools.byte_tokenizer().save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture
+async def held() -> AsyncIterator[AsyncExitStack]:
+    """What ends after the workers of `start`, since it is asked for first."""
+    async with AsyncExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start_pair(held: AsyncExitStack, start: Any, directory: Any) -> StartPair:
+    """`await start_pair(family, ...)`: rank 0 in this process, rank 1 in one of its own. One pair a test."""
+
+    async def make(family: str, **more: Any) -> Pair:
+        folder = directory(family)
+        settings = {"model": folder, "device": "cpu", "tensor_parallel": 2, "rank_timeout": 60.0, **POOL, **more}
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
+        others = await held.enter_async_context(processes.started(2, flags))
+        model, crew = await ranks.lead(WorkerConfig(**settings), others)
+        held.callback(lane.leave)
+        rig = await start(family, replace=lambda _: model, crew=crew, **settings)
+        return Pair(rig, folder, others)
+
+    return make
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 1, 30, 4, 7)], tools.random_ids(6, 99)
+
+
+@pytest.mark.parametrize("name", SHARED)
+async def test_every_recipe_answers_as_alone(
+    name: str, start_pair: StartPair, start: Any, oracle: Any, parts: Any, tools: Any
+) -> None:
+    """The same tokens, and logits within 1e-4 of the largest; the two ends as an untouched model has them."""
+    pair, plain = (await start_pair(name)).rig, oracle(name)
+    alone = await start(name)
+    system, chunks, question = parts
+    ids = [*system, *(i for c in chunks for i in c), *question]
+    for recipe, more in RECIPES.items():
+        found = await pair.ask(*parts, recipe=recipe, max_tokens=6, **more)
+        expected = await alone.ask(*parts, recipe=recipe, max_tokens=6, **more)
+        assert found.ids == expected.ids, recipe
+        for a, b in zip(found.logits, expected.logits, strict=True):
+            assert tools.error(a, b) < CLOSE, recipe
+        assert found.summary.tokens_recomputed == expected.summary.tokens_recomputed, recipe
+    full = await pair.ask(*parts, recipe="prophetkv", ratio=1.0)
+    assert tools.error(full.logits[0], plain.logits(ids)) < CLOSE
+    reused = await pair.ask(*parts, recipe="prophetkv", ratio=0.0)
+    assert tools.error(reused.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    await pair.settled()
+
+
+@pytest.mark.parametrize("store", ["plain", "int8"])
+async def test_entries_are_those_of_a_worker_alone(
+    store: str, cache_service: str, start_pair: StartPair, start: Any, parts: Any, tools: Any, tenant: str
+) -> None:
+    """What one of them encodes the other fetches, and both answer the same."""
+    system, chunks, question = parts
+    pair = await start_pair("qwen2", cache=cache_service, store=store)
+    loaded = models.load(pair.directory, "cpu")
+    kwargs = {"replace": lambda _: loaded, "cache": cache_service, "store": store}
+    ours, theirs = chunks[:2], chunks[2:]
+
+    first = await start("qwen2", **kwargs)
+    expected = await first.ask(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
+    await first.stored()
+    found = await pair.rig.ask(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
+    assert sum(h.chunks for h in found.summary.hits if h.tier == "memory") == len(theirs)
+    assert found.summary.bytes_fetched > 0
+    # In one byte a number, what was fetched is not what its encoder had in its pool.
+    if store == "plain":
+        assert found.ids == expected.ids
+        assert tools.error(found.logits[0], expected.logits[0]) < CLOSE
+
+    made = await pair.rig.ask(system, ours, question, recipe="prophetkv", tenant=tenant, max_tokens=4)
+    assert made.summary.chunks_missed == len(ours)
+    await pair.rig.stored()
+    second = await start("qwen2", **kwargs)
+    for recipe in ("full_reuse", "prophetkv"):
+        expected = await second.ask(system, chunks, question, recipe=recipe, tenant=tenant, max_tokens=4)
+        pair.rig.pool.clear()
+        found = await pair.rig.ask(system, chunks, question, recipe=recipe, tenant=tenant, max_tokens=4)
+        assert expected.summary.chunks_missed == found.summary.chunks_missed == 0
+        assert found.ids == expected.ids
+        for a, b in zip(found.logits, expected.logits, strict=True):
+            assert tools.error(a, b) < CLOSE
+
+
+async def test_requests_share_steps(start_pair: StartPair, oracle: Any, parts: Any, tools: Any) -> None:
+    """Prefills that are split, answers that are decoded and chunks that are encoded, all at once."""
+    pair, plain = (await start_pair("qwen3", max_step_tokens=24, max_mixed_tokens=16)).rig, oracle("qwen3")
+    system, chunks, _ = parts
+    questions = [tools.random_ids(3 + n, 200 + n) for n in range(8)]
+    asked = [
+        pair.ask(system, chunks, question, recipe="full_attention" if n % 2 else "full_reuse", max_tokens=4)
+        for n, question in enumerate(questions)
+    ]
+    ids = [*system, *(i for c in chunks for i in c)]
+    for n, found in enumerate(await asyncio.gather(*asked)):
+        context = plain.kv(ids) if n % 2 else plain.reused(system, chunks)
+        assert tools.error(found.logits[0], plain.after(context, questions[n])) < CLOSE
+    await pair.settled()
+
+
+async def test_a_rank_that_hangs_is_not_waited_for(start_pair: StartPair, parts: Any) -> None:
+    """What is asked is refused, at once from then on, and the worker is told that it can't go on."""
+    pair = await start_pair("llama", rank_timeout=10.0)
+    await pair.rig.ask(*parts, recipe="full_reuse")
+    (child,) = pair.others.children
+    child.send_signal(signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="the 2 ranks of this worker are out of step"):
+            await asyncio.wait_for(pair.rig.ask(*parts, recipe="full_attention"), 60)
+    with pytest.raises(Unavailable, match="out of step"):
+        await asyncio.wait_for(asyncio.shield(pair.others.lost), 60)
+
+
+def start_two(launch: Any, model: Path) -> tuple[Any, int]:
+    """A worker of two ranks by its command line, and the process id of the second."""
+    flags = ("--model", str(model), "--device", "cpu", "--tensor-parallel", "2", "--listen", "127.0.0.1:0")
+    service = launch("fusionkv.fusion_worker", *flags)
+    number = service.process.pid
+    (child,) = Path(f"/proc/{number}/task/{number}/children").read_text().split()
+    return service, int(child)
+
+
+async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_model: Path) -> None:
+    service, child = start_two(launch, reference_model)
+    async with rpc.dial(service.address) as channel:
+        seen = []
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        with suppress(grpc.RpcError):
+            async for reply in watch:
+                if not seen:
+                    os.kill(child, signal.SIGKILL)
+                seen.append(reply.status)
+        assert seen[0] == health_pb2.HealthCheckResponse.SERVING
+        assert all(status == health_pb2.HealthCheckResponse.NOT_SERVING for status in seen[1:])
+    assert service.wait() == 1
+    assert "fusionkv-worker: rank 1 of 2 was killed by SIGKILL" in service.log
+
+
+def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None:
+    service, child = start_two(launch, reference_model)
+    assert service.stop() == 0, service.log
+    assert not Path(f"/proc/{child}").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "why"),
+    [
+        (3, "qwen2 has 4 KV heads, which 3 ranks can't share evenly: set tensor_parallel to a divisor of 4"),
+        (8, "qwen2 has 4 KV heads, which 8 ranks can't share evenly"),
+    ],
+)
+def test_heads_that_can_not_be_shared(count: int, why: str, directory: Any) -> None:
+    with pytest.raises(FailedPrecondition, match=why):
+        models.check_shareable(directory("qwen2"), count)
+
+
+def test_a_device_of_its_own() -> None:
+    with pytest.raises(ValueError, match="rank i takes GPU i"):
+        WorkerConfig(tensor_parallel=2, device="cuda:1")
