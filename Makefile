@@ -61,10 +61,11 @@ proto-breaking: setup ## Refuses changes that break clients of an earlier commit
 	.venv/bin/buf breaking protos --against '.git#ref=$(BASE),subdir=protos'
 
 .PHONY: docs
-docs: setup ## Writes what follows from the code: settings, one line a file, the chart's schema
+docs: setup ## Writes what follows from the code, and the site of the documentation: build/site/
 	@for page in configuration structure recipes; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f scripts/site.yml
 
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/

@@ -34,6 +34,7 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    from fusionkv.gateway.history import History
     from fusionkv.gateway.quotas import Quotas
     from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
@@ -51,7 +52,8 @@ async def _serve(config: GatewayConfig) -> None:
     # Those there are, so that damage is told at start and the figures are whole.
     for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
         await tenants.get(name)
-    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()))
+    history = History(config.admin_answers) if config.admin_listen else None
+    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history)
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
@@ -60,17 +62,26 @@ async def _serve(config: GatewayConfig) -> None:
         on_drain=servicer.close,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
-        beside=_http(config, servicer, bearer) if config.http_listen else [],
+        beside=_http(config, servicer, bearer),
     )
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
-    """The HTTP endpoint. Raises ValueError when its library is missing."""
+    """The HTTP servers. Raises ValueError when their library is missing."""
+    made: list[rpc.Beside] = []
     try:
-        from fusionkv.gateway.http.server import HTTPServer
+        if config.http_listen:
+            from fusionkv.gateway.http.server import HTTPServer
+
+            made.append(HTTPServer(config, servicer, bearer))
+        if config.admin_listen:
+            from fusionkv.gateway.http.admin import AdminServer
+
+            made.append(AdminServer(config, servicer, bearer))
     except ModuleNotFoundError as error:
-        raise ValueError(f"http_listen needs the package {error.name}: pip install 'fusionkv[http]'") from error
-    return [HTTPServer(config, servicer, bearer)]
+        named = "http_listen" if config.http_listen else "admin_listen"
+        raise ValueError(f"{named} needs the package {error.name}: pip install 'fusionkv[http]'") from error
+    return made
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:

@@ -33,6 +33,7 @@ _GATEWAY = "/gateway.v1.GatewayService/"
 _EVERYBODY = frozenset(Role)
 _APPS = frozenset({Role.APP, Role.OPERATOR})
 _OPERATORS = frozenset({Role.OPERATOR})
+ADMIN_PAGES = "/fusionkv.admin/Pages"
 # A method that is in neither of the two is refused, whoever calls.
 ROLES = {
     _GATEWAY + "Ingest": _APPS,
@@ -42,6 +43,7 @@ ROLES = {
     _GATEWAY + "Retrieve": _APPS,
     _GATEWAY + "Generate": _APPS,
     _GATEWAY + "Stats": _OPERATORS,
+    ADMIN_PAGES: _OPERATORS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATORS,
 }
 # Probes of load balancers and of Kubernetes carry no token, and learn only whether the gateway serves.

@@ -1,7 +1,8 @@
-"""`fusionkv ask --explain`: one page on how an answer came about, that needs nothing else to be read."""
+"""One page on how an answer came about, that needs nothing else to be read: `ask --explain`, a gateway's pages."""
 
-from dataclasses import asdict
-from importlib import resources
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusionkv.gateway.files import UsageError
@@ -26,31 +27,69 @@ STAGES = {
 }
 
 
-def template() -> "Template":
-    """The page's template. Raises UsageError when its library is missing."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What the page has besides when a gateway serves it: when that was, the list of all answers, and where to have
+    the question asked again with full attention, if it was not yet.
+    """
+
+    at: str
+    home: str
+    compare: str
+
+
+def template(name: str = "explain.html") -> "Template":
+    """A page's template. Raises UsageError when its library is missing."""
     try:
-        from jinja2 import Environment
+        from jinja2 import Environment, PackageLoader
     except ModuleNotFoundError as error:
         raise UsageError("--explain needs the package jinja2: pip install 'fusionkv[gateway]'") from error
-    text = resources.files(__package__).joinpath("explain.html").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+    loader = PackageLoader("fusionkv.gateway", "pages")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True).get_template(name)
 
 
-def render(page: "Template", question: str, answer: Answer, explanation: Explanation, full: Answer) -> str:
-    """The page as HTML. `full` is the answer by full attention, over the same chunks."""
-    longest = max(answer.summary.seconds.total, full.summary.seconds.total) or 1.0
-    named = [("this answer", answer), ("full attention", full)]
+def render(
+    page: "Template",
+    question: str,
+    answer: Answer,
+    explanation: Explanation,
+    full: Answer | None,
+    served: Served | None = None,
+) -> str:
+    """The page as HTML. `full` is the answer by full attention, if that was asked."""
+    named = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
+    longest = max(a.summary.seconds.total for _, a in named) or 1.0
     return page.render(
         question=question,
         answers=[(name, a.text.strip(), a.summary) for name, a in named],
-        same=answer.text == full.text,
+        same=full is not None and answer.text == full.text,
+        same_chunks=full is not None and answer.sources == full.sources,
         summary=answer.summary,
+        facts=_facts(answer, full),
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
         seconds=[asdict(a.summary.seconds) for _, a in named],
         longest=longest,
         chunks=[_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)],
+        **(asdict(served) if served else {}),
     )
+
+
+def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
+    """Title, value, and what is said below it."""
+    s = answer.summary
+    first = f"of {1e3 * s.seconds.total:.0f} ms in all"
+    if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
+        first = f"full attention: {1e3 * full.summary.seconds.ttft:.0f} ms"
+    context = s.context_tokens or 1
+    kept = f"{s.tokens_lossless} lossless, {s.tokens_reused} stale of {s.context_tokens}"
+    hits = [f"{sum(h.chunks for h in s.hits if h.kind == kind)} {kind}" for kind in ("exact", "alternative")]
+    return [
+        ("first token", f"{1e3 * s.seconds.ttft:.0f} ms", first),
+        ("reused", f"{100 * (s.tokens_lossless + s.tokens_reused) / context:.0f}%", kept),
+        ("recomputed", f"{100 * s.tokens_recomputed / context:.0f}%", f"{s.tokens_recomputed} tokens, {s.recipe}"),
+        ("chunks", f"{s.chunks_retrieved}", f"{', '.join(hits)}, {s.chunks_missed} missed"),
+    ]
 
 
 def _timeline(seconds: StageSeconds, longest: float) -> list[tuple[str, float, float]]:
@@ -74,5 +113,11 @@ def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
         "kind": chunk.kind or "not looked up",
         "tier": chunk.tier,
         "counts": {state: states.count(state) for state in ("lossless", "reused", "recomputed") if state in states},
+        "runs": _runs(states),
         "tokens": list(zip(chunk.texts, states, scores, strict=True)),
     }
+
+
+def _runs(states: Sequence[str]) -> list[tuple[str, int]]:
+    """States that follow each other, and how often."""
+    return [(state, len(list(group))) for state, group in itertools.groupby(states)]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from opentelemetry import metrics
 
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.pipeline import Pipeline, passage
 from fusionkv.gateway.plan import order
@@ -46,7 +47,11 @@ class Call(Protocol):
 class GatewayServicer:
     """One method an RPC, named as in gateway.proto."""
 
-    def __init__(self, config: GatewayConfig, tenants: Tenants, workers: WorkerPool) -> None:
+    def __init__(
+        self, config: GatewayConfig, tenants: Tenants, workers: WorkerPool, history: History | None = None
+    ) -> None:
+        """history: keeps answers with explanations, for operators to look at."""
+        self.history = history
         self._config = config
         self._tenants = tenants
         self._workers = workers
@@ -106,11 +111,22 @@ class GatewayServicer:
             return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
+        async with contextlib.aclosing(self.generate(request, context, self.history)) as responses:
+            async for response in responses:
+                yield response
+
+    async def generate(
+        self, request: pb.GenerateRequest, context: Call, history: History | None
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """Generate; the answer is kept in the history, if there is one."""
         with self._admitted("Generate") as said:
             tenant = await self._tenant()
-            async with contextlib.aclosing(
-                self._pipeline.answer(tenant, request, self._time_left(context))
-            ) as responses:
+
+            def start(asked: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
+                return self._pipeline.answer(tenant, asked, self._time_left(context))
+
+            answer = history.watch(tenant.salt, request, start) if history is not None else start(request)
+            async with contextlib.aclosing(answer) as responses:
                 async for response in responses:
                     if response.HasField("summary"):
                         self._summarised(response.summary, said)
@@ -133,6 +149,10 @@ class GatewayServicer:
             response.model, response.model_fingerprint = model.name, model.fingerprint
             response.worker = self._workers.address()
         return response
+
+    async def whose(self) -> str:
+        """The tenant of the call in progress, by what the history knows it by."""
+        return (await self._tenants.current()).salt
 
     async def close(self) -> None:
         """After the last call."""

@@ -1,14 +1,16 @@
 """Errors as OpenAI's clients read them: JSON with a message, a type and a code, under the HTTP status that fits."""
 
+import logging
 import math
 from typing import Any
 
 import grpc
 
 from fusionkv.gateway.http.chat import BadRequest
-from fusionkv.protos import errors
+from fusionkv.protos import errors, telemetry
 from fusionkv.protos.errors import ServiceError
 
+log = logging.getLogger(__name__)
 _S = grpc.StatusCode
 # HTTP status, type and code. FAILED_PRECONDITION is 400: clients take 409 for something that a retry may mend.
 _KNOWN: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
@@ -29,12 +31,24 @@ def status(error: Exception) -> int:
     return _known(error)[0]
 
 
+def record(error: Exception) -> None:
+    """Notes an error in the current span if it is the gateway's fault, and in the log if nobody foresaw it."""
+    if status(error) >= 500:
+        telemetry.record_error(error)
+    if not isinstance(error, ServiceError):
+        log.error("unforeseen error in an HTTP request", exc_info=error)
+
+
+def message(error: Exception) -> str:
+    """What a caller is told of it. Nothing is told of what was not foreseen."""
+    return errors.details(error) if isinstance(error, ServiceError) else f"internal error: {type(error).__name__}"
+
+
 def body(error: Exception) -> dict[str, Any]:
-    """The error as JSON. Nothing is told of what was not foreseen."""
+    """The error as JSON."""
     _, kind, code = _known(error)
-    message = errors.details(error) if isinstance(error, ServiceError) else f"internal error: {type(error).__name__}"
     param = error.param if isinstance(error, BadRequest) else None
-    return of(message, kind, code, param)
+    return of(message(error), kind, code, param)
 
 
 def of(message: str, kind: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:

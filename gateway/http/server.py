@@ -3,83 +3,49 @@
 import asyncio
 import contextlib
 import json
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from aiohttp import web
-from opentelemetry import propagate, trace
-from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway import access, results
 from fusionkv.gateway.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, failures, replies
+from fusionkv.gateway.http.listener import Call, Handler, Listener
 from fusionkv.gateway.results import Event
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
-from fusionkv.protos import telemetry
-from fusionkv.protos.errors import InvalidArgument, NotFound, ServiceError
+from fusionkv.protos.errors import InvalidArgument, NotFound
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
-log = logging.getLogger(__name__)
-tracer = trace.get_tracer(__name__)
-# The longest question with every character escaped, and room around it.
-_MOST_BODY = 1 << 20
 _PAGE = 1000
-# As gRPC's connections: a caller whose certificate is trusted no more is gone by then.
-_CONNECTION_SECONDS = 3600.0
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-class _Call:
-    """HTTP requests bring no deadline: the configured one holds."""
-
-    def time_remaining(self) -> None:
-        return None
-
-
-class HTTPServer:
-    """Serves and drains beside the gRPC server. A caller that disconnects cancels its request."""
+class HTTPServer(Listener):
+    """The endpoint. A caller that disconnects cancels its request."""
 
     name = "fusionkv-gateway-http"
 
     def __init__(self, config: GatewayConfig, servicer: GatewayServicer, bearer: Bearer | None) -> None:
-        self._config = config
+        super().__init__(config.http_listen, config)
         self._servicer = servicer
         self._bearer = bearer
-        self._seen: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
-        app = web.Application(middlewares=[self._traced, self._failing], client_max_size=_MOST_BODY)
-        app.router.add_post("/v1/chat/completions", self._guarded("Generate", self._complete))
-        app.router.add_get("/v1/models", self._guarded("List", self._models))
-        app.router.add_get("/v1/models/{model}", self._guarded("List", self._model))
-        self._runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_seconds
-        )
+        self.app.router.add_post("/v1/chat/completions", self._guarded("Generate", self._complete))
+        self.app.router.add_get("/v1/models", self._guarded("List", self._models))
+        self.app.router.add_get("/v1/models/{model}", self._guarded("List", self._model))
 
-    async def start(self) -> list[str]:
-        """Listens; returns the addresses. Raises OSError."""
-        await self._runner.setup()
-        tls = self._config.server_tls.context() if self._config.server_tls else None
-        bound = []
-        for address in self._config.http_listen:
-            if address.startswith("unix:"):
-                await web.UnixSite(self._runner, address.removeprefix("unix:")).start()
-                bound.append(address)
-                continue
-            host, _, port = address.rpartition(":")
-            await web.TCPSite(self._runner, host.strip("[]"), int(port), ssl_context=tls).start()
-            bound.append(f"{host}:{self._runner.addresses[-1][1]}")
-        return bound
-
-    async def stop(self, seconds: float) -> None:
-        """Closes idle connections and waits for requests in flight."""
-        await self._runner.cleanup()
+    def failed(self, error: Exception) -> web.Response:
+        """JSON."""
+        if isinstance(error, web.HTTPException):
+            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+            said = failures.of(error.reason, "invalid_request_error")
+            return web.json_response(said, status=error.status, headers=allowed)
+        failures.record(error)
+        return web.json_response(failures.body(error), status=failures.status(error), headers=failures.headers(error))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         wanted = chat.read(await self._json(request))
-        async with contextlib.aclosing(self._servicer.Generate(wanted.request, _Call())) as responses:
+        async with contextlib.aclosing(self._servicer.Generate(wanted.request, Call())) as responses:
             events = (results.event(response) async for response in responses)
             if wanted.stream:
                 return await self._stream(request, wanted, events)
@@ -98,7 +64,7 @@ class HTTPServer:
         except Exception as error:
             if not response.prepared or isinstance(error, ConnectionError):
                 raise
-            _record(error)
+            failures.record(error)
             await response.write(_event(json.dumps(failures.body(error))))
         else:
             await response.write(_event("[DONE]"))
@@ -119,7 +85,7 @@ class HTTPServer:
         items: list[pb.Item] = []
         token = ""
         while True:
-            page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), _Call())
+            page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), Call())
             items.extend(page.items)
             token = page.next_page_token
             if not token:
@@ -142,54 +108,6 @@ class HTTPServer:
             return await handler(request)
 
         return guarded
-
-    @web.middleware
-    async def _traced(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """One span a request, which goes on with the caller's trace."""
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource is not None else ""
-        attributes = {"http.request.method": request.method, "url.path": request.path, "url.scheme": request.scheme}
-        with tracer.start_as_current_span(
-            f"{request.method} {route}".strip(),
-            context=propagate.extract(request.headers),
-            kind=SpanKind.SERVER,
-            attributes={**attributes, **({"http.route": route} if route else {})},
-        ) as span:
-            response = await handler(request)
-            span.set_attribute("http.response.status_code", response.status)
-            return response
-
-    @web.middleware
-    async def _failing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors to JSON."""
-        try:
-            response = await handler(request)
-        except web.HTTPException as error:
-            allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            said = failures.of(error.reason, "invalid_request_error")
-            response = web.json_response(said, status=error.status, headers=allowed)
-        except ConnectionError:
-            raise
-        except Exception as error:
-            _record(error)
-            code = failures.status(error)
-            response = web.json_response(failures.body(error), status=code, headers=failures.headers(error))
-        if self._is_old(request):
-            response.force_close()
-        return response
-
-    def _is_old(self, request: web.Request) -> bool:
-        """Whether the request came on a connection that has been open for long."""
-        if request.transport is None:
-            return False
-        return time.monotonic() - self._seen.setdefault(request.transport, time.monotonic()) > _CONNECTION_SECONDS
-
-
-def _record(error: Exception) -> None:
-    if failures.status(error) >= 500:
-        telemetry.record_error(error)
-    if not isinstance(error, ServiceError):
-        log.error("unforeseen error in an HTTP request", exc_info=error)
 
 
 def _strict(text: str) -> Any:

@@ -1,0 +1,102 @@
+"""An HTTP server beside the gateway's gRPC server: addresses, TLS, drain, a span for each request."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from weakref import WeakKeyDictionary
+
+from aiohttp import web
+from opentelemetry import propagate, trace
+from opentelemetry.trace import SpanKind
+
+from fusionkv.gateway.config import GatewayConfig
+
+tracer = trace.get_tracer(__name__)
+# The longest question with every character escaped, and room around it.
+_MOST_BODY = 1 << 20
+# As gRPC's connections: a caller whose certificate is trusted no more is gone by then.
+_CONNECTION_SECONDS = 3600.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Call:
+    """HTTP requests bring no deadline: the configured one holds."""
+
+    def time_remaining(self) -> None:
+        return None
+
+
+class Listener:
+    """Serves and drains beside the gRPC server. A caller that disconnects cancels its request."""
+
+    name = "http"
+
+    def __init__(self, addresses: Sequence[str], config: GatewayConfig) -> None:
+        self._addresses = addresses
+        self._config = config
+        self._seen: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
+        self.app = web.Application(
+            middlewares=[self._traced, self._ageing, self._failing], client_max_size=_MOST_BODY
+        )
+        self._runner = web.AppRunner(
+            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_seconds
+        )
+
+    def failed(self, error: Exception) -> web.Response:
+        """What a caller is told of an error; web.HTTPException among them."""
+        raise NotImplementedError
+
+    async def start(self) -> list[str]:
+        """Listens; returns the addresses. Raises OSError."""
+        await self._runner.setup()
+        tls = self._config.server_tls.context() if self._config.server_tls else None
+        bound = []
+        for address in self._addresses:
+            if address.startswith("unix:"):
+                await web.UnixSite(self._runner, address.removeprefix("unix:")).start()
+                bound.append(address)
+                continue
+            host, _, port = address.rpartition(":")
+            await web.TCPSite(self._runner, host.strip("[]"), int(port), ssl_context=tls).start()
+            bound.append(f"{host}:{self._runner.addresses[-1][1]}")
+        return bound
+
+    async def stop(self, seconds: float) -> None:
+        """Closes idle connections and waits for requests in flight."""
+        await self._runner.cleanup()
+
+    @web.middleware
+    async def _traced(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """One span a request, which goes on with the caller's trace."""
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource is not None else ""
+        attributes = {"http.request.method": request.method, "url.path": request.path, "url.scheme": request.scheme}
+        with tracer.start_as_current_span(
+            f"{request.method} {route}".strip(),
+            context=propagate.extract(request.headers),
+            kind=SpanKind.SERVER,
+            attributes={**attributes, **({"http.route": route} if route else {})},
+        ) as span:
+            response = await handler(request)
+            span.set_attribute("http.response.status_code", response.status)
+            return response
+
+    @web.middleware
+    async def _ageing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Closes a connection that has been open for long."""
+        response = await handler(request)
+        if request.transport is not None:
+            opened = self._seen.setdefault(request.transport, time.monotonic())
+            if time.monotonic() - opened > _CONNECTION_SECONDS:
+                response.force_close()
+        return response
+
+    @web.middleware
+    async def _failing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Errors to what this server's callers read."""
+        try:
+            return await handler(request)
+        except ConnectionError:
+            raise
+        except Exception as error:
+            return self.failed(error)

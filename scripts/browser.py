@@ -1,0 +1,131 @@
+"""A headless Chromium, driven over its DevTools protocol: opens a page, measures it, clicks, takes pictures."""
+
+import asyncio
+import base64
+import contextlib
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+_FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-port=0")
+_SECONDS = 60.0
+
+
+class Page:
+    """One page. It is loaded when `open` returns, and when `click` does, if that leads to another."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+        self._sent = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._loaded = asyncio.Event()
+        self._reading = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for message in self._socket:
+            got = message.json()
+            if got.get("method") == "Page.loadEventFired":
+                self._loaded.set()
+            elif (answer := self._answers.pop(got.get("id", -1), None)) is not None:
+                answer.set_result(got)
+
+    async def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """One command of the protocol. Raises RuntimeError when the browser refuses it."""
+        self._sent += 1
+        answer = self._answers[self._sent] = asyncio.get_running_loop().create_future()
+        await self._socket.send_json({"id": self._sent, "method": method, "params": params})
+        got: dict[str, Any] = await asyncio.wait_for(answer, _SECONDS)
+        if "error" in got:
+            raise RuntimeError(f"{method}: {got['error']['message']}")
+        result: dict[str, Any] = got["result"]
+        return result
+
+    async def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
+        """The window in CSS pixels; under 600 wide it is a phone's. scale: device pixels to one of these."""
+        await self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=scale,
+            mobile=width < 600,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        await self.call("Emulation.setEmulatedMedia", features=[scheme])
+
+    async def open(self, url: str, *, headers: dict[str, str] | None = None) -> None:
+        await self.call("Network.setExtraHTTPHeaders", headers=headers or {})
+        self._loaded.clear()
+        done = await self.call("Page.navigate", url=url)
+        if done.get("errorText"):
+            raise RuntimeError(f"{url}: {done['errorText']}")
+        await asyncio.wait_for(self._loaded.wait(), _SECONDS)
+
+    async def value(self, expression: str) -> Any:
+        """What a JavaScript expression gives, promises awaited."""
+        done = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in done:
+            raise RuntimeError(f"{expression}: {done['exceptionDetails'].get('exception', {}).get('description')}")
+        return done["result"].get("value")
+
+    async def until(self, expression: str, seconds: float = _SECONDS - 1) -> None:
+        """Waits until the expression is true."""
+        polled = (
+            f"new Promise((done) => {{ const ask = () => ({expression}) ? done() : setTimeout(ask, 100); ask() }})"
+        )
+        await asyncio.wait_for(self.value(polled), seconds)
+
+    async def click(self, selector: str) -> None:
+        """Presses what the selector finds, as a mouse does, and waits for the page that this leads to."""
+        at = await self.value(
+            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
+            "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
+        )
+        self._loaded.clear()
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.call("Input.dispatchMouseEvent", type=kind, x=at[0], y=at[1], button="left", clickCount=1)
+        await asyncio.wait_for(self._loaded.wait(), _SECONDS)
+
+    async def picture(self, file: Path, *, whole: bool = False) -> None:
+        """The window as PNG, or the whole page."""
+        shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
+
+
+@contextlib.asynccontextmanager
+async def browsing(chromium: str) -> AsyncIterator[Page]:
+    """Starts the program, with a profile of its own; ends it afterwards."""
+    with tempfile.TemporaryDirectory(prefix="fusionkv-browser-", ignore_cleanup_errors=True) as profile:
+        process = await asyncio.create_subprocess_exec(
+            chromium,
+            *_FLAGS,
+            f"--user-data-dir={profile}",
+            "about:blank",
+            stderr=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            port = await asyncio.wait_for(_port(process), _SECONDS)
+            async with aiohttp.ClientSession() as session:
+                async with session.get(f"http://127.0.0.1:{port}/json") as response:
+                    (target,) = [t for t in await response.json() if t["type"] == "page"]
+                async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                    page = Page(socket)
+                    await page.call("Page.enable")
+                    yield page
+        finally:
+            process.kill()
+            await process.communicate()
+
+
+async def _port(process: asyncio.subprocess.Process) -> str:
+    assert process.stderr is not None
+    said = b""
+    async for line in process.stderr:
+        said += line
+        if found := re.search(rb"DevTools listening on ws://[^:]+:(\d+)/", line):
+            return found[1].decode()
+    raise RuntimeError(f"the browser ended: {said.decode(errors='replace')[-2000:]}")

@@ -1,0 +1,75 @@
+"""What mkdocs adds to docs/ for the site (hooks of site.yml): pages from elsewhere, and interfaces from the code."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File as SiteFile
+from mkdocs.structure.files import Files
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "scripts"))  # mkdocs loads this file by its path
+
+import proto_docs  # noqa: E402
+
+# Pages that lie elsewhere, by where they are on the site.
+ELSEWHERE = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changelog.md": "CHANGELOG.md",
+    "security-policy.md": "SECURITY.md",
+    "models.md": "models/README.md",
+}
+# Whose docstrings are the interface to Python.
+MODULES = (
+    "fusionkv.gateway.client",
+    "fusionkv.gateway.results",
+    "fusionkv.protos.errors",
+    "fusionkv.protos.tls",
+    "fusionkv.kvcache_service.client",
+    "fusionkv.kvcache_service.keys",
+    "fusionkv.fusion_worker.client",
+)
+_LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds what docs/ has not, and every file that a page links to, so that all links lead somewhere."""
+    made = {name: _read(ROOT / file) for name, file in ELSEWHERE.items()}
+    made |= {file.src_uri: _read(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()}
+    for name, page in made.items():
+        _replace(files, SiteFile.generated(config, name, content=page))
+    for file in sorted({ROOT / target for page in made.values() for target in _sources(page)}):
+        _replace(files, SiteFile.generated(config, f"source/{file.relative_to(ROOT)}", abs_src_path=str(file)))
+    for package, page in proto_docs.pages().items():
+        files.append(SiteFile.generated(config, f"reference/{package}.md", content=page))
+    python = "# Python\n\n" + "\n".join(f"::: {module}\n" for module in MODULES)
+    files.append(SiteFile.generated(config, "reference/python.md", content=python))
+    return files
+
+
+def _replace(files: Files, file: SiteFile) -> None:
+    if (old := files.get_file_from_path(file.src_uri)) is not None:
+        files.remove(old)
+    files.append(file)
+
+
+def _sources(page: str) -> list[str]:
+    return [match[2].removeprefix("source/") for match in _LINK.finditer(page) if match[2].startswith("source/")]
+
+
+def _read(file: Path) -> str:
+    """A page with its links as they have to be on the site."""
+    places = {path: name for name, path in ELSEWHERE.items()}
+
+    def moved(match: re.Match[str]) -> str:
+        target = match[2]
+        if "://" in target:
+            return match[0]
+        path = os.path.relpath(file.parent / target, ROOT)
+        path = places.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else f"source/{path}")
+        return f"{match[1]}{path}{match[3] or ''})"
+
+    return _LINK.sub(moved, file.read_text())

@@ -1,0 +1,155 @@
+"""Every command, example and snippet of settings in the documentation is one that works."""
+
+import contextlib
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway import cli
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.quotas import Quotas
+from fusionkv.gateway.static_tokens import StaticTokens
+from fusionkv.kvcache_service.config import Config as CacheConfig
+from fusionkv.protos import settings
+
+ROOT = Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "models/README.md", *sorted(ROOT.glob("docs/*.md"))]
+PROGRAMS = {"make", "fusionkv", "python"}
+CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+# What a table [name] of these pages is, if it is no service's.
+TABLES = {"default": "quotas", "tenants": "quotas", "token": "tokens"}
+
+
+def commands() -> list[str]:
+    """Lines of indented blocks and of `sh` blocks, and what stands in backquotes, that begin with our programs."""
+    found = set()
+    for page in PAGES:
+        text = page.read_text()
+        shell = "\n".join(re.findall(r"^```sh\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+        text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+        lines = [*re.findall(r"^    ((?:.*\\\n)*.*)$", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
+        lines += re.sub(r"\\\n", " ", shell).splitlines()
+        for line in lines:
+            words = shlex.split(re.sub(r"\\\n", " ", line), comments=True) if line.split()[:1] else []
+            if words and words[0] in PROGRAMS and words[1:] and "." * 3 not in line:
+                found.add(shlex.join(words))
+    return sorted(found)
+
+
+@cache
+def usage(*module: str) -> str:
+    done = subprocess.run([sys.executable, "-P", "-m", *module, "--help"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def flags_are_known(words: list[str], *module: str) -> None:
+    flags = {w.partition("=")[0] for w in words if w.startswith("--")}
+    assert not flags or flags <= set(re.findall(r"--[a-z][a-z-]*", usage(*module)))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_command_is_one_that_there_is(command: str) -> None:
+    program, *words = shlex.split(command)
+    if program == "make":
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        assert words[0] in targets
+    elif program == "python":
+        words = [w for w in words if w != "-P"]
+        if words[0] == "-m":
+            assert importlib.util.find_spec(words[1])
+            flags_are_known(words[2:], words[1])
+        else:
+            assert (ROOT / words[0]).exists()
+    elif words[0] in cli.APART:
+        flags_are_known(words[1:], cli.APART[words[0]])
+    elif words[0] == "serve" and words[1:] and words[1] in cli.MODULES:
+        flags_are_known(words[2:], cli.MODULES[words[1]])
+    elif words[1:] and not words[1].startswith("-"):
+        with contextlib.redirect_stderr(None):
+            # R stands for a number.
+            cli._parser().parse_args(["0.5" if w == "R" else w for w in words])
+    else:
+        # Only mentioned, without what it needs.
+        flags_are_known(words[1:], "fusionkv.gateway.cli", words[0])
+
+
+def snippets(language: str) -> list[Any]:
+    """All blocks in that language."""
+    found = []
+    for page in PAGES:
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        found += [pytest.param(text, id=f"{page.name}-{i}") for i, text in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.parametrize("text", snippets("toml"))
+def test_settings_are_taken(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "given.toml"
+    file.write_text(text.replace("64 hexadecimal digits", "0" * 64))
+    tables = {name.split(".")[0] for name in re.findall(r"^\[+([\w.]+)\]+$", text, re.MULTILINE)}
+    assert tables
+    for name in tables:
+        if name in CONFIGS:
+            settings.load(CONFIGS[name], name, file=file)
+        elif TABLES[name] == "quotas":
+            assert Quotas(file).of("acme").requests_per_minute
+        else:
+            StaticTokens(file)
+
+
+@pytest.mark.parametrize("text", snippets("yaml"))
+def test_values_are_taken(text: str, helm: str, tmp_path: Path) -> None:
+    assert yaml.safe_load(text)
+    (tmp_path / "values.yaml").write_text(text)
+    command = [helm, "template", "rel", str(ROOT / "k8s/fusionkv"), "--kube-version", "1.33"]
+    done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("text", snippets("sh"))
+def test_a_shell_example_runs(text: str) -> None:
+    done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def worker(launch_module: Any, reference_model: Path) -> Any:
+    flags = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
+    return launch_module("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *flags)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("text", snippets("python"))
+def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: Any, tmp_path: Path) -> None:
+    """Each against a gateway of its own, over TLS and with a token where it uses one."""
+    ports = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--workers", worker.address)
+    flags: tuple[str, ...] = ("--data-dir", str(tmp_path / "data"))
+    if secured := "tls=" in text:
+        ca = authority("ca")
+        cert, key = ca.issue("gateway")
+        (tmp_path / "token").write_text("t")
+        digest = "e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8"
+        entry = f'[[token]]\nname = "n"\nrole = "app"\ntenant = "acme"\nsha256 = "{digest}"\n'
+        (tmp_path / "tokens.toml").write_text(entry)
+        flags += ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-tokens", str(tmp_path / "tokens.toml"))
+        text = text.replace("/run/token", str(tmp_path / "token")).replace("ca.crt", str(ca.ca))
+    gateway = launch("fusionkv.gateway", *ports, *flags, services=2)
+    if not secured:
+        with Client(gateway.address) as client:
+            client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
+    text = text.replace("127.0.0.1:7072", gateway.address).replace("gateway.example:7072", gateway.address)
+    text = text.replace("127.0.0.1:8080", gateway.addresses["fusionkv-gateway-http"][0])
+    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

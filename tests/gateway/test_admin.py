@@ -1,0 +1,182 @@
+"""A gateway's pages for operators: whose they are, what they show, and how a real browser shows it."""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import browser
+import httpx2
+import pytest
+from bs4 import BeautifulSoup
+
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.history import History, Kept
+from fusionkv.gateway.results import Explanation
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+Launch = Callable[..., Any]
+ADMIN = "fusionkv-gateway-admin"
+TOKENS = {name: secrets.token_urlsafe(32) for name in ("operator-acme", "app-acme", "operator-other")}
+QUESTION = "Which colour has the <em>lake</em>?"
+
+
+@pytest.fixture(scope="module")
+def gateway(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Shows the last three answers of every tenant; an app of one of them has asked four questions."""
+    folder = tmp_path_factory.mktemp("admin")
+    entries = [
+        f'[[token]]\nname = "{n}"\nrole = "{n.split("-")[0]}"\ntenant = "{n.split("-")[1]}"\nsha256 = "{digest(t)}"\n'
+        for n, t in TOKENS.items()
+    ]
+    (folder / "tokens").write_text("".join(entries))
+    data = ("--data-dir", str(folder / "kvcache"))
+    cache = launch_module("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", *data)
+    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
+    worker = launch_module("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0")
+    ports = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", worker.address)
+    flags = ("--data-dir", str(folder / "g"), "--auth-tokens", str(folder / "tokens"), "--chunk-tokens", "64")
+    made = launch_module("fusionkv.gateway", *ports, *flags, "--admin-answers", "3", services=2)
+    with Client(made.address, token=TOKENS["app-acme"], timeout=60) as client:
+        client.ingest("notes", "lake.txt", "The lake is blue and deep. " * 8)
+        for question in ("one?", "two?", "three?", QUESTION):
+            events = list(client.stream("notes", question, recipe="prophetkv", ratio=0.3, max_tokens=8, top_k=3))
+            assert not [e for e in events if isinstance(e, Explanation)], "nobody asked for it"
+    return made
+
+
+def digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def get(gateway: Any, path: str, who: str = "operator-acme", **options: Any) -> httpx2.Response:
+    url = f"http://{gateway.addresses[ADMIN][0]}{path}"
+    return httpx2.request(options.pop("method", "GET"), url, auth=("any", TOKENS[who]), timeout=60, **options)
+
+
+def listed(gateway: Any, who: str = "operator-acme") -> list[str]:
+    page = BeautifulSoup(get(gateway, "/", who).text, "html.parser")
+    return [f"/{link['href']}" for link in page.select("li a")]
+
+
+def test_operators_see_the_last_answers_of_their_tenant(gateway: Any) -> None:
+    page = BeautifulSoup(get(gateway, "/").text, "html.parser")
+    assert [q.text for q in page.select(".q")] == [QUESTION, "three?", "two?"]
+    assert listed(gateway, "operator-other") == []
+    for path in listed(gateway):
+        assert get(gateway, path).status_code == 200
+        assert get(gateway, path, "operator-other").status_code == 404
+        assert get(gateway, f"{path}/full", "operator-other", method="POST").status_code == 404
+
+
+def test_nobody_else_sees_anything(gateway: Any) -> None:
+    address = f"http://{gateway.addresses[ADMIN][0]}"
+    for path in ("/", *listed(gateway)):
+        assert get(gateway, path, "app-acme").status_code == 403
+        for headers in ({}, {"Authorization": "Basic !"}, {"Authorization": "Bearer wrong"}):
+            refused = httpx2.get(address + path, headers=headers)
+            assert refused.status_code == 401
+            assert refused.headers["WWW-Authenticate"].startswith("Basic ")
+            assert "lake" not in refused.text
+    bearer = httpx2.get(address, headers={"Authorization": f"Bearer {TOKENS['operator-acme']}"})
+    assert bearer.status_code == 200
+    assert get(gateway, "/explain/none").status_code == 404
+
+
+def test_a_page_runs_and_loads_nothing_and_is_kept_nowhere(gateway: Any) -> None:
+    for path in ("/", *listed(gateway)):
+        page = get(gateway, path)
+        assert page.headers["Content-Security-Policy"].startswith("default-src 'none'; style-src 'unsafe-inline'")
+        assert page.headers["Cache-Control"] == "no-store"
+        soup = BeautifulSoup(page.text, "html.parser")
+        assert not soup.select("script, link, img, iframe, object, [src], [onclick]")
+        assert not soup.select("em"), "the question is text"
+
+
+def test_another_site_can_not_have_a_question_asked(gateway: Any) -> None:
+    path = f"{listed(gateway)[1]}/full"
+    for site in ("cross-site", "same-site"):
+        assert get(gateway, path, method="POST", headers={"Sec-Fetch-Site": site}).status_code == 403
+
+
+MEASURE = """({width: document.documentElement.scrollWidth, room: document.documentElement.clientWidth,
+  answers: [...document.querySelectorAll(".answers section")].map((s) => s.getBoundingClientRect().left),
+  small: [...document.querySelectorAll("button")].filter((b) => b.getBoundingClientRect().height < 44).length,
+  tokens: document.querySelectorAll(".tokens .recomputed").length})"""
+
+
+def test_the_pages_in_a_browser(gateway: Any, chromium: str) -> None:
+    """On a phone and on a desk: the list, an answer, and the same by full attention at the press of a button."""
+    name, token = "any", TOKENS["operator-acme"]
+    url = f"http://{name}:{token}@{gateway.addresses[ADMIN][0]}/"
+
+    async def look() -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        async with browser.browsing(chromium) as page:
+            await page.size(390, 844)
+            await page.open(url)
+            found["list"] = await page.value(MEASURE)
+            await page.click("li a")
+            found["phone"] = await page.value(MEASURE)
+            await page.click("button")
+            found["compared"] = await page.value(MEASURE)
+            found["text"] = await page.value("document.body.innerText")
+            await page.size(1200, 900, dark=True)
+            found["desk"] = await page.value(MEASURE)
+            found["ground"] = await page.value("getComputedStyle(document.body).backgroundColor")
+        return found
+
+    found = asyncio.run(look())
+    for name in ("list", "phone", "compared", "desk"):
+        assert found[name]["width"] == found[name]["room"], f"{name}: it sticks out"
+        assert found[name]["small"] == 0
+    assert found["phone"]["tokens"] > 0
+    # The answer and what could be asked, one below the other; then the two answers side by side.
+    assert len(found["phone"]["answers"]) == 2
+    assert len(set(found["phone"]["answers"])) == 1
+    assert len(set(found["desk"]["answers"])) == 2
+    assert QUESTION in found["text"]
+    assert "full_attention, ratio 1" in found["text"]
+    assert "Full attention was asked afterwards, over the same chunks." in found["text"]
+    assert found["ground"] == "rgb(16, 21, 27)"
+    assert len(listed(gateway)) == 3, "the comparison is no answer of its own"
+    first = BeautifulSoup(get(gateway, "/").text, "html.parser").select_one(".q")
+    assert first
+    assert first.text == QUESTION
+
+
+def test_pages_need_their_address_and_the_library_alone(launch: Launch, tmp_path: Path) -> None:
+    """Without tokens they are open, as all else; without the setting there are none."""
+    flags = ("--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1", "--data-dir", str(tmp_path))
+    made = launch("fusionkv.gateway", *flags, "--admin-listen", "127.0.0.1:0", services=2)
+    page = httpx2.get(f"http://{made.addresses[ADMIN][0]}/")
+    assert page.status_code == 200
+    assert "None yet." in page.text
+    assert made.stop() == 0
+    assert ADMIN not in launch("fusionkv.gateway", *flags).addresses
+
+
+def kept(tenant: str, size: int) -> Kept:
+    made = Kept(tenant, pb.GenerateRequest(question="x" * size))
+    made.add(pb.GenerateResponse(summary=pb.Summary(recipe="prophetkv")))
+    return made
+
+
+def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
+    history = History(most=2, most_bytes=10_000)
+    first, second, third, other = kept("a", 100), kept("a", 100), kept("a", 100), kept("b", 100)
+    for each in (first, second, other, third):
+        history.keep(each)
+    assert history.of("a") == [third, second]
+    assert history.of("b") == [other]
+    assert history.get("a", first.id) is None
+    assert history.get("b", second.id) is None
+    assert history.get("a", second.id) is second
+    large = kept("a", 9_800)
+    history.keep(large)
+    assert history.of("a") == [large, third]
+    assert history.of("b") == [], "the oldest goes first, whosever it is"
+    history.keep(kept("b", 20_000))
+    assert history.of("a") == history.of("b") == []
