@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
@@ -51,9 +51,10 @@ class HTTPServer:
         self._bearer = bearer
         self._seen: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
         app = web.Application(middlewares=[self._traced, self._failing], client_max_size=_MOST_BODY)
-        app.router.add_post("/v1/chat/completions", self._guarded("Generate", self._complete))
-        app.router.add_get("/v1/models", self._guarded("List", self._models))
-        app.router.add_get("/v1/models/{model}", self._guarded("List", self._model))
+        router, expect = app.router, _expected
+        router.add_post("/v1/chat/completions", self._guarded("Generate", self._complete), expect_handler=expect)
+        router.add_get("/v1/models", self._guarded("List", self._models), expect_handler=expect)
+        router.add_get("/v1/models/{model}", self._guarded("List", self._model), expect_handler=expect)
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_seconds
         )
@@ -183,6 +184,17 @@ class HTTPServer:
         if request.transport is None:
             return False
         return time.monotonic() - self._seen.setdefault(request.transport, time.monotonic()) > _CONNECTION_SECONDS
+
+
+async def _expected(request: web.Request) -> None:
+    """As aiohttp's own, which quotes what it was sent and fails where that is no text."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: 100-continue is all that can be expected")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # It is no part of the response.
+    request.writer.output_size = 0
 
 
 def _record(error: Exception) -> None:
