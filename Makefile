@@ -84,6 +84,10 @@ soak: setup ## Half an hour of mixed traffic over tiers that are too small: answ
 chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json
 	@$(PY) tests/chaos/run.py --faults $(or $(FAULTS),100) --seed $(or $(SEED),1) $(ARGS)
 
+.PHONY: fuzz
+fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECONDS_EACH=60; SEED=1
+	@FUZZ_SECONDS=$(or $(SECONDS_EACH),60) FUZZ_SEED=$(or $(SEED),1) .venv/bin/pytest -q tests/fuzz --timeout 3600 $(ARGS)
+
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)

@@ -60,7 +60,8 @@ class Bearer:
         if not given:
             raise Unauthenticated("a bearer token is needed: send metadata `authorization: Bearer <token>`")
         scheme, _, token = given[0].partition(" ")
-        if len(given) > 1 or scheme.lower() != "bearer" or not 0 < len(token) <= _MOST_TOKEN:
+        whole = token.isascii() and 0 < len(token) <= _MOST_TOKEN
+        if len(given) > 1 or scheme.lower() != "bearer" or not whole:
             raise Unauthenticated("bad authorization metadata: send `authorization: Bearer <token>` once")
         for verifier in self._verifiers:
             if (caller := await verifier.caller(token)) is not None:

@@ -89,7 +89,7 @@ def parse(content: bytes, kind: str) -> list[Section]:
 def _utf8(content: bytes, encoding: str = "utf-8") -> str:
     try:
         text = content.decode(encoding).removeprefix("\ufeff")
-    except (UnicodeDecodeError, LookupError) as error:
+    except (UnicodeError, LookupError) as error:
         raise InvalidArgument(f"the text is not {encoding.upper()}: {error}") from error
     if "\0" in text:
         raise InvalidArgument(f"the text holds a NUL character at {text.index(chr(0))}: is it a binary file?")

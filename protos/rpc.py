@@ -5,15 +5,16 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import grpc
 from google.protobuf import descriptor, message_factory
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from fusionkv.protos import errors, telemetry
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.errors import InvalidArgument, ServiceError
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
@@ -87,14 +88,41 @@ def handlers(
             + ("stream" if method.server_streaming else "unary")
         )
         table[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
-            _with_status(getattr(servicer, method.name), method.server_streaming),
-            request_deserializer=(deserialisers or {}).get(method.name, request.FromString),
+            _with_status(getattr(servicer, method.name), method.client_streaming, method.server_streaming),
+            request_deserializer=_reader((deserialisers or {}).get(method.name, request.FromString)),
             response_serializer=(serialisers or {}).get(method.name, response.SerializeToString),
         )
     return grpc.method_handlers_generic_handler(service.full_name, table)
 
 
-def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any]:
+class _Unreadable:
+    """What stands for a message that is none: a deserialiser that raises would make it UNKNOWN, with a traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def refuse(self) -> NoReturn:
+        raise InvalidArgument(f"the request is no message of the method: {self._error}")
+
+
+def _reader(parse: Deserialiser) -> Deserialiser:
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except (DecodeError, ValueError) as error:
+            return _Unreadable(error)
+
+    return read
+
+
+async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if isinstance(request, _Unreadable):
+            request.refuse()
+        yield request
+
+
+def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
     """Turns a ServiceError into its status, and anything unforeseen into INTERNAL with a line in the log."""
 
     async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
@@ -104,9 +132,14 @@ def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any
         log.exception("unforeseen error in %s", method.__qualname__)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
+    def readable(request: Any) -> Any:
+        if isinstance(request, _Unreadable):
+            request.refuse()
+        return _readable(request) if takes_stream else request
+
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await method(request, context)
+            return await method(readable(request), context)
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise
         except Exception as error:
@@ -114,7 +147,7 @@ def _with_status(method: Callable[..., Any], streams: bool) -> Callable[..., Any
 
     async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            async for response in method(request, context):
+            async for response in method(readable(request), context):
                 yield response
         except (grpc.aio.AbortError, asyncio.CancelledError):
             raise

@@ -42,9 +42,9 @@ class AdminServer(Listener):
         self._history = servicer.history
         self._bearer = bearer
         self._list, self._page = explain.template("answers.html"), explain.template()
-        self.app.router.add_get("/", self._guarded(self._answers))
-        self.app.router.add_get("/explain/{id}", self._guarded(self._explained))
-        self.app.router.add_post("/explain/{id}/full", self._guarded(self._compared))
+        self.get("/", self._guarded(self._answers))
+        self.get("/explain/{id}", self._guarded(self._explained))
+        self.post("/explain/{id}/full", self._guarded(self._compared))
 
     def failed(self, error: Exception) -> web.Response:
         """A line of text."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from weakref import WeakKeyDictionary
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
@@ -41,6 +41,14 @@ class Listener:
         self._runner = web.AppRunner(
             self.app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_seconds
         )
+
+    def get(self, path: str, handler: Handler) -> None:
+        """Answers GET and HEAD there. Before `start`."""
+        self.app.router.add_get(path, handler, expect_handler=_expected)
+
+    def post(self, path: str, handler: Handler) -> None:
+        """Answers POST there. Before `start`."""
+        self.app.router.add_post(path, handler, expect_handler=_expected)
 
     def failed(self, error: Exception) -> web.Response:
         """What a caller is told of an error; web.HTTPException among them."""
@@ -100,3 +108,14 @@ class Listener:
             raise
         except Exception as error:
             return self.failed(error)
+
+
+async def _expected(request: web.Request) -> None:
+    """As aiohttp's own, which quotes what it was sent and fails where that is no text."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed(text="Expect: 100-continue is all that can be expected")
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    # It is no part of the response.
+    request.writer.output_size = 0

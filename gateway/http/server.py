@@ -30,9 +30,9 @@ class HTTPServer(Listener):
         super().__init__(config.http_listen, config)
         self._servicer = servicer
         self._bearer = bearer
-        self.app.router.add_post("/v1/chat/completions", self._guarded("Generate", self._complete))
-        self.app.router.add_get("/v1/models", self._guarded("List", self._models))
-        self.app.router.add_get("/v1/models/{model}", self._guarded("List", self._model))
+        self.get("/v1/models", self._guarded("List", self._models))
+        self.get("/v1/models/{model}", self._guarded("List", self._model))
+        self.post("/v1/chat/completions", self._guarded("Generate", self._complete))
 
     def failed(self, error: Exception) -> web.Response:
         """JSON."""

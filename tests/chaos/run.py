@@ -153,7 +153,9 @@ def main() -> int:
     except RuntimeError as error:
         console.print(f"without links that can be cut: {reason or error}")
     run = Run(args.seed, args.faults, args.json.resolve(), console)
-    # As the first process of its namespace, this one is not ended by a signal that it does not handle.
+    # As the first process of its namespace, this one is not ended by a signal that it does not handle; and in the
+    # background of a shell Python does not handle this one.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run.run(args.model.resolve(), net))

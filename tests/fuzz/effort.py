@@ -1,0 +1,42 @@
+"""How much a fuzz test does: a few examples in `make test`, always the same; as long as it may in `make fuzz`."""
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis.strategies import SearchStrategy
+
+# Of each test; 0 takes as many examples as `make test` wants.
+SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+_ROUND = 1000
+
+done: Counter[str] = Counter()
+
+
+def fuzz(target: Callable[[Any], None], inputs: SearchStrategy[Any], few: int = 60) -> None:
+    """Calls `target` with inputs; what it raises fails the test, with the smallest input that hypothesis can find."""
+    began, number = time.monotonic(), SEED
+    while True:
+
+        @seed(number)
+        @settings(
+            max_examples=_ROUND if SECONDS else few,
+            deadline=None,
+            database=None,
+            derandomize=False,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+        )
+        @given(inputs)
+        def once(given_input: Any) -> None:
+            done[target.__name__] += 1
+            target(given_input)
+
+        once()
+        number += 1
+        if time.monotonic() - began >= SECONDS:
+            return

@@ -1,0 +1,179 @@
+"""Files of a configuration: taken, or refused by the one error that says so, whatever they hold."""
+
+import asyncio
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from fusionkv.fusion_worker import verdict
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway import quotas
+from fusionkv.gateway.bearer import Bearer
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.jwks import KeyFile
+from fusionkv.gateway.jwt_tokens import JWTTokens
+from fusionkv.gateway.static_tokens import StaticTokens
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.protos import settings
+from fusionkv.protos.errors import FailedPrecondition, PermissionDenied, Unauthenticated
+from fusionkv.protos.settings import SettingsError
+from fusionkv.protos.watched import BadFile
+from tests.fuzz.effort import fuzz
+from tests.gateway.test_jwt import Signer, jwks
+
+SECTIONS = {"kvcache": Config, "worker": WorkerConfig, "gateway": GatewayConfig}
+NAMES = sorted({name for kind in SECTIONS.values() for name in kind.__dataclass_fields__})
+VALUES = st.one_of(
+    st.text(max_size=20),
+    st.sampled_from(["~", "~nobody/x", "1e999", "9" * 5000, "-1", "5KiB", "1 tib", "", "\\u0000", "nan", "a,b"]),
+    st.integers(-(2**70), 2**70),
+    st.floats(),
+    st.booleans(),
+    st.lists(st.one_of(st.text(max_size=5), st.integers()), max_size=3),
+)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float):
+        return str(value)
+    return json.dumps(value)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A section, and a file that says something of it; sometimes any bytes."""
+    section = draw(st.sampled_from(sorted(SECTIONS)))
+    if draw(st.integers(0, 5)) == 0:
+        return section, draw(st.one_of(st.binary(max_size=60), st.integers(1, 3000).map(lambda n: b"a=" + b"[" * n)))
+    lines = [f"[{section}]"]
+    for name in draw(st.lists(st.sampled_from(NAMES), max_size=4, unique=True)):
+        lines.append(f"{name} = {_toml(draw(VALUES))}")
+    return section, "\n".join(lines).encode(errors="replace")
+
+
+def test_settings_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+
+    def settings_file(given: tuple[str, bytes]) -> None:
+        section, data = given
+        file.write_bytes(data)
+        with contextlib.suppress(SettingsError):
+            settings.load(SECTIONS[section], section, file=file, environ={})
+
+    fuzz(settings_file, tables(), 200)
+
+
+def test_settings_of_the_environment() -> None:
+    def settings_of_environment(given: tuple[str, str, str]) -> None:
+        section, name, value = given
+        with contextlib.suppress(SettingsError):
+            settings.load(SECTIONS[section], section, environ={f"FUSIONKV_{section.upper()}_{name.upper()}": value})
+
+    texts = st.one_of(st.text(max_size=20), st.sampled_from(["~nobody/x", "9" * 5000, "1e400", "-1", "a,b,,"]))
+    fuzz(settings_of_environment, st.tuples(st.sampled_from(sorted(SECTIONS)), st.sampled_from(NAMES), texts), 200)
+
+
+PIECES = st.sampled_from(
+    [
+        *(
+            "[[token]]",
+            "[default]",
+            "[tenants.a]",
+            'name = "a"',
+            'role = "app"',
+            'tenant = "a"',
+            "tenant = 3",
+            "a = 1",
+        ),
+        *("requests_per_minute = 5", 'stored_bytes = "1GiB"', "tokens_per_minute = -1", "tokens_per_minute = true"),
+        *(f'sha256 = "{"0" * 64}"', 'sha256 = "zz"', "= ", "[", "0" * 64, "zz" * 32, "x = " + "[" * 2000, "\ufeff"),
+        *(
+            '{"keys": []}',
+            '{"keys": [{"kty": "EC"}]}',
+            "null",
+            '{"recipes": {}, "fingerprint": ""}',
+            '{"recipes": []}',
+        ),
+    ]
+)
+CONTENTS = st.one_of(
+    st.binary(max_size=80), st.lists(PIECES, max_size=6).map(lambda lines: "\n".join(lines).encode())
+)
+READERS: dict[str, Any] = {
+    "tokens": StaticTokens,
+    "quotas": lambda file: quotas.Quotas(file).of("a"),
+    "jwks": KeyFile,
+    "disk keys": DiskKeys,
+}
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_files_that_are_watched(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    def watched_file(data: bytes) -> None:
+        file.write_bytes(data)
+        with contextlib.suppress(BadFile):
+            READERS[kind](file)
+
+    fuzz(watched_file, CONTENTS, 100)
+
+
+def test_verdicts(tmp_path: Path) -> None:
+    def verdict_file(data: bytes) -> None:
+        (tmp_path / verdict.FILE).write_bytes(data)
+        with contextlib.suppress(FailedPrecondition):
+            verdict.read(tmp_path, b"")
+
+    fuzz(verdict_file, CONTENTS, 100)
+
+
+def test_bearer_tokens(tmp_path: Path) -> None:
+    """Of any form, by both kinds of verifier: who it is, or a refusal."""
+    signer = Signer("a")
+    (tmp_path / "jwks").write_bytes(jwks(signer))
+    (tmp_path / "tokens").write_text(f'[[token]]\nname = "a"\nrole = "app"\ntenant = "a"\nsha256 = "{"0" * 64}"\n')
+    names = {"issuer": "https://issuer.example", "audience": "fusionkv"}
+    signed = JWTTokens(KeyFile(tmp_path / "jwks"), role_claim="role", tenant_claim="tenant", **names)
+    bearer = Bearer([StaticTokens(tmp_path / "tokens"), signed])
+    good = signer.token()
+
+    def bearer_token(given: list[str]) -> None:
+        with contextlib.suppress(Unauthenticated, PermissionDenied):
+            asyncio.run(bearer.admit(given, "/gateway.v1.GatewayService/List"))
+
+    def changed(at: tuple[int, str]) -> str:
+        place = at[0] % len(good)
+        return good[:place] + at[1] + good[place + 1 :]
+
+    values = st.one_of(
+        st.tuples(st.integers(0, 1000), st.characters()).map(changed),
+        st.text(max_size=60),
+        st.sampled_from([good, good + ".", "a.b.c", "..", "\udcff", "e30.e30.", good.rpartition(".")[0] + "."]),
+        st.dictionaries(st.sampled_from(["role", "tenant", "sub", "exp", "aud", "iss"]), VALUES.filter(_is_json)).map(
+            lambda claims: signer.token(**claims) if _can_sign(signer, claims) else ""
+        ),
+        st.dictionaries(st.sampled_from(["kid", "alg2", "crit", "typ"]), VALUES.filter(_is_json)).map(
+            lambda headers: signer.token(headers) if _can_sign(signer, {}, headers) else ""
+        ),
+    )
+    bearer_token(["Bearer \udcff"])  # a byte of a header that is no UTF-8
+    schemes = st.sampled_from(["Bearer ", "bearer ", "Basic ", ""])
+    fuzz(bearer_token, st.lists(st.tuples(schemes, values).map("".join), max_size=2), 150)
+
+
+def _is_json(value: Any) -> bool:
+    return value == value and not (isinstance(value, float) and abs(value) == float("inf"))
+
+
+def _can_sign(signer: Signer, claims: dict[str, Any], headers: dict[str, Any] | None = None) -> bool:
+    try:
+        signer.token(headers, **claims)
+    except Exception:  # PyJWT makes no token of such claims; a client that does is the next example
+        return False
+    return True

@@ -1,0 +1,223 @@
+"""Every RPC of every service, and the HTTP endpoint, with messages of any content and bytes of any kind.
+
+A service answers, or refuses with the status of a caller's mistake, in time; it logs no traceback, and lives.
+"""
+
+import http.client
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import xxhash
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from hypothesis import strategies as st
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos import rpc
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2
+from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from tests.fuzz.effort import fuzz
+from tests.fuzz.wire import DIGESTS, TEXTS, messages
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+S = grpc.StatusCode
+RIGHT = {S.OK, S.INVALID_ARGUMENT, S.NOT_FOUND, S.FAILED_PRECONDITION, S.RESOURCE_EXHAUSTED}
+SECONDS = 60.0
+# Of a stream that answers, so many messages tell enough.
+_READ = 3
+SERVICES = {
+    "kvcache": kvcache_pb2.DESCRIPTOR.services_by_name["KVCacheService"],
+    "fusion": fusion_pb2.DESCRIPTOR.services_by_name["FusionService"],
+    "gateway": gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"],
+}
+METHODS = [(name, method.name) for name, service in SERVICES.items() for method in service.methods]
+
+
+class Running:
+    """The three services, a channel to each, and an HTTP port."""
+
+    def __init__(self, launch: Callable[..., Any], folder: Path, model: Path) -> None:
+        here = ("--listen", "127.0.0.1:0")
+        cache = launch("fusionkv.kvcache_service", *here, "--data-dir", str(folder / "kvcache"))
+        own = ("--model", str(model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "32MiB")
+        worker = launch("fusionkv.fusion_worker", *here, *own)
+        ports = (*here, "--http-listen", "127.0.0.1:0", "--workers", worker.address)
+        front = launch("fusionkv.gateway", *ports, "--data-dir", str(folder / "gateway"), services=2)
+        self.services = {"kvcache": cache, "fusion": worker, "gateway": front}
+        self.channels = {name: rpc.dial_sync(service.address) for name, service in self.services.items()}
+        self.http = front.addresses["fusionkv-gateway-http"][0]
+        with Client(front.address) as client:
+            client.ingest("c", "a.txt", "The lake is blue. " * 40)
+
+    def sound(self, name: str) -> None:
+        service = self.services[name]
+        assert service.process.poll() is None, service.log
+        assert "unforeseen error" not in service.log, service.log[-5000:]
+
+
+@pytest.fixture(scope="module")
+def running(
+    launch_module: Callable[..., Any], reference_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    made = Running(launch_module, tmp_path_factory.mktemp("fuzz"), reference_model)
+    yield made
+    for channel in made.channels.values():
+        channel.close()
+
+
+def call(channel: grpc.Channel, method: MethodDescriptor, sent: Any, raw: bool) -> grpc.StatusCode:
+    """The status of a call with these messages, or with these bytes in their place."""
+    kind = f"{'stream' if method.client_streaming else 'unary'}_stream"
+    to_bytes = None if raw else message_factory.GetMessageClass(method.input_type).SerializeToString
+    called = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}", request_serializer=to_bytes
+    )
+    replies = called(iter(sent) if method.client_streaming else sent[0], timeout=SECONDS)
+    try:
+        for _ in zip(range(_READ), replies, strict=False):
+            pass
+    except grpc.RpcError as error:
+        status: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
+        if status not in RIGHT:
+            raise AssertionError(f"{status.name}: {error.details()}") from None  # type: ignore[attr-defined]
+        return status
+    replies.cancel()
+    return S.OK
+
+
+@st.composite
+def puts(draw: st.DrawFn) -> list[Any]:
+    """Headers and data in any order; half of them as they should be."""
+    if draw(st.booleans()):
+        return draw(st.lists(messages(kvcache_pb2.PutRequest.DESCRIPTOR), min_size=1, max_size=4))
+    data = draw(st.binary(max_size=2000))
+    header = kvcache_pb2.PutHeader(
+        namespace=draw(st.sampled_from(DIGESTS)),
+        path=draw(st.lists(st.sampled_from(DIGESTS), min_size=1, max_size=3)),
+        size_bytes=len(data) + draw(st.sampled_from([0, 0, 0, 1])),
+        tokens=1,
+        checksum=xxhash.xxh3_128_digest(data),
+    )
+    cut = draw(st.integers(0, len(data)))
+    parts = [kvcache_pb2.PutRequest(data=part) for part in (data[:cut], data[cut:]) if part]
+    return [kvcache_pb2.PutRequest(header=header), *parts]
+
+
+@pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
+def test_messages(running: Running, service: str, name: str) -> None:
+    method = SERVICES[service].methods_by_name[name]
+
+    def message_of_any_content(sent: list[Any]) -> None:
+        call(running.channels[service], method, sent, raw=False)
+        running.sound(service)
+
+    inputs = puts() if name == "Put" else messages(method.input_type).map(lambda message: [message])
+    fuzz(message_of_any_content, inputs, 15)
+
+
+@pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
+def test_bytes_that_are_no_message(running: Running, service: str, name: str) -> None:
+    method = SERVICES[service].methods_by_name[name]
+
+    def bytes_for_a_message(sent: list[bytes]) -> None:
+        call(running.channels[service], method, sent, raw=True)
+        running.sound(service)
+
+    fuzz(bytes_for_a_message, st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3), 10)
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(), st.sampled_from(TEXTS), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    max_leaves=6,
+)
+FIELDS = [
+    "model",
+    "messages",
+    "stream",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "seed",
+    "stop",
+    "n",
+    "fusionkv",
+    "user",
+]
+MESSAGE = st.fixed_dictionaries(
+    {}, optional={"role": st.one_of(st.sampled_from(["user", "system", "assistant"]), JSON), "content": JSON}
+)
+OWN = st.dictionaries(
+    st.sampled_from(["corpus", "recipe", "ratio", "top_k", "order", "query", "x"]), JSON, max_size=3
+)
+GOOD = {"model": "c", "messages": [{"role": "user", "content": "Which lake?"}], "max_tokens": 2}
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    if draw(st.integers(0, 4)) == 0:
+        return draw(st.one_of(st.binary(max_size=60), st.integers(1, 50_000).map(lambda n: b"[" * n)))
+    body: dict[str, Any] = dict(GOOD)
+    for name in draw(st.lists(st.sampled_from(FIELDS), max_size=3)):
+        inside = {"messages": st.lists(MESSAGE, max_size=3), "fusionkv": OWN}.get(name, JSON)
+        body[name] = draw(st.one_of(inside, JSON))
+    return json.dumps(body).encode(errors="replace")
+
+
+def request(running: Running, method: str, path: bytes, body: bytes, headers: dict[str, bytes]) -> int:
+    """The status of a request whose bytes are sent as they are."""
+    host, _, port = running.http.rpartition(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=SECONDS)
+    try:
+        connection.putrequest(method, "/", skip_accept_encoding=True)
+        head = connection._buffer  # type: ignore[attr-defined]  # http.client itself refuses such paths
+        head[0] = b" ".join((method.encode(), path, b"HTTP/1.1"))
+        for name, value in headers.items():
+            head.append(name.encode() + b": " + value)
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body)
+        reply = connection.getresponse()
+        reply.read()
+        return reply.status
+    finally:
+        connection.close()
+
+
+def test_bodies_of_the_http_endpoint(running: Running) -> None:
+    def http_body(body: bytes) -> None:
+        status = request(running, "POST", b"/v1/chat/completions", body, {"Content-Type": b"application/json"})
+        assert status in (200, 400, 404, 413, 429), (status, body)
+        running.sound("gateway")
+
+    fuzz(http_body, bodies(), 40)
+
+
+def test_paths_and_headers_of_the_http_endpoint(running: Running) -> None:
+    """Printable bytes and beyond; what ends a line or a word would be another request."""
+    allowed = [byte for byte in range(0x21, 0x100) if byte != 0x7F]
+    word = st.lists(st.sampled_from(allowed), max_size=20).map(bytes)
+    names = st.sampled_from(["Authorization", "Content-Type", "Accept", "traceparent", "X-Any", "Expect"])
+
+    def http_head(given: tuple[str, bytes, dict[str, bytes]]) -> None:
+        method, path, headers = given
+        if (method, path) != ("GET", b"v1/models"):
+            headers.pop("Expect", None)  # aiohttp answers 500 itself to one that is no text, for what is not there
+        status = request(running, method, b"/" + path, b"{}", headers)
+        assert status < 500 or status == 501, (status, given)
+        running.sound("gateway")
+
+    paths = st.one_of(word, word.map(lambda w: b"v1/models/" + w), st.just(b"v1/models"))
+    fuzz(http_head, st.tuples(st.sampled_from(["GET", "POST", "PUT"]), paths, st.dictionaries(names, word)), 40)
+
+
+def test_a_service_answers_as_before(running: Running) -> None:
+    """After all of the above."""
+    with Client(running.services["gateway"].address) as client:
+        client.ingest("after", f"{random.random()}.txt", "The hill is green. " * 20)
+        assert client.ask("after", "Which hill?", max_tokens=2).summary.tokens_generated
