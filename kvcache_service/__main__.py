@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fusionkv.kvcache_service.arena import Doorway, path_of
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.metrics import observe_shared_index, observe_tiers
+from fusionkv.kvcache_service.segments import SegmentDoor, readable_files, segments_of
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
@@ -127,9 +128,9 @@ async def run(config: Config) -> None:
         await store.close()
 
 
-def open_doorways(config: Config, store: Store) -> list[Doorway]:
-    """Hands the memory tier over beside every unix socket; where that can't be, its bytes are streamed."""
-    doorways = []
+def open_doorways(config: Config, store: Store) -> list[Doorway | SegmentDoor]:
+    """Hands memory tier and segment files over beside every unix socket; where that can't be, bytes are streamed."""
+    doorways: list[Doorway | SegmentDoor] = []
     paths = [path for address in config.listen if (path := path_of(address)) is not None]
     for tier in store.residents.tiers:
         if not isinstance(tier, MemoryTier):
@@ -139,6 +140,12 @@ def open_doorways(config: Config, store: Store) -> list[Doorway]:
                 doorways.append(Doorway(path, tier.arena, tier.capacity_bytes, tier.file))
             except OSError as error:
                 log.warning("can't hand memory over at %s, its bytes are streamed: %s", path, error)
+                continue
+            if (files := readable_files(store.residents.tiers)) is not None:
+                try:
+                    doorways.append(SegmentDoor(segments_of(path), tier.arena, files))
+                except OSError as error:
+                    log.warning("can't hand files over beside %s, their bytes are streamed: %s", path, error)
     return doorways
 
 
