@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from fusionkv.kvcache_service.arena import Doorway, path_of
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.metrics import observe_shared_index, observe_tiers
+from fusionkv.kvcache_service.segments import SegmentDoor, readable_files, segments_of
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
@@ -56,15 +58,37 @@ def make_store(config: Config) -> Store:
     """The store with the tiers that the configuration asks for.
 
     Raises:
-        OSError: the data directory or its keys can't be used, or another process uses it.
+        OSError: the data directory or its keys can't be used, or another process uses it; Redis can't be reached.
     """
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
-    if config.disk_bytes:
+    if config.disk_bytes and config.remote_url:
+        tiers.append(DiskCopies(config.data_dir, config.disk_bytes))
+    elif config.disk_bytes:
         place, keys = (config.data_dir, config.disk_bytes), config.disk_keys
         tiers.append(
             SealedDiskTier(*place, DiskKeys(keys), sync=config.sync) if keys else DiskTier(*place, sync=config.sync)
         )
+    if config.remote_url:
+        tiers.append(make_remote(config))
     return Store(config, tiers)
+
+
+def make_remote(config: Config) -> Tier:
+    """The tier in Redis. Raises OSError as `make_store` does."""
+    try:
+        from fusionkv.kvcache_service.tiers.remote import RemoteTier
+    except ImportError as error:
+        raise OSError(f"remote_url needs redis: pip install 'fusionkv[cache]' ({error})") from error
+    password = config.redis_password.read_text().strip() if config.redis_password else None
+    ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
+    return RemoteTier(
+        config.remote_url,
+        config.remote_bytes,
+        space=config.remote_name or socket.gethostname(),
+        ttl=ttl,
+        timeout=timeout,
+        password=password,
+    )
 
 
 def make_replica(config: Config, store: Store) -> "Replica":
@@ -127,9 +151,9 @@ async def run(config: Config) -> None:
         await store.close()
 
 
-def open_doorways(config: Config, store: Store) -> list[Doorway]:
-    """Hands the memory tier over beside every unix socket; where that can't be, its bytes are streamed."""
-    doorways = []
+def open_doorways(config: Config, store: Store) -> list[Doorway | SegmentDoor]:
+    """Hands memory tier and segment files over beside every unix socket; where that can't be, bytes are streamed."""
+    doorways: list[Doorway | SegmentDoor] = []
     paths = [path for address in config.listen if (path := path_of(address)) is not None]
     for tier in store.residents.tiers:
         if not isinstance(tier, MemoryTier):
@@ -139,6 +163,12 @@ def open_doorways(config: Config, store: Store) -> list[Doorway]:
                 doorways.append(Doorway(path, tier.arena, tier.capacity_bytes, tier.file))
             except OSError as error:
                 log.warning("can't hand memory over at %s, its bytes are streamed: %s", path, error)
+                continue
+            if (files := readable_files(store.residents.tiers)) is not None:
+                try:
+                    doorways.append(SegmentDoor(segments_of(path), tier.arena, files))
+                except OSError as error:
+                    log.warning("can't hand files over beside %s, their bytes are streamed: %s", path, error)
     return doorways
 
 

@@ -101,19 +101,25 @@ class Window:
 
     def opened(self, lease: int) -> bool:
         """Whether a memory tier is seen, and a lease is held."""
-        return self._bytes is not None and self._held(lease)
+        return self._bytes is not None and self.held(lease)
+
+    @property
+    def name(self) -> bytes:
+        """Of the memory tier that is seen; empty when none is."""
+        return b"" if self._bytes is None else self._name
 
     async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
         """Copies bytes of the memory tier; False when the lease was not held until the end of that."""
-        if not self._held(lease):
+        if not self.held(lease):
             return False
         if len(data) > _COPY_INLINE_BYTES:
             await asyncio.to_thread(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
         else:
             into[:] = data
-        return self._held(lease)
+        return self.held(lease)
 
-    def _held(self, lease: int) -> bool:
+    def held(self, lease: int) -> bool:
+        """Whether a lease is held now."""
         return time.monotonic() < self._leases.get(lease, 0.0)
 
 

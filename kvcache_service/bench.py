@@ -2,8 +2,9 @@
 
 Every row is measured next to a bare gRPC server in a process of its own, which streams the same frames from one
 buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical
-limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream;
-it and memcpy wait for nobody, and are given in processor time, which depends little on what else the machine does.
+limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream,
+"fetch extent" reads the disk tier's files; the limit of the second is preadv of as many bytes of a file. These and
+their limits wait for nobody, and are given in processor time, which depends little on what else the machine does.
 """
 
 import argparse
@@ -48,6 +49,7 @@ class Row:
     grpc_gb_per_s: float
     """The bare gRPC server, same transport, size and concurrency."""
     memcpy_gb_per_s: float
+    """Of `fetch extent`: preadv."""
     cpu_s_per_gb: float
     """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
     grpc_cpu_s_per_gb: float
@@ -101,11 +103,14 @@ class Bench:
         self.source = memoryview(os.urandom(64 * MIB))
         self.count = 0
         self.lease = 0
+        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed with the bench
+        self.file.write(self.source)
 
     async def close(self) -> None:
         await self.service.close()
         await self.disk_service.close()
         await self.channel.close()
+        self.file.close()
 
     async def warm_up(self) -> None:
         """Writes all the space that the rows use once: fresh pages of memory and files cost 0.6 and 2 s/GB more."""
@@ -118,21 +123,22 @@ class Bench:
     async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
         """Measures one operation; service and floor take turns, so that both see the same machine."""
         into = [memoryview(bytearray(size)) for _ in range(at_once)]
-        self.client = self.disk_service if tier == "disk" else self.service
+        on_disk, here = tier in ("disk", "extent"), tier in ("shared", "extent")
+        self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
         run, floor_run = (self._put, self._floor_put) if operation == "put" else (self._fetch, self._floor_get)
         entries = [] if operation == "put" else await self._entries(size, at_once, tier)
-        pid, floor_pid = self.pids[tier == "disk"], self.pids[2]
+        pid, floor_pid = self.pids[on_disk], self.pids[2]
         speeds, floor_speeds, memcpy, cpu, floor_cpu = [], [], [], 0.0, 0.0
         for i in range(self.rounds + 1):
             before, floor_before = _cpu(pid), _cpu(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
-            took = await self._timed(work, time.process_time if tier == "shared" else time.perf_counter)
+            took = await self._timed(work, time.process_time if here else time.perf_counter)
             floor_took = await self._timed(floor_run(size, into[n]) for n in range(at_once))
             if i:  # the first round warms up
                 speeds.append(size * at_once / took / 1e9)
                 floor_speeds.append(size * at_once / floor_took / 1e9)
-                memcpy.append(_memcpy(into, self.source))
+                memcpy.append(_preadv(into, self.file.fileno()) if tier == "extent" else _memcpy(into, self.source))
                 cpu += _cpu(pid) - before
                 floor_cpu += _cpu(floor_pid) - floor_before
         gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, memcpy))
@@ -150,17 +156,18 @@ class Bench:
 
     async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
         """As many entries that are in the given tier."""
-        if tier == "disk":
+        if tier in ("disk", "extent"):
             filler = await self._put(MIB)
             for _ in range(100):
                 await self._find([filler])
             await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
-        # Copied from shared memory only under a lease; one of a millisecond is over by then.
-        lease_ms = 600_000 if tier == "shared" else 1
+        # Copied or read where it lies only under a lease; one of a millisecond is over by then.
+        lease_ms = 600_000 if tier in ("shared", "extent") else 1
         entries = await self._find([await self._put(size) for _ in range(count)], lease_ms)
-        wrong = [entry.tier for entry in entries if entry.tier != tier.replace("shared", "memory")]
+        expected = {"shared": "memory", "extent": "disk"}.get(tier, tier)
+        wrong = [entry.tier for entry in entries if entry.tier != expected]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {tier}")
+            raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {expected}")
         return entries
 
     async def _find(self, names: Sequence[bytes], lease_ms: int = 1) -> list[Entry]:
@@ -209,6 +216,14 @@ def _memcpy(into: Sequence[memoryview], data: memoryview) -> float:
     return sum(map(len, into)) / (time.process_time() - start) / 1e9
 
 
+def _preadv(into: Sequence[memoryview], file: int) -> float:
+    """Fills the same buffers from a file, each from another place as far as there is one; in processor time."""
+    start, size = time.process_time(), os.fstat(file).st_size
+    for n, buffer in enumerate(into):
+        os.preadv(file, [buffer], n * len(buffer) % (size - len(buffer) + 1))
+    return sum(map(len, into)) / (time.process_time() - start) / 1e9
+
+
 def _hashing(data: memoryview) -> float:
     start = time.perf_counter()
     xxhash.xxh3_128_digest(data)
@@ -224,7 +239,7 @@ async def measure(
         bench = Bench(transport, at[0], at[1], at[2], pids, rounds)
         await bench.warm_up()
         for size, at_once in [(64 * MIB, 1), (6 * MIB, 1), (6 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]:
-            shared = [("fetch", "shared")] if transport == "unix" else []
+            shared = [("fetch", "shared"), ("fetch", "extent")] if transport == "unix" else []
             for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk"), *shared]:
                 rows.append(await bench.row(operation, size, at_once, tier))
                 done()
@@ -248,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve_floor(options.serve_floor))
         return 0
     with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
-        task = progress.add_task("rows", total=35)
+        task = progress.add_task("rows", total=40)
         processes, addresses = [], []
         try:
             for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:

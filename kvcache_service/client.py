@@ -15,6 +15,7 @@ from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.arena import Window
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
+from fusionkv.kvcache_service.segments import Segments
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -48,6 +49,8 @@ class CacheClient:
         self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
         self._window = Window(address)
+        self._segments = Segments(address)
+        self._rising: set[asyncio.Task[Any]] = set()
         self._holders = Holders(lambda at: CacheClient(at, tls))
 
     async def lookup(
@@ -73,7 +76,7 @@ class CacheClient:
         return Lookup(tuple(self._holders.reachable(hit) for hit in hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
-        """Fills `into` (`entry.size` bytes): copied from where they lie if that can be, else streamed and verified.
+        """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
 
         The service's memory is not verified, like any memory; what comes from a disk or over a connection is.
 
@@ -86,6 +89,8 @@ class CacheClient:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
         if entry.holders:
             await self._holders.fetch(entry, into, timeout)
+            return
+        if entry.shared is None and entry.extent is not None and await self._read(entry, into, timeout):
             return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
@@ -113,6 +118,26 @@ class CacheClient:
             with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
+
+    async def _read(self, entry: Entry, into: memoryview, timeout: float) -> bool:
+        """Reads a leased entry from the service's disk; False when that can't be, or what is there is not the entry.
+
+        The service then takes it up into memory, if it is hot enough, while nobody waits.
+        """
+        assert entry.extent is not None
+        if not self._window.opened(entry.lease):
+            return False
+        try:
+            async with asyncio.timeout(timeout):
+                digest = await self._segments.read(self._window.name, entry.extent, into)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{timeout:g} s were not enough for the disk of {self.address}") from error
+        if digest != entry.checksum or not self._window.held(entry.lease):
+            return False
+        rising = asyncio.create_task(self._risen(entry, timeout))
+        self._rising.add(rising)
+        rising.add_done_callback(self._rising.discard)
+        return True
 
     async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
         """The bytes of a leased entry after the service took them up into memory; None if they are not seen there."""
@@ -183,11 +208,14 @@ class CacheClient:
 
     async def close(self) -> None:
         """Ends the connection; calls still running fail."""
+        for rising in self._rising:
+            rising.cancel()
         for channel in (self._channel, self._put_channel):
             if channel is not None:
                 await channel.close()
         self._channel = self._put_channel = None
         self._stubs.clear()
+        self._segments.close()
         await self._holders.close()
 
     async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:

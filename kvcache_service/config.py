@@ -1,5 +1,6 @@
 """Settings of the cache service: section `kvcache` of the configuration."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,7 @@ from fusionkv.protos.settings import setting
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 GIB = 1 << 30
+_NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,13 @@ class Config:
     disk_keys: Path | None = setting(
         None, "keys (64 hex digits a line) that the disk tier is encrypted with: the first writes, all read"
     )
+    remote_url: str = setting(
+        "", "redis://host:port of a Redis that keeps entries below memory and disk; empty: the disk tier is the last"
+    )
+    remote_bytes: int = setting(4 * GIB, "size of the tier in that Redis", bytes=True, low=1 << 20)
+    remote_name: str = setting("", "its name there, of this service alone; empty takes the machine's (a pod's) name")
+    remote_ttl_seconds: float = setting(86_400.0, "time after the last access in which Redis forgets an entry", low=1)
+    remote_timeout: float = setting(2.0, "seconds for one answer of that Redis", low=0.001)
     max_entry_bytes: int = setting(GIB, "largest entry", bytes=True, low=1, high=GIB)
     max_path: int = setting(256, "most elements of a path", low=1, high=65535)
     max_puts: int = setting(64, "most Puts at once", low=1)
@@ -45,7 +54,7 @@ class Config:
         "", "redis://host:port of the index that several services share; empty: this service works alone"
     )
     redis_cluster: bool = setting(False, "whether redis_url is a node of a Redis Cluster")
-    redis_password: Path | None = setting(None, "file with the password of Redis, if the URL does not hold it")
+    redis_password: Path | None = setting(None, "file with the password of Redis, if a URL does not hold it")
     redis_timeout_ms: int = setting(50, "longest wait for Redis in a Lookup; a later answer is not used", low=1)
     redis_expiry_seconds: float = setting(
         5.0, "silence after which a service counts as dead, and its entries are misses", low=0.1
@@ -61,6 +70,10 @@ class Config:
         anywhere = self.listen[:1] and self.listen[0].rpartition(":")[0] in ("[::]", "0.0.0.0", "*")
         if self.redis_url and anywhere and not self.advertise:
             raise ValueError(f"redis_url with listen {self.listen[0]}: say with advertise where others reach it")
+        if self.remote_url and self.disk_keys:
+            raise ValueError("remote_url with disk_keys: the entries would lie in Redis as they are, not encrypted")
+        if not _NAME.fullmatch(self.remote_name):
+            raise ValueError(f"remote_name may hold letters, digits, . _ and -, not {self.remote_name!r}")
 
     @property
     def server_tls(self) -> ServerTLS | None:

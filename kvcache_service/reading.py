@@ -9,9 +9,9 @@ import xxhash
 from opentelemetry import trace
 
 from fusionkv.kvcache_service.residents import Resident
-from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
-from fusionkv.protos.errors import DataLoss
+from fusionkv.protos.errors import DataLoss, Unavailable
 from fusionkv.protos.frames import FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -40,9 +40,14 @@ class Reader:
 
         Raises:
             DataLoss: they don't have their checksum, or can't be read; the entry is deleted.
+            Unavailable: the tier that has them does not answer now.
         """
         tier = self._fastest()
-        if not await self._loaded():
+        try:
+            intact = await self._loaded()
+        except Unreachable as error:
+            raise Unavailable(str(error)) from error
+        if not intact:
             raise DataLoss(f"entry {self.entry.record.key.hex()} was damaged on {tier.name}; it is deleted")
         tier = self._fastest()
         place = self.entry.places[tier.name]
@@ -51,6 +56,8 @@ class Reader:
             if tier.blocking:
                 try:
                     data = await self._store.in_thread(tier.read, place, at, length)
+                except Unreachable as error:
+                    raise Unavailable(str(error)) from error
                 except OSError as error:
                     await self._store.drop(self.entry)
                     raise DataLoss(f"entry {self.entry.record.key.hex()}: {error}; it is deleted") from error
@@ -69,7 +76,9 @@ class Reader:
             if not copies:
                 return False
             self._start(copies)
-        return await self._loaded() and not self._fastest().blocking
+        with contextlib.suppress(Unreachable):
+            return await self._loaded() and not self._fastest().blocking
+        return False
 
     async def _loaded(self) -> bool:
         """Verifies the entry in its slow tier, once for all who fetch it now; goes on if the caller is cancelled."""
@@ -88,48 +97,56 @@ class Reader:
 def _room_above(store: "Store", entry: Resident) -> dict[Tier, Place]:
     """A reservation in the fastest tier that has room for an entry, or colder copies to drop for it."""
     residents = store.residents
-    for tier in residents.tiers[:-1]:
+    for tier in residents.tiers:
+        if tier.name in entry.places:
+            break
         with contextlib.suppress(NoSpace):
             return {tier: residents.reserve(tier, entry.record.size, entry.heat)[0]}
     return {}
 
 
 async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bool:
-    """Verifies an entry's bytes at home, and writes them to the reserved places on the way.
+    """Verifies an entry's bytes in the fastest tier that has them, and writes them to the reserved places on the way.
 
-    False when they were damaged: the entry is deleted then.
+    False when they were damaged: the entry is deleted then. Raises Unreachable when the tier does not answer.
     """
     residents, record = store.residents, entry.record
-    home, source = residents.home, entry.places[residents.home.name]
+    tier = next(tier for tier in residents.tiers if tier.name in entry.places)
+    source, intact, silent = entry.places[tier.name], False, None
     entry.pins += 1
     try:
         with tracer.start_as_current_span("kvcache.read") as span:
-            span.set_attributes({"fusionkv.tier": home.name, "fusionkv.bytes": record.size})
+            span.set_attributes({"fusionkv.tier": tier.name, "fusionkv.bytes": record.size})
             span.set_attribute("fusionkv.promoted", bool(copies))
-            intact = await store.in_thread(_copy_verified, home, source, copies, record.checksum)
+            intact = await store.in_thread(_copy_verified, tier, source, copies, record.checksum)
+    except Unreachable as error:
+        silent = error
     except OSError:
-        intact = False
+        pass
     finally:
         entry.pins -= 1
-    for tier, place in copies.items():
-        if intact and entry.visible:
-            residents.settle(entry, tier, place)
-            store.counters.add("promotions", tier=tier.name)
-        else:
-            residents.cancel(tier, place)
+        for above, place in copies.items():
+            if intact and entry.visible:
+                residents.settle(entry, above, place)
+                store.counters.add("promotions", tier=above.name)
+            else:
+                residents.cancel(above, place)
+    if silent is not None:
+        residents.let_go(entry)
+        raise silent
     if not intact:
-        store.counters.add("checksum.failures", tier=home.name)
+        store.counters.add("checksum.failures", tier=tier.name)
         await store.drop(entry)
     residents.let_go(entry)
     return intact
 
 
-def _copy_verified(home: Tier, source: Place, copies: dict[Tier, Place], checksum: bytes) -> bool:
+def _copy_verified(tier: Tier, source: Place, copies: dict[Tier, Place], checksum: bytes) -> bool:
     """Reads a place piece by piece into its copies; whether the bytes have their checksum."""
     hasher = xxhash.xxh3_128()
     for at in range(0, source.size, FRAME_BYTES):
-        piece = home.read(source, at, min(FRAME_BYTES, source.size - at))
+        piece = tier.read(source, at, min(FRAME_BYTES, source.size - at))
         hasher.update(piece)
-        for tier, place in copies.items():
-            tier.write(place, at, [piece])
+        for above, place in copies.items():
+            above.write(place, at, [piece])
     return hasher.digest() == checksum

@@ -14,7 +14,9 @@ from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.residents import Resident
+from fusionkv.kvcache_service.segments import readable_files
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer
 from fusionkv.protos import frames, rpc
@@ -63,6 +65,7 @@ class KVCacheServicer:
         self._config = config
         self._replica = replica
         self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
+        self._files = readable_files(store.residents.tiers)
         self._puts = 0
         self._fetches = 0
         self._started = time.monotonic()
@@ -234,7 +237,15 @@ class KVCacheServicer:
             tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
             variant=record.variant,
             arena_offset=_arena_offset(entry),
+            extent=self._extent(entry),
         )
+
+    def _extent(self, entry: Resident) -> pb.Extent | None:
+        place = entry.places.get(DiskTier.name)
+        if self._files is None or place is None:
+            return None
+        segment, offset = self._files.extent(place)
+        return pb.Extent(segment=segment, offset=offset)
 
 
 def _arena_offset(entry: Resident | None) -> int | None:

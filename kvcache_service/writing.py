@@ -162,4 +162,4 @@ class Writer:
 
 
 def _unwritable(error: OSError) -> ResourceExhausted:
-    return ResourceExhausted(f"can't write to the disk tier: {error}")
+    return ResourceExhausted(f"can't write the entry: {error}")

@@ -25,6 +25,10 @@ class Recovered:
     heat: float
 
 
+class Unreachable(OSError):
+    """A tier does not answer now. What is in it may well be there still, so nothing is to be deleted for it."""
+
+
 class Tier(ABC):
     """Space for entries, and their bytes. What is an entry, and who may use it, is the store's business.
 
@@ -34,7 +38,7 @@ class Tier(ABC):
     """
 
     name: str
-    """As the contract's Tier: "memory", "disk"."""
+    """As the contract's Tier: "memory", "disk", "remote"."""
     blocking: bool
     """Whether bytes are moved by system calls that may wait, so that a thread has to do it."""
 

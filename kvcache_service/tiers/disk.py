@@ -40,6 +40,8 @@ class DiskTier(Tier):
 
     name = "disk"
     blocking = True
+    readable = True
+    """Whether the files hold the entries' bytes as they are."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
         """Opens or makes the tier.
@@ -129,6 +131,14 @@ class DiskTier(Tier):
             except OSError as error:
                 log.warning("can't drop them from the index: %s", error)
 
+    def extent(self, place: Place) -> tuple[int, int]:
+        """Number of the segment that a place is in, and the offset in its file."""
+        return divmod(place.offset, SEGMENT_BYTES)
+
+    def open_segment(self, segment: int) -> int:
+        """A new read-only descriptor of a segment's file. Raises OSError when there is no such file."""
+        return os.open(self._path(segment, "kv"), os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self) -> None:
         for file in self._files.values():
             os.fsync(file)
@@ -183,7 +193,7 @@ class DiskTier(Tier):
         """The descriptor of a segment's file, opened or made on first use."""
         file = files.get(segment)
         if file is None:
-            path = self._directory / "segments" / f"{segment:06d}.{ending}"
+            path = self._path(segment, ending)
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             _sync_directory(path.parent)
             # Two threads may get here at once: the first one's descriptor is used, the other's is closed.
@@ -191,6 +201,9 @@ class DiskTier(Tier):
                 os.close(file)
                 file = files[segment]
         return file
+
+    def _path(self, segment: int, ending: str) -> Path:
+        return self._directory / "segments" / f"{segment:06d}.{ending}"
 
     def _trusted(self) -> bool:
         """Whether the index is whole: the tier was closed, or flushed all it wrote, or the machine has not restarted.

@@ -27,6 +27,8 @@ _SEAL_BYTES = ID_BYTES + _NONCE_BYTES + _TAG_BYTES
 class SealedDiskTier(DiskTier):
     """As DiskTier, but each place is written once from its beginning to its end, as the store does."""
 
+    readable = False
+
     def __init__(self, directory: Path, capacity_bytes: int, keys: DiskKeys, *, sync: bool = False) -> None:
         """Raises OSError as DiskTier does."""
         super().__init__(directory, capacity_bytes, sync=sync)

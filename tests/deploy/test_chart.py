@@ -260,6 +260,18 @@ def test_caches_that_share_an_index_reach_it_and_each_other(render: Render, url:
             kubernetes_validate.validate(document, version, strict=True)
 
 
+def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
+    documents = render({"kvcache": {"config": {"remote_url": "redis://redis.data.svc:6390/1"}}})
+    config = settings.load(CacheConfig, "kvcache", environ=environment(workloads(documents)["kvcache"]))
+    assert config.remote_url == "redis://redis.data.svc:6390/1"
+    (policy,) = (
+        d["spec"]
+        for d in documents
+        if d["kind"] == "NetworkPolicy" and d["metadata"]["labels"]["app.kubernetes.io/component"] == "kvcache"
+    )
+    assert {rule["ports"][0]["port"] for rule in policy["egress"]} == {53, 6390}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

@@ -200,7 +200,7 @@ async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any, tool
     writable = disk._files[0]
     disk._files[0] = os.open(segment(service), os.O_RDONLY)
     for size in (100, 9 * MIB):
-        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await service.put([s, tools.digest("new")], tools.payload("new", size))
     await service.settled()
     assert await service.fetch(entry) == tools.payload("bad", 600_000)

@@ -37,7 +37,7 @@ async def test_the_answer_arrives_when_it_comes_before_the_bytes(
     writable = disk._files[0]
     disk._files[0] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
     for _ in range(10):
-        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await service.put([names["S"], names["A"]], data[: 24 * MIB])
     os.close(disk._files[0])
     disk._files[0] = writable

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.tiers.base import Tier
+from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.kvcache_service.tiers.remote import RemoteTier
 from fusionkv.protos.errors import NotFound, ResourceExhausted
+from tests.system.redis_process import RedisServer
 
 BLOCK = 4096
 # Thousands of restarts: a file system in memory, where there is one, makes their flushes free.
@@ -37,12 +43,19 @@ def path(text: str) -> list[bytes]:
     return [d(name) for name in text]
 
 
-def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachine]:
+def make_machine(
+    tools: Any, memory: int, disk: int, below: Callable[[], list[Tier]] = list
+) -> type[RuleBasedStateMachine]:
+    """`below`: makes the tier below the disk's, which holds copies then, if there is one."""
+
     class StoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.loop = asyncio.new_event_loop()
             self.directory = Path(tempfile.mkdtemp(prefix="fusionkv-model", dir=SCRATCH))
+            for tier in below():
+                tier.forget([(found.record.key, found.place) for found in tier.recover()])
+                tier.close()
             self.clock = tools.Clock()
             self.content: dict[bytes, tuple[record.Record, str, bytes]] = {}
             self.leases: dict[int, tuple[set[bytes], float]] = {}
@@ -50,7 +63,9 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
             self.open()
 
         def open(self) -> None:
-            tiers = tools.make_tiers(self.directory, memory, disk)
+            last = below()
+            tiers = [MemoryTier(memory), DiskCopies(self.directory, disk)] if last else []
+            tiers = [*tiers, *last] or tools.make_tiers(self.directory, memory, disk)
             self.store = Store(Config(max_leases=6), tiers, clock=self.clock, wall=self.clock)
             self.loop.run_until_complete(self.store.open())
 
@@ -230,3 +245,21 @@ def test_store_behaves_as_its_model(tools: Any, memory: int, disk: int) -> None:
             max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def test_a_store_over_redis_behaves_as_its_model(tools: Any, tmp_path: Path) -> None:
+    """Fewer examples, since each write is a round trip."""
+    server = RedisServer(tmp_path)
+
+    def remote() -> list[Tier]:
+        return [RemoteTier(server.url, 16 * BLOCK, space="model", ttl=600, timeout=30)]
+
+    try:
+        run_state_machine_as_test(
+            make_machine(tools, 8 * BLOCK, 8 * BLOCK, remote),
+            settings=settings(
+                max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            ),
+        )
+    finally:
+        server.kill9()

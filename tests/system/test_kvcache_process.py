@@ -151,7 +151,7 @@ async def test_a_file_size_limit_refuses_and_the_service_goes_on(launch: Any, tm
     client = CacheClient(service.address)
     assert await put(client, "fits", payload("fits", MIB))
     for size in (4 * MIB, 20 * MIB):
-        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await put(client, size, payload(size, size))
     assert await get(client, "fits") == payload("fits", MIB)
     assert await put(client, "also fits", payload("also fits", MIB))
