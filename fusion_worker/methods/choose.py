@@ -37,9 +37,7 @@ def in_turn(lists: Sequence[tuple[torch.Tensor, float]], have: torch.Tensor, sta
     return torch.where(have, 1.0, -best.clamp(max=2.0 * len(best)))
 
 
-def spread(
-    scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True
-) -> torch.Tensor:
+def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True) -> torch.Tensor:
     """float32 [positions]: for each token the best score within `reach` in its chunk, times `fade` for each step.
 
     scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk. both: whether the tokens

@@ -26,7 +26,8 @@ def near_and_back(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two scores of every context token, float32 [tokens] each; rare tokens count more in both.
 
-    near: closeness to a token that the question holds too, times that to a token before it that an earlier chunk holds.
+    near: closeness to a token that the question holds too, times closeness to a token before it that an earlier chunk
+        holds.
     back: closeness to a token before it that stands, in another chunk, near one of the question's; if that chunk is a
         later one, times closeness to a token before it that an earlier chunk holds.
     ids: of the context; chunks: the number of each token's chunk, ascending.

@@ -37,7 +37,7 @@ def test_words_of_the_question_that_were_said_before() -> None:
 def test_words_lead_on_along_a_chain() -> None:
     # 11 like 12 is said last, 12 like 13 before it, 13 first of all; asked for 11.
     links = [[13, 5], [1] * 6, [12, 6, 13, 1, 1, 1], [11, 7, 12, 1]]
-    ids, chunks = sum(links, []), [number for number, link in enumerate(links) for _ in link]
+    ids, chunks = [*itertools.chain(*links)], [number for number, link in enumerate(links) for _ in link]
     near, back = near_and_back(ids, chunks, question=[11])
     assert int(near.argmax()) == 16, "12 where 11 is like it"
     assert int(back.argmax()) == 10, "13 where 12 is like it, in an earlier passage"
