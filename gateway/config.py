@@ -35,7 +35,7 @@ class GatewayConfig:
     max_top_k: int = setting(128, "most chunks that a question may ask for", low=1)
     dense_weight: float = setting(0.3, "weight of vector similarity against BM25 in retrieval", low=0, high=1)
 
-    recipe: str = setting("prophetkv", "recipe for a request that names none")
+    recipe: str = setting("trace", "recipe for a request that names none")
     max_requests: int = setting(256, "requests answered at once; more are refused", low=1)
     request_seconds: float = setting(300.0, "deadline of a request that brings none", low=0.1)
     precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)

@@ -14,8 +14,8 @@ from fusionkv.fusion_worker.methods.scoring import Trace
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
 
-# The question's attention breaks ties among words: 0.2 lets a rare word count more than a much attended one.
-_TILT = 0.2
+# The question's attention breaks ties among words: 0.07 lets a rare word count more than a much attended one.
+_TILT = 0.07
 # Attention falls on one token of a name; the token on either side counts 0.8 of it.
 _BESIDE = (1, 0.8)
 # Rows of a round: the attention of each is held until the last layer.
@@ -40,8 +40,7 @@ class Follower:
         chunk = torch.zeros(len(stale), dtype=torch.int64)
         for number, (start, part) in enumerate(zip(prompt.starts[1:], prompt.chunks, strict=True), 1):
             chunk[start : start + len(part)] = number
-        words = asyncio.to_thread(_words, prompt)
-        near, back = (torch.cat([torch.zeros(len(prompt.system)), scores]) for scores in await words)
+        words = asyncio.create_task(asyncio.to_thread(_words, prompt))
         question = spread(asked, chunk, *_BESIDE)
         looked_at, followed = torch.zeros(len(stale)), torch.zeros(len(stale))
         have = torch.zeros_like(stale)
@@ -59,7 +58,9 @@ class Follower:
             elsewhere = weights.masked_fill(chunk[new][:, None] == chunk[:seen], 0.0)
             looked_at[:seen] = torch.maximum(looked_at[:seen], elsewhere.amax(0))
             followed = spread(looked_at, chunk, *_BESIDE)
-        lists = (question, followed, back * asked**_TILT, near)
+        near, back = (torch.cat([torch.zeros(len(prompt.system)), scores]) for scores in await words)
+        tilt = asked**_TILT
+        lists = (question, followed, back * tilt, near * tilt)
         return in_turn([*zip(lists, trace.weights, strict=True)], have, stale), int(have.sum())
 
     async def _compute(self, placement: Placement, prompt: Prompt, new: torch.Tensor) -> torch.Tensor:

@@ -37,15 +37,17 @@ def in_turn(lists: Sequence[tuple[torch.Tensor, float]], have: torch.Tensor, sta
     return torch.where(have, 1.0, -best.clamp(max=2.0 * len(best)))
 
 
-def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float) -> torch.Tensor:
+def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True) -> torch.Tensor:
     """float32 [positions]: for each token the best score within `reach` in its chunk, times `fade` for each step.
 
-    scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk.
+    scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk. both: whether the tokens
+    before one get its score as well as those behind it.
     """
     best = scores.clone()
     for distance in range(1, reach + 1):
         same = chunk[distance:] == chunk[:-distance]
-        for to, of in ((slice(distance, None), slice(-distance)), (slice(-distance), slice(distance, None))):
+        ways = ((slice(distance, None), slice(-distance)), (slice(-distance), slice(distance, None)))
+        for to, of in ways[: 1 + both]:
             best[to] = torch.maximum(best[to], torch.where(same, scores[of] * fade**distance, 0.0))
     return best
 

@@ -10,37 +10,56 @@ from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
 from fusionkv.fusion_worker.methods.lexical import near_and_back
 
 CLOSE = 1e-4
-# Words as numbers: 1 filler; 10 a name of the question; 20 a role that stands beside it; 30 what the role did.
-IDS = [1, 1, 10, 20, 1, 1, 1, 1, 1, 1, 1, 1, 1, 20, 30, 1, 1, 1, 1, 1]
+# Words as numbers: 1, 2 filler; 10 a name of the question; 20 a role that stands beside it; 30 what the role did.
+IDS = [1, 1, 10, 20, 1, 1, 1, 1, 1, 1, 2, 2, 2, 20, 30, 2, 2, 2, 2, 2]
 CHUNKS = [0] * 10 + [1] * 10
 
 
-def test_words_lead_back_to_another_passage() -> None:
+def test_words_lead_to_what_looks_back() -> None:
     near, back = near_and_back(IDS, CHUNKS, question=[10, 99])
-    assert int(near.argmax()) == 2, "the question's own word"
-    assert near[3] == pytest.approx(0.95)
-    assert near[2 + 4 :].max() == 0, "out of reach"
-    assert int(back.argmax()) == 14, "a rare word beside one that stands near the question's in another passage"
-    assert back[10:].count_nonzero() > 0
-    assert back[14] > back[13], "the word in common stands in both, the other in one"
+    assert not near.any(), "nothing is said before that a token near the question's word could look back at"
+    order = back.argsort(descending=True, stable=True).tolist()
+    assert order[:3] == [14, 15, 13], "the rare word behind the one in common, what stands behind it, and that one"
+    assert not back[:13].any(), "what stands before the word in common does not see it"
+    assert back.count_nonzero() == 5, "it, and four tokens behind it"
+
+
+def test_words_of_the_question_that_were_said_before() -> None:
+    # Two passages own up to the same name: the second one's tokens may look back at the first.
+    ids = [10, 40, 50, 1, 1, 1, 10, 41, 60, 1, 1, 1, 1, 1]
+    near, _ = near_and_back(ids, [0] * 6 + [1] * 8, question=[10])
+    assert not near[:6].any()
+    assert near[6:10].tolist() == sorted(near[6:10].tolist(), reverse=True)
+    assert near[6] > near[9] > 0
+    assert not near[10:].any(), "out of reach"
+
+
+def test_words_lead_on_along_a_chain() -> None:
+    # 11 like 12 is said last, 12 like 13 before it, 13 first of all; asked for 11.
+    links = [[13, 5], [1] * 6, [12, 6, 13, 1, 1, 1], [11, 7, 12, 1]]
+    ids, chunks = [*itertools.chain(*links)], [number for number, link in enumerate(links) for _ in link]
+    near, back = near_and_back(ids, chunks, question=[11])
+    assert int(near.argmax()) == 16, "12 where 11 is like it"
+    assert int(back.argmax()) == 10, "13 where 12 is like it, in an earlier passage"
+    assert not back[:2].any(), "13 itself looks back at nothing"
 
 
 def test_words_of_one_passage_link_to_no_other() -> None:
     ids = [10, 20, 1, 1, 1, 1, 20, 30]
-    assert not near_and_back(ids, [0] * 8, [10])[1].any()
-    near, back = near_and_back(ids, [0] * 8, [99])
-    assert not near.any()
-    assert not back.any()
+    for question in ([10], [99]):
+        assert not torch.cat(near_and_back(ids, [0] * 8, question)).any()
 
 
 def test_reach_ends_with_the_chunk() -> None:
-    near, _ = near_and_back([1, 10, 2, 3], [0, 0, 1, 1], [10])
-    assert near.tolist() == pytest.approx([0.95, 1.0, 0.0, 0.0])
+    near, _ = near_and_back([10, 2, 1, 10, 2, 3], [0, 0, 1, 1, 2, 2], [10])
+    assert near[3] > 0
+    assert not near[[0, 1, 2, 4, 5]].any()
 
 
 def test_neighbours_share_a_score_within_their_chunk() -> None:
     scores, chunk = torch.tensor([0.0, 1.0, 0.5, 0.0, 2.0]), torch.tensor([0, 0, 0, 1, 1])
     assert spread(scores, chunk, 1, 0.8).tolist() == pytest.approx([0.8, 1.0, 0.8, 1.6, 2.0])
+    assert spread(scores, chunk, 1, 0.8, both=False).tolist() == pytest.approx([0.0, 1.0, 0.8, 0.0, 2.0])
 
 
 def test_lists_are_taken_in_turn() -> None:
