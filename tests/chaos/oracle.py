@@ -19,7 +19,7 @@ from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
 from tests.chaos.world import POOL_TOKENS, World
 
-_RECOVERY_SECONDS = 60.0
+_RECOVERY_SECONDS = 120.0
 _INGEST = 0.3
 # Of a process that has run for a while already.
 _MOST_GROWTH, _SLACK_BYTES, _MORE_FILES = 1.25, 64 << 20, 24
