@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.protos import errors, rpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -22,9 +23,11 @@ class WorkerClient:
     concurrent use within one event loop; must be made inside a running loop.
     """
 
-    def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
+    def __init__(self, address: str, tls: ClientTLS | None = None, name: str = "") -> None:
+        """`name`: what the worker's certificate names, where that is not the address."""
         self.address = address
-        self._channel = rpc.dial(address, tls=tls)
+        self._channel = rpc.dial(address, tls=tls, name=name)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
         self._stub = fusion_pb2_grpc.FusionServiceStub(self._channel)
         self._model: pb.GetModelResponse | None = None
         self._asking = asyncio.Lock()
@@ -34,6 +37,14 @@ class WorkerClient:
     def connected(self) -> bool:
         """Whether the worker answered when it was last tried, which is about once a second."""
         return self._channel.get_state() is grpc.ChannelConnectivity.READY
+
+    async def answers(self, timeout: float) -> bool:
+        """Whether the worker answers a health check in time: one that stands still, or was cut off, does not."""
+        try:
+            await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError:
+            return False
+        return True
 
     async def model(self, timeout: float = _MODEL_SECONDS) -> pb.GetModelResponse:
         """What the worker runs, asked once for each connection."""

@@ -19,7 +19,9 @@ class GatewayConfig:
         (), "addresses of the pages that explain answers to operators, host:port or unix:/path; none serves none"
     )
     admin_answers: int = setting(20, "answers that those pages show, of each tenant", low=1, high=1000)
-    workers: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses of the fusion workers")
+    workers: tuple[str, ...] = setting(
+        ("127.0.0.1:7071",), "addresses of the fusion workers; dns:HOST:PORT is every address that the name has"
+    )
     data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
     tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")
 

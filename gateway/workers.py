@@ -5,15 +5,17 @@ import contextlib
 import functools
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.fleet import Fleet, Member
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
 
@@ -23,6 +25,9 @@ T = TypeVar("T")
 EMBED_BATCH = 32
 # Of a text; a vector is of its first 512 tokens, which no usual text needs more for.
 EMBED_CHARACTERS = 1 << 14
+# Seconds that an embedding takes, until that is known, and at most; so many times that is waited for one worker, then
+# the next is asked too; and how much each says of the next.
+_FIRST_USUAL, _MOST_USUAL, _PATIENCE, _SMOOTHING = 0.25, 2.0, 4, 0.1
 # Another worker may do what this one can't now.
 _ELSEWHERE = (Unavailable, ResourceExhausted, FailedPrecondition)
 
@@ -33,10 +38,10 @@ class WorkerPool:
     """
 
     def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
-        self._workers = [WorkerClient(address, tls) for address in addresses]
-        self._in_flight = dict.fromkeys(addresses, 0)
+        self._fleet = Fleet(addresses, tls)
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
+        self._usual = _FIRST_USUAL
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
         """Tokenizer and template of what the workers run, from the first that answers.
@@ -45,9 +50,9 @@ class WorkerPool:
             Unavailable: none can be reached.
         """
         failures: list[ServiceError] = []
-        for worker in self._order(b""):
+        for member in await self._order(b""):
             try:
-                model = await (worker.model(timeout) if timeout is not None else worker.model())
+                model = await (member.client.model(timeout) if timeout is not None else member.client.model())
             except _ELSEWHERE as error:
                 failures.append(error)
                 continue
@@ -60,11 +65,14 @@ class WorkerPool:
         raise _worst(failures)
 
     async def embed(self, texts: Sequence[str], timeout: float | None = None) -> np.ndarray:
-        """Unit vectors, float32 `[text, dim]`, in batches one after the other."""
+        """Unit vectors, float32 `[text, dim]`, in batches one after the other.
+
+        A worker that takes far longer than usual is not waited for alone: the next one is asked as well.
+        """
         parts = []
         for start in range(0, len(texts), EMBED_BATCH):
             batch = [text[:EMBED_CHARACTERS] for text in texts[start : start + EMBED_BATCH]]
-            parts.append(await self._anywhere(functools.partial(WorkerClient.embed, texts=batch, timeout=timeout)))
+            parts.append(await self._hedged(functools.partial(WorkerClient.embed, texts=batch, timeout=timeout)))
         return np.concatenate(parts)
 
     async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
@@ -74,18 +82,30 @@ class WorkerPool:
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Streams one answer. A worker that fails before its first token is replaced by the next."""
+        """Streams one answer. A worker that fails before its first token is replaced by the next.
+
+        One that stands still, or was cut off, is found out before it is given the request, if there is another.
+        """
         affinity = hashlib.sha256(b"".join(sorted(keys.chunk_digest(c.ids) for c in request.chunks))).digest()
         failures: list[ServiceError] = []
-        for worker in self._order(affinity):
+        order = await self._order(affinity)
+        if len(order) > 1:
+            order = await _answering(order) or order
+        for member in order:
             begun = False
             try:
-                with self._counted(worker):
-                    async with contextlib.aclosing(worker.generate(request, timeout)) as responses:
+                with member.counted():
+                    async with contextlib.aclosing(member.client.generate(request, timeout)) as responses:
                         async for response in responses:
+                            if not begun:
+                                member.answered()
                             begun = True
                             yield response
                 return
+            except DeadlineExceeded:
+                if not begun:
+                    member.silent()
+                raise
             except _ELSEWHERE as error:
                 if begun:
                     raise
@@ -95,42 +115,81 @@ class WorkerPool:
 
     def address(self) -> str:
         """Of a worker that answers; empty when none does."""
-        return next((w.address for w in self._workers if w.connected), "")
+        return next((m.client.address for m in self._fleet.members if m.client.connected), "")
 
     async def close(self) -> None:
-        await asyncio.gather(*[worker.close() for worker in self._workers])
+        await self._fleet.close()
 
     async def _anywhere(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
         failures: list[ServiceError] = []
-        for worker in self._order(b""):
+        for member in await self._order(b""):
             try:
-                with self._counted(worker):
-                    return await call(worker)
+                with member.counted():
+                    return await call(member.client)
             except _ELSEWHERE as error:
                 failures.append(error)
         raise _worst(failures)
 
-    def _order(self, affinity: bytes) -> list[WorkerClient]:
+    async def _hedged(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
+        """As `_anywhere`, for what does no harm when it is done twice; the first answer counts."""
+        waiting = await self._order(b"")
+        asked: dict[asyncio.Task[T], Member] = {}
+        failures: list[ServiceError] = []
+        began = time.monotonic()
+        try:
+            while waiting or asked:
+                if waiting:
+                    member = waiting.pop(0)
+                    asked[asyncio.create_task(_counted(member, call))] = member
+                patience = _PATIENCE * self._usual if waiting else None
+                done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    member = asked.pop(task)
+                    try:
+                        found = await task
+                    except _ELSEWHERE as error:
+                        failures.append(error)
+                        continue
+                    member.answered()
+                    for late in asked.values():
+                        late.silent()
+                    self._usual += _SMOOTHING * (min(time.monotonic() - began, _MOST_USUAL) - self._usual)
+                    return found
+        finally:
+            for task in asked:
+                task.cancel()
+        raise _worst(failures)
+
+    async def _order(self, affinity: bytes) -> list[Member]:
         """Least calls in flight first; ties by rendezvous hashing, so that one chunk set keeps its worker.
 
-        Workers that can't be reached come last: a machine that is off answers nothing for up to 20 s.
+        Workers that can't be reached come last: a machine that is off answers nothing for up to 20 s. Before them
+        come those that kept others waiting of late.
         """
 
-        def load(worker: WorkerClient) -> tuple[bool, int, bytes]:
-            turn = hashlib.sha256(affinity + worker.address.encode()).digest()
-            return not worker.connected, self._in_flight[worker.address], turn
+        def load(member: Member) -> tuple[bool, bool, int, bytes]:
+            turn = hashlib.sha256(affinity + member.client.address.encode()).digest()
+            return not member.client.connected, member.suspect, member.in_flight, turn
 
-        return sorted(self._workers, key=load)
+        await self._fleet.ready()
+        return sorted(self._fleet.members, key=load)
 
-    @contextlib.contextmanager
-    def _counted(self, worker: WorkerClient) -> Iterator[None]:
-        self._in_flight[worker.address] += 1
-        try:
-            yield
-        finally:
-            self._in_flight[worker.address] -= 1
+
+async def _answering(order: Sequence[Member]) -> list[Member]:
+    """From the first one on that answers; empty if none does."""
+    for i, member in enumerate(order):
+        if await member.answers():
+            return [*order[i:], *order[:i]]
+    return []
+
+
+async def _counted(member: Member, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
+    with member.counted():
+        return await call(member.client)
 
 
 def _worst(failures: Sequence[ServiceError]) -> ServiceError:
     """What to tell the caller: that all are busy, if one is, since waiting helps then."""
+    if not failures:
+        return Unavailable("no fusion worker is known: the name in `workers` has no address")
     return next((f for f in failures if isinstance(f, ResourceExhausted)), failures[0])

@@ -49,18 +49,18 @@ Serialiser = Callable[[Any], bytes]
 Deserialiser = Callable[[bytes], Any]
 
 
-def dial(address: str, *, tls: ClientTLS | None = None, traced: bool = True) -> grpc.aio.Channel:
+def dial(address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "") -> grpc.aio.Channel:
     """An asynchronous channel to `host:port` or `unix:/path`; a unix socket is never encrypted.
 
+    With `name` the certificate has to name that, and not the address.
     Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
     """
     interceptors = telemetry.client_interceptors() if traced else None
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
+    options = [*_CLIENT_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
     return tls.channel(
-        lambda credentials: grpc.aio.secure_channel(
-            address, credentials, options=_CLIENT_OPTIONS, interceptors=interceptors
-        )
+        lambda credentials: grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
     )
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -116,8 +117,8 @@ Launch = Callable[..., Service]
 def _launcher() -> Iterator[Launch]:
     started: list[Service] = []
 
-    def launch(program: str, *flags: str, env: Mapping[str, str] | None = None, services: int = 1) -> Service:
-        started.append(Service(program, *flags, env=env))
+    def launch(program: str, *flags: str, services: int = 1, **more: Any) -> Service:
+        started.append(Service(program, *flags, **more))
         return started[-1].wait_until_serving(services)
 
     yield launch

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import random
+import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from tests.chaos.entries import Entries
 from tests.chaos.process import Wrong
 from tests.chaos.world import POOL_TOKENS, World
 
-_RECOVERY_SECONDS = 60.0
+_RECOVERY_SECONDS = 120.0
 _INGEST = 0.3
 # Of a process that has run for a while already.
 _MOST_GROWTH, _SLACK_BYTES, _MORE_FILES = 1.25, 64 << 20, 24
@@ -35,6 +37,9 @@ class Footing:
         status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
         kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
         return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
+
+    def outgrew(self, early: "Footing") -> bool:
+        return self.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or self.files > early.files + _MORE_FILES
 
 
 class Oracle:
@@ -81,10 +86,12 @@ class Oracle:
         for client in self._world.worker_clients:
             await self._fill(client)
         for process in self._world.processes:
-            now = Footing.of(process.pid)
-            early = self._footing.setdefault(process.pid, now)
-            if now.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or now.files > early.files + _MORE_FILES:
-                raise Wrong(f"{process.name} grew from {early} to {now}")
+            early = self._footing.setdefault(process.pid, Footing.of(process.pid))
+            until = time.monotonic() + _RECOVERY_SECONDS
+            while (now := Footing.of(process.pid)).outgrew(early):
+                if time.monotonic() > until:
+                    raise Wrong(f"{process.name} grew from {early} to {now}: {_open_files(process.pid)}")
+                await asyncio.sleep(1)  # what is given back late is no leak
 
     async def empty_pools(self) -> None:
         """So that what comes next has to fetch."""
@@ -102,6 +109,15 @@ class Oracle:
         )
         async for _ in client.generate(request, timeout=60):
             pass
+
+
+def _open_files(pid: int) -> dict[str, int]:
+    """What they are, numbers left out."""
+    found: Counter[str] = Counter()
+    for file in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            found[re.sub(r"[0-9a-f-]{4,}", "#", os.readlink(f"/proc/{pid}/fd/{file}"))] += 1
+    return dict(found.most_common(10))
 
 
 @contextlib.asynccontextmanager

@@ -33,7 +33,7 @@ _LISTED = (disk_faults, more_faults)  # they add theirs to FAULTS
 _AT_ONCE = (1, 1, 1, 2, 2, 3)
 _FEWER_PAGES = 0.6
 _CHECK_ALL_EVERY = 10
-_EPISODE_SECONDS = 400
+_EPISODE_SECONDS = 900
 
 
 class Run:

@@ -118,7 +118,7 @@ def test_messages(running: Running, service: str, name: str) -> None:
         running.sound(service)
 
     inputs = puts() if name == "Put" else messages(method.input_type).map(lambda message: [message])
-    fuzz(message_of_any_content, inputs, 15)
+    fuzz(message_of_any_content, inputs, 8)
 
 
 @pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
@@ -129,7 +129,7 @@ def test_bytes_that_are_no_message(running: Running, service: str, name: str) ->
         call(running.channels[service], method, sent, raw=True)
         running.sound(service)
 
-    fuzz(bytes_for_a_message, st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3), 10)
+    fuzz(bytes_for_a_message, st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3), 4)
 
 
 JSON = st.recursive(
@@ -195,7 +195,7 @@ def test_bodies_of_the_http_endpoint(running: Running) -> None:
         assert status in (200, 400, 404, 413, 429), (status, body)
         running.sound("gateway")
 
-    fuzz(http_body, bodies(), 40)
+    fuzz(http_body, bodies(), 25)
 
 
 def test_paths_and_headers_of_the_http_endpoint(running: Running) -> None:
@@ -213,7 +213,7 @@ def test_paths_and_headers_of_the_http_endpoint(running: Running) -> None:
         running.sound("gateway")
 
     paths = st.one_of(word, word.map(lambda w: b"v1/models/" + w), st.just(b"v1/models"))
-    fuzz(http_head, st.tuples(st.sampled_from(["GET", "POST", "PUT"]), paths, st.dictionaries(names, word)), 40)
+    fuzz(http_head, st.tuples(st.sampled_from(["GET", "POST", "PUT"]), paths, st.dictionaries(names, word)), 25)
 
 
 def test_a_service_answers_as_before(running: Running) -> None:

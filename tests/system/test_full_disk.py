@@ -43,12 +43,13 @@ def fill(ballast: Path) -> None:
             file.write(bytes(4096))
 
 
-async def test_it_starts_on_a_full_disk(disk: Any) -> None:
+async def test_it_starts_on_a_full_disk(launch: Any, disk: Any) -> None:
     keeper, before, folder = disk
     ballast = Path(f"/proc/{keeper}/root{folder}/ballast")
 
     def start() -> Service:
-        return Service(*flags(folder / "data", disk="3MiB"), before=before).wait_until_serving()
+        service: Service = launch(*flags(folder / "data", disk="3MiB"), before=before)
+        return service
 
     first = start()
     client = CacheClient(first.address)

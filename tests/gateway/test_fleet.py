@@ -1,0 +1,75 @@
+"""Several workers behind a gateway: one that stands still is not waited for; those of a DNS name come and go."""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from tests.system.redis_process import free_port
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+
+
+def worker_of(launch: Launch, model: Path, listen: str) -> Any:
+    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen)
+
+
+def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    workers = [worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2)]
+    addresses = ",".join(worker.address for worker in workers)
+    data = ("--data-dir", str(tmp_path / "gateway"))
+    gateway = launch("fusionkv.gateway", "--listen", "127.0.0.1:0", "--workers", addresses, *data)
+    # Far more than it takes, and far less than the 300 s after which a silent worker's call would end.
+    with Client(gateway.address, timeout=60) as client:
+        for i in range(4):
+            client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
+        for worker in workers:
+            worker.process.send_signal(signal.SIGSTOP)
+            for i in range(4):
+                summary = client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary
+                assert summary.tokens_generated == 2
+            worker.process.send_signal(signal.SIGCONT)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
+    """A file that a process started with the command reads as /etc/hosts."""
+    file = tmp_path / "hosts"
+    file.write_text("127.0.0.1 localhost\n")
+    script = f'mount --bind {file} /etc/hosts && exec "$@"'
+    before = ("unshare", "--map-root-user", "--mount", "sh", "-c", script, "--")
+    if not shutil.which("unshare") or subprocess.run([*before, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("no mounts: needs root, or user namespaces, and unshare (apt-get install util-linux)")
+    return file, before
+
+
+def test_workers_of_a_name_come_and_go(
+    launch: Launch, tiny_model: Path, tmp_path: Path, hosts: tuple[Path, tuple[str, ...]]
+) -> None:
+    file, before = hosts
+    port = free_port()
+    first = worker_of(launch, tiny_model, f"127.0.0.1:{port}")
+    file.write_text("127.0.0.1 localhost workers.test\n")
+    where = ("--listen", "127.0.0.1:0", "--workers", f"dns:workers.test:{port}")
+    data = ("--data-dir", str(tmp_path / "gateway"))
+    gateway = launch("fusionkv.gateway", *where, *data, before=before)
+    with Client(gateway.address, timeout=60) as client:
+        client.ingest("c", "a.txt", "some text")
+        assert client.stats().worker == f"127.0.0.1:{port}"
+        second = worker_of(launch, tiny_model, f"127.0.0.2:{port}")
+        # In place: the mount is of the file, not of its name.
+        file.write_text("127.0.0.2 workers.test\n127.0.0.1 localhost\n")
+        gateway.wait_for_line(f"has a worker at 127.0.0.2:{port}")
+        gateway.wait_for_line(f"has no worker at 127.0.0.1:{port} any more")
+        first.kill9()
+        assert client.ask("c", "a question?", max_tokens=2).summary.tokens_generated == 2
+        assert client.stats().worker == second.address
+        file.write_text("127.0.0.1 localhost\n")
+        gateway.wait_for_line("those that are known stay")
+        assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
