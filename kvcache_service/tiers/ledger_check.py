@@ -1,7 +1,7 @@
 """Whether an LMDB database is whole: `python ledger_check.py DIRECTORY MAP_BYTES`, in a process of its own.
 
-LMDB trusts what it reads: a page that was damaged on the disk may end the process that meets it (SIGABRT and SIGBUS, in
-one of ten databases with a page of zeros or 1,000 flipped bits). So this one meets all of them first. It imports
+LMDB trusts what it reads: a page that was damaged on the disk may end the process that meets it (SIGABRT and SIGBUS,
+in one of ten databases with a page of zeros or 1,000 flipped bits). So this one meets all of them first. It imports
 nothing of the project, and takes 50 ms and 1 s for 2 million records.
 """
 
