@@ -8,7 +8,7 @@ from fusionkv.gateway.results import Sources, Summary, Token
 from fusionkv.protos.errors import ServiceError
 
 PAGES = {
-    "ballakmi-01.txt": "Report Ballakmi. The garden is blue. The city of Tanvan is Janberg. The code of Bervek is 535.",
+    "ballakmi-01.txt": "Report Ballakmi. The city of Tanvan is Janberg. The code of Bervek is 535.",
     "ballakmi-02.txt": "Report Ballakmi. On Friday the lake sleeps. The age of Dorlin is 41.",
 }
 QUESTIONS = (

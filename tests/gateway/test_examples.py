@@ -59,9 +59,7 @@ def test_node(address: str) -> None:
     packages = ROOT / "build/tools/node_modules"
     node = shutil.which("node")
     if node is None or not (packages / "@grpc/grpc-js").exists():
-        reason = (
-            "node or the packages of examples/node are missing: apt-get install npm, then scripts/setup.sh tools"
-        )
+        reason = "node or the packages of examples/node are missing: apt-get install npm, then scripts/setup.sh tools"
         if os.environ.get("FUSIONKV_REQUIRE_TOOLS"):
             pytest.fail(reason)
         pytest.skip(reason)
