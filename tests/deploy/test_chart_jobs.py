@@ -19,7 +19,7 @@ VERSIONS = ("1.29", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 # Of the Gateway API and the Prometheus operator, which Kubernetes' own schemas lack.
 FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule"}
-EXAMPLES = ("laptop", "gpu", "replicas")
+EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel")
 Render = Callable[..., dict[str, list[Any]]]
 
 
