@@ -96,6 +96,15 @@ def _parser() -> argparse.ArgumentParser:
         help="then encode the corpus ahead of time; without RECIPE, for the first that wants it",
     )
 
+    encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
+    encode.add_argument("corpora", nargs="+", metavar="CORPUS")
+    encode.add_argument(
+        "--recipe", default="", help="whose neighbours to encode with (default: the first recipe that wants any)"
+    )
+    encode.add_argument(
+        "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
+    )
+
     ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
     ask.add_argument("corpus", metavar="CORPUS")
     ask.add_argument("question", metavar="QUESTION")

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fusionkv.gateway import connect, explain
 from fusionkv.gateway.client import AsyncClient
-from fusionkv.gateway.files import find
+from fusionkv.gateway.files import UsageError, find
 from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
 from fusionkv.protos.tls import ClientTLS
@@ -62,7 +62,7 @@ async def ingest(args: argparse.Namespace) -> int:
             await _all(one(name, path) for name, path in files.items())
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
-            await _precompute(client, args, total)
+            await _precompute(client, args.json, args.corpus, args.precompute, total)
     if args.json:
         _print_json({"event": "summary", **asdict(total)})
     else:
@@ -105,13 +105,26 @@ class _Total:
         return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} were already" if encoded else line
 
 
-async def _precompute(client: AsyncClient, args: argparse.Namespace, total: _Total) -> None:
-    with _progress(args.json) as progress:
+async def encode(args: argparse.Namespace) -> int:
+    """Encodes whole corpora ahead of time, one after the other; with an index, the one of that number."""
+    if args.index is not None and not 0 <= args.index < len(args.corpora):
+        raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
+    async with connect.client(args) as client:
+        for corpus in args.corpora if args.index is None else [args.corpora[args.index]]:
+            total = _Total()
+            await _precompute(client, args.json, corpus, args.recipe, total)
+            if not args.json:
+                print(f"{corpus}: {total.encoded} chunks encoded, {total.encoded_before} were already")
+    return 0
+
+
+async def _precompute(client: AsyncClient, quiet: bool, corpus: str, recipe: str, total: _Total) -> None:
+    with _progress(quiet) as progress:
         bar = progress.add_task("precompute", total=None)
-        async for p in client.precompute(args.corpus, args.precompute):
+        async for p in client.precompute(corpus, recipe):
             progress.update(bar, completed=p.done, total=p.total)
             total.encoded, total.encoded_before = p.done - p.skipped, p.skipped
-            if args.json:
+            if quiet:
                 _print_json({"event": "precompute", **asdict(p)})
 
 
@@ -304,4 +317,4 @@ def _print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-COMMANDS = {"ingest": ingest, "ask": ask, "delete": delete, "list": show, "stats": stats}
+COMMANDS = {"ingest": ingest, "encode": encode, "ask": ask, "delete": delete, "list": show, "stats": stats}

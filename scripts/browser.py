@@ -30,7 +30,7 @@ class Page:
             got = message.json()
             if got.get("method") == "Page.loadEventFired":
                 self._loaded.set()
-            elif (answer := self._answers.pop(got.get("id", -1), None)) is not None:
+            elif (answer := self._answers.pop(got.get("id", -1), None)) is not None and not answer.done():
                 answer.set_result(got)
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:

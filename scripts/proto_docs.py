@@ -26,17 +26,22 @@ def pages() -> dict[str, str]:
         if protoc.main(["protoc", *flags, *map(str, files)]) != 0:
             raise SystemExit("protoc failed: see the messages above")
         found = pb.FileDescriptorSet.FromString(Path(made.name).read_bytes())
-    return {file.package: "\n".join(_page(file)) for file in found.file}
+    made: dict[str, str] = {}
+    for file in found.file:
+        more = made.get(file.package, f"# {file.package}\n")
+        made[file.package] = more + "\n" + "\n".join(_part(file))
+    return made
 
 
-def _page(file: pb.FileDescriptorProto) -> Iterator[str]:
+def _part(file: pb.FileDescriptorProto) -> Iterator[str]:
+    """What one file of a package adds to its page."""
     said = {tuple(at.path): at for at in file.source_code_info.location}
 
     def comment(*path: int) -> str:
         at = said.get(path)
         return _markdown((at.leading_comments or at.trailing_comments) if at else "")
 
-    yield f"# {file.package}\n\n{comment(_SYNTAX)}\n"
+    yield f"{comment(_SYNTAX)}\n"
     for s, service in enumerate(file.service):
         yield f"## {service.name}\n\n{comment(_SERVICE, s)}\n"
         for m, method in enumerate(service.method):
@@ -48,7 +53,7 @@ def _page(file: pb.FileDescriptorProto) -> Iterator[str]:
                 )
             )
             yield f"### {method.name}\n\n{takes} → {gives}\n\n{comment(_SERVICE, s, _MEMBER, m)}\n"
-    yield "## Messages\n"
+    yield f"## Messages of {file.name.rpartition('/')[2]}\n"
     for m, message in enumerate(file.message_type):
         yield f"### {message.name}\n\n{comment(_MESSAGE, m)}\n"
         comments = [comment(_MESSAGE, m, _MEMBER, f) for f in range(len(message.field))]

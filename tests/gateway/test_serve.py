@@ -163,6 +163,21 @@ def test_precompute_encodes_once(run: Run, pages: Path) -> None:
     assert "recipe 'prophetkv' needs no neighbours; those that do: fusionrag" in wrong.stderr
 
 
+def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
+    """All of them, or the one of a number, as a job asks that runs once for each."""
+    assert run("ingest", "second", str(pages / "page-1.md")).returncode == 0
+    one = run("encode", "book", "second", "--index", "1", "--recipe", "fusionrag", "--json")
+    assert one.returncode == 0, one.stderr
+    assert [json.loads(line)["total"] for line in one.stdout.splitlines()][-1] == 1
+    every = run("encode", "book", "second", "--recipe", "fusionrag")
+    assert every.stdout.splitlines()[1] == "second: 0 chunks encoded, 1 were already"
+    wrong = run("encode", "book", "second", "--index", "2")
+    assert (wrong.returncode, wrong.stderr) == (
+        2,
+        "fusionkv: --index is 2, and there are 2 corpora: they count from 0\n",
+    )
+
+
 def test_list_stats_and_delete(run: Run, pages: Path) -> None:
     run("ingest", "short", str(pages / "page-0.md"))
     assert json.loads(run("list", "short", "--json").stdout)["name"] == "page-0.md"

@@ -172,3 +172,20 @@ resources:
 - ports: [{port: {{ (urlParse .).host | splitList ":" | last }}, protocol: TCP}]
 {{- end }}
 {{- end }}
+
+{{/* What pods of jobs have in common: no rights, no token, tried again by the job alone. */}}
+{{- define "fusionkv.jobPod" -}}
+restartPolicy: Never
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- include "fusionkv.podSecurity" .root | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.jobContainer" -}}
+image: {{ include "fusionkv.image" . }}
+imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+securityContext: {{- include "fusionkv.containerSecurity" .root | nindent 2 }}
+{{- end }}

@@ -1,0 +1,152 @@
+"""What the chart brings besides its workloads: jobs, autoscaling, a route, and values to start from."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.gateway import cli
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.kvcache_service.config import Config as CacheConfig
+from fusionkv.protos import settings
+
+VERSIONS = ("1.29", "1.33", "1.37")
+CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+# Of the Gateway API and the Prometheus operator, which Kubernetes' own schemas lack.
+FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule"}
+EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel")
+Render = Callable[..., dict[str, list[Any]]]
+
+
+@pytest.fixture
+def render(helm: str, root: Path, tmp_path: Path) -> Render:
+    """Objects by kind."""
+
+    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, list[Any]]:
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+        command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", version]
+        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise ValueError(done.stderr)
+        found: dict[str, list[Any]] = {}
+        for document in filter(None, yaml.safe_load_all(done.stdout)):
+            found.setdefault(document["kind"], []).append(document)
+            if document["kind"] not in FOREIGN:
+                kubernetes_validate.validate(document, version, strict=True)
+        return found
+
+    return run
+
+
+def container(job: Any) -> Any:
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    (found,) = pod["containers"]
+    assert found["securityContext"]["readOnlyRootFilesystem"] is True
+    assert {m["name"] for m in found["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert "memory" in found["resources"]["limits"]
+    return found
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Path, name: str, version: str) -> None:
+    found = render(yaml.safe_load((root / f"k8s/examples/{name}.yaml").read_text()), version)
+    for workload in (*found["StatefulSet"], *found["Deployment"]):
+        component = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+        (pod,) = workload["spec"]["template"]["spec"]["containers"]
+        env = {e["name"]: e["value"] for e in pod["env"] if e["name"].startswith("FUSIONKV_")}
+        config = settings.load(CONFIGS[component], component, environ=env)
+        limit = pod["resources"]["limits"]["memory"]
+        assert limit.endswith(("Gi", "Mi"))
+        allowed = int(limit[:-2]) << (30 if limit.endswith("Gi") else 20)
+        if component == "kvcache":
+            assert config.memory_bytes + (512 << 20) <= allowed
+        if component == "worker" and "nvidia.com/gpu" not in pod["resources"]["limits"]:
+            assert config.pool_bytes < allowed
+
+
+def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> None:
+    download = {"repo": "Qwen/Qwen2.5-0.5B", "revision": "v1", "secret": "hub", "accessMode": "ReadWriteOnce"}
+    found = render({"worker": {"model": {"claim": "weights", "path": "q", "download": download}}})
+    (job,) = found["Job"]
+    fetching = container(job)
+    assert fetching["image"] == "fusionkv-worker:0.1.0"
+    wanted = ["hf", "download", "Qwen/Qwen2.5-0.5B", "--revision", "v1", "--local-dir", "/models/q"]
+    assert fetching["command"] == wanted
+    env = {e["name"]: e for e in fetching["env"]}
+    # The image says otherwise.
+    assert env["HF_HUB_OFFLINE"]["value"] == "0"
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
+    claim = next(c for c in found["PersistentVolumeClaim"] if c["metadata"]["name"] == "weights")
+    assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
+    assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
+    worker = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
+    env = {e["name"]: e.get("value") for e in worker["spec"]["template"]["spec"]["containers"][0]["env"]}
+    assert env["FUSIONKV_WORKER_MODEL"] == "/models/q"
+    # A job can't be changed: another model is another job.
+    other = render({"worker": {"model": {"download": {**download, "revision": "v2"}}}})
+    assert other["Job"][0]["metadata"]["name"] != job["metadata"]["name"]
+    assert "Job" not in render({})
+
+
+def test_corpora_are_encoded_one_an_index(render: Render) -> None:
+    encode = {"corpora": ["a", "b c", "d"], "recipe": "fusionrag", "parallelism": 8, "secret": "worker-token"}
+    clients = [{"podSelector": {"matchLabels": {"app": "shop"}}}]
+    found = render({"encode": encode, "networkPolicy": {"clients": clients}})
+    (job,) = found["Job"]
+    spec = job["spec"]
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
+    encoding = container(job)
+    program, *words = [w.replace("$(INDEX)", "2") for w in encoding["command"]]
+    assert program == "fusionkv"
+    args = cli._parser().parse_args(words)
+    assert (args.corpora, args.index, args.recipe) == (["a", "b c", "d"], 2, "fusionrag")
+    assert args.gateway == "rel-gateway:7072"
+    env = {e["name"]: e for e in encoding["env"]}
+    at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
+    assert env["FUSIONKV_TOKEN_FILE"]["value"] == "/etc/fusionkv/token"
+    policy = next(p for p in found["NetworkPolicy"] if p["metadata"]["name"] == "rel-gateway")
+    callers = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    labels = spec["template"]["metadata"]["labels"]
+    assert any(caller.items() <= labels.items() for caller in callers)
+
+
+def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
+    found = render({"worker": {"replicas": 2, "autoscaling": {"max": 5, "waiting": 3}}, "metrics": {"port": 9464}})
+    (scaler,) = found["HorizontalPodAutoscaler"]
+    spec = scaler["spec"]
+    assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 5)
+    (metric,) = spec["metrics"]
+    assert metric["pods"]["metric"]["selector"] == {"matchLabels": {"fusionkv_state": "waiting"}}
+    worker = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
+    assert spec["scaleTargetRef"]["name"] == worker["metadata"]["name"]
+    assert "replicas" not in worker["spec"], "an upgrade would take workers away"
+    env = {
+        e["name"]: e.get("value") for e in found["Deployment"][0]["spec"]["template"]["spec"]["containers"][0]["env"]
+    }
+    assert env["FUSIONKV_GATEWAY_WORKERS"].split(",")[-1] == "rel-worker-4.rel-worker:7071"
+    with pytest.raises(ValueError, match=r"worker\.autoscaling needs metrics\.port"):
+        render({"worker": {"autoscaling": {"max": 5}}})
+    assert "HorizontalPodAutoscaler" not in render({})
+
+
+def test_a_route_leads_to_the_gateway(render: Render) -> None:
+    found = render({"gateway": {"route": {"enabled": True, "parents": [{"name": "gw"}], "hostnames": ["a.example"]}}})
+    (route,) = found["GRPCRoute"]
+    assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
+    assert route["spec"]["parentRefs"] == [{"name": "gw"}]
+    assert route["spec"]["hostnames"] == ["a.example"]
+    services = {s["metadata"]["name"]: [p["port"] for p in s["spec"]["ports"]] for s in found["Service"]}
+    (backend,) = route["spec"]["rules"][0]["backendRefs"]
+    assert backend["port"] in services[backend["name"]]
+    with pytest.raises(ValueError, match="parents"):
+        render({"gateway": {"route": {"enabled": True}}})
