@@ -18,8 +18,8 @@ from fusionkv.kernels.segments import Segment
 _TILT = 0.07
 # Attention falls on one token of a name; the token on either side counts 0.8 of it.
 _BESIDE = (1, 0.8)
-# Rows of a round: the attention of each is held until the last layer.
-_MOST_ROWS = 256
+# Rows of a round. References do not grow in number with the context; on a CPU so many cost little more than one.
+_MOST_ROWS = 16
 
 
 class Follower:
