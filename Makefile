@@ -67,6 +67,11 @@ docs: setup ## Writes what follows from the code, and the site of the documentat
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f scripts/site.yml
 
+.PHONY: observe
+observe: setup ## The services beside Phoenix and Prometheus, traffic, pictures in docs/img/; ARGS=--stay leaves them up
+	@scripts/setup.sh observe
+	@.venv/bin/python scripts/observe.py $(ARGS)
+
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
 	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json

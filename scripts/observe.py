@@ -1,0 +1,217 @@
+"""`make observe`: the services beside Arize Phoenix and Prometheus, traffic, and pictures of what both show of it."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import aiohttp
+from browser import Page, browsing
+from dashboard import draw
+
+from fusionkv.gateway.client import AsyncClient
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT / "build/observe"
+CORPUS = ROOT / "examples/corpus"
+SERVICES = ("kvcache", "worker", "gateway")
+RECIPES = ("prophetkv", "fusionrag", "trace", "full_reuse")
+UP_SECONDS = 300
+
+
+def port() -> int:
+    """One that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        number: int = listening.getsockname()[1]
+        return number
+
+
+@contextlib.asynccontextmanager
+async def running(name: str, command: Sequence[str | Path], folder: Path, **env: str) -> AsyncIterator[None]:
+    """A process until the end of the block; what it says is in folder/name.log."""
+    with (folder / f"{name}.log").open("w") as log:
+        process = await asyncio.create_subprocess_exec(
+            *map(str, command), stdout=log, stderr=log, env={**os.environ, **env}, cwd=folder
+        )
+    try:
+        yield
+        if process.returncode is not None:
+            raise SystemExit(f"{name} ended: see {log.name}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def answering(url: str) -> None:
+    """Waits until somebody answers there."""
+    async with aiohttp.ClientSession() as session, asyncio.timeout(UP_SECONDS):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(url) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.2)
+
+
+def settings(ports: dict[str, int], admin: int, model: Path) -> str:
+    """The services' configuration: each is scraped, and the gateway has its pages."""
+    tables = [f'[{name}]\nmetrics_listen = "127.0.0.1:{ports[name]}"\n' for name in SERVICES]
+    tables[1] += f'model = "{model}"\nshadow_share = 0.2\n'
+    return "\n".join(tables) + f'admin_listen = ["127.0.0.1:{admin}"]\n'
+
+
+def scraping(ports: dict[str, int]) -> str:
+    """Prometheus' configuration, with the alerts of the chart."""
+    targets = [f"127.0.0.1:{ports[name]}" for name in SERVICES]
+    return json.dumps(
+        {
+            "global": {"scrape_interval": "2s", "evaluation_interval": "2s"},
+            "rule_files": [str(ROOT / "k8s/fusionkv/files/rules.yaml")],
+            "scrape_configs": [{"job_name": "fusionkv", "static_configs": [{"targets": targets}]}],
+        }
+    )
+
+
+async def traffic(address: str, seconds: float) -> tuple[float, str]:
+    """Questions over the example corpus, two at a time; gives when the first was asked, and a rich answer's trace."""
+    questions = json.loads((CORPUS / "questions.json").read_text())
+    best, trace_id = -1.0, ""
+    async with AsyncClient(address, timeout=120) as client:
+        for shelf in sorted(CORPUS.glob("shelf-*")):
+            for file in sorted(shelf.glob("*.md")):
+                await client.ingest("shelves", f"{shelf.name}/{file.name}", file)
+        began = time.time()
+        for i in range(1 << 30):
+            asked = [questions[(2 * i + n) % len(questions)]["question"] for n in range(2)]
+            recipe = RECIPES[i % len(RECIPES)]
+            answers = await asyncio.gather(*(client.ask("shelves", q, recipe=recipe, max_tokens=24) for q in asked))
+            for summary in (a.summary for a in answers):
+                # The one to be shown has a bit of everything.
+                kinds = {hit.kind for hit in summary.hits}
+                rich = len(kinds) + bool(summary.chunks_missed) + bool(summary.bytes_fetched)
+                if summary.tokens_recomputed and rich > best:
+                    best, trace_id = rich, summary.trace_id
+            # The last one is shown, too.
+            if time.time() > began + seconds and recipe == RECIPES[0]:
+                return began, trace_id
+    raise AssertionError
+
+
+async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id: str) -> None:
+    """A trace and an explained answer, as PNG."""
+    async with browsing(chromium) as page:
+        await page.size(1440, 1150)
+        # Until Phoenix has stored all of it.
+        async with asyncio.timeout(UP_SECONDS):
+            while True:
+                await page.open(f"{phoenix}/redirects/traces/{trace_id}")
+                with contextlib.suppress(TimeoutError):
+                    await page.until("document.body.innerText.includes('fusionkv.prefill')", 60)
+                    break
+        for selector, begins in (("button, a, [role=button], span", "chat "), ("[role=tab]", "Attributes")):
+            found = f"[...document.querySelectorAll('{selector}')].find((e) => e.textContent.startsWith('{begins}'))"
+            await page.until(found)
+            await page.value(f"{found}.click()")
+            await settled(page)
+        await page.picture(out / "trace.png")
+        await page.size(1200, 1000)
+        await page.open(admin)
+        await page.click("li a")
+        await page.click("button")
+        await page.size(1200, 900, dark=True)
+        await page.picture(out / "explain.png")
+        await page.size(390, 844, scale=2)
+        await page.picture(out / "explain-phone.png")
+
+
+async def settled(page: Page) -> None:
+    """Waits until nothing has changed on the page for a second, at most ten."""
+    await page.value(
+        "new Promise((done) => { let last = setTimeout(done, 1000); setTimeout(done, 10000);"
+        "new MutationObserver(() => { clearTimeout(last); last = setTimeout(done, 1000) })"
+        ".observe(document, {subtree: true, childList: true, attributes: true, characterData: true}) })"
+    )
+
+
+def tool(name: str, *places: Path) -> str:
+    for place in places:
+        if place.exists():
+            return str(place)
+    if (found := shutil.which(name)) is None:
+        raise SystemExit(f"{name} is not there: scripts/setup.sh observe installs it, or says what is missing")
+    return found
+
+
+async def observe(flags: argparse.Namespace) -> None:
+    phoenix = tool("phoenix", TOOLS / "bin/phoenix")
+    prometheus = tool("prometheus", TOOLS / "prometheus/usr/bin/prometheus")
+    chromium = tool("chromium")
+    ports = {name: port() for name in (*SERVICES, "gateway-grpc", "admin", "phoenix", "phoenix-grpc", "prometheus")}
+    at = {name: f"http://127.0.0.1:{number}" for name, number in ports.items()}
+    with tempfile.TemporaryDirectory(prefix="fusionkv-observe-") as made:
+        folder = Path(made)
+        (folder / "fusionkv.toml").write_text(settings(ports, ports["admin"], flags.model.absolute()))
+        (folder / "prometheus.yml").write_text(scraping(ports))
+        told = {
+            "PHOENIX_WORKING_DIR": made,
+            "PHOENIX_HOST": "127.0.0.1",
+            "PHOENIX_PORT": str(ports["phoenix"]),
+            "PHOENIX_GRPC_PORT": str(ports["phoenix-grpc"]),
+            "PHOENIX_TELEMETRY_ENABLED": "false",
+            "PHOENIX_ALLOW_EXTERNAL_RESOURCES": "false",
+        }
+        own = ("--config.file=prometheus.yml", f"--web.listen-address=127.0.0.1:{ports['prometheus']}")
+        own += (f"--storage.tsdb.path={folder / 'prometheus'}",)
+        gateway = f"127.0.0.1:{ports['gateway-grpc']}"
+        ours = (Path(sys.executable).parent / "fusionkv", "serve", "--config", "fusionkv.toml", "--listen", gateway)
+        exported = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": at["phoenix-grpc"],
+            # Phoenix takes traces alone.
+            "OTEL_METRICS_EXPORTER": "none",
+            "OTEL_RESOURCE_ATTRIBUTES": "openinference.project.name=fusionkv",
+        }
+        async with running("phoenix", (phoenix, "serve"), folder, **told):
+            print("Phoenix starts ...", flush=True)
+            await answering(f"{at['phoenix']}/readyz")
+            async with (
+                running("fusionkv", ours, folder, **exported),
+                running("prometheus", (prometheus, *own), folder),
+            ):
+                print("the services start ...", flush=True)
+                await answering(f"{at['admin']}/")
+                await answering(f"{at['prometheus']}/-/ready")
+                print(f"traffic for {flags.seconds:g} s ...", flush=True)
+                began, trace_id = await traffic(gateway, flags.seconds)
+                flags.out.mkdir(parents=True, exist_ok=True)
+                await draw(at["prometheus"], began, time.time(), flags.out / "metrics.svg")
+                await pictures(flags.out, chromium, at["phoenix"], f"{at['admin']}/", trace_id)
+                shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}, answers {at['admin']}"
+                print(f"pictures in {flags.out}; {shown}", flush=True)
+                if flags.stay:
+                    print("stop with Ctrl-C", flush=True)
+                    await asyncio.Event().wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "docs/img", help="where the pictures go (default: docs/img)"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="of traffic (default: %(default)s)")
+    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-1", help="a model directory")
+    parser.add_argument("--stay", action="store_true", help="leave all running afterwards, to look around")
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(observe(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
