@@ -1,4 +1,4 @@
-"""Whether an LMDB database is whole: `python ledger_check.py DIRECTORY MAP_BYTES SECONDS`, in a process of its own.
+"""Whether an LMDB database is whole, found out by a process of its own: directory, bytes of its map, most seconds.
 
 LMDB trusts what it reads: a page that was damaged on the disk may end the process that meets it, by SIGABRT or SIGBUS
 (10 of 35 databases with three pages of zeros did). So this one meets all of them first. It imports nothing of the

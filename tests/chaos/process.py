@@ -9,7 +9,7 @@ from pathlib import Path
 from tests.chaos.network import Place
 from tests.conftest import Service
 
-_START_SECONDS = 120
+_START_SECONDS = 300
 _LIBRARIES = tuple(f"/usr/lib/{kind}-linux-gnu/faketime/libfaketime.so.1" for kind in ("x86_64", "aarch64"))
 # Of a log, kept for the report of a failure.
 _MOST_LOG = 20_000

@@ -51,7 +51,7 @@ class Run:
 
     async def run(self, model: Path, net: network.Network | None) -> None:
         while self.struck.total() < self._wanted:
-            with tempfile.TemporaryDirectory(prefix="chaos") as folder:
+            with tempfile.TemporaryDirectory(prefix="chaos", ignore_cleanup_errors=True) as folder:
                 async with World(Path(folder), model, net) as world:
                     oracle = Oracle(world, self._dice)
                     try:

@@ -21,13 +21,13 @@ from tests.system.redis_process import server
 pytestmark = pytest.mark.system
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_few_faults(root: Path, tmp_path: Path) -> None:
     """The rest is `make chaos`."""
     server()
     report = tmp_path / "chaos.json"
     argv = [sys.executable, "-P", root / "tests/chaos/run.py", "--faults", "6", "--seed", "7", "--json", report]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=580, check=False)
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=880, check=False)
     assert report.exists(), done.stdout
     made = json.loads(report.read_text())
     assert made["failures"] == [], done.stdout

@@ -61,7 +61,7 @@ async def test_it_starts_on_a_full_disk(launch: Any, disk: Any) -> None:
         first = start()
         client = CacheClient(first.address)
         assert await get(client, "before") == payload("before", MIB)
-        with pytest.raises(errors.ResourceExhausted, match="can't write to the disk tier"):
+        with pytest.raises(errors.ResourceExhausted, match="No space left on device"):
             await put(client, "meanwhile", payload("meanwhile", MIB))
         await client.close()
     client = CacheClient(first.address)
