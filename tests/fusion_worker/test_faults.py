@@ -205,22 +205,26 @@ async def test_a_load_that_nobody_waits_for_ends(
     await maker.ask(system, [chunk], question, tenant=tenant)
     await maker.stored()
 
-    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=60.0)
+    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=60.0, max_loads=1)
     await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
     await rig.stored()
     line.down = line.stall
-    waiting = [asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2)]
+    loader = rig.servicer.loader
+    # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
+    async with loader._turns.turn(-1):
+        waiting = [asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2)]
+        await rig.until(lambda: any(resident.pins == 3 for resident in loader._loads))
     await rig.until(lambda: bool(line.touched))
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     await asyncio.sleep(0.05)
-    assert rig.servicer.loader._loads, "the other still waits for it"
+    assert loader._loads, "the other still waits for it"
     started = time.perf_counter()
     waiting[1].cancel()
     await asyncio.wait([waiting[1]])
     await rig.settled()
     assert time.perf_counter() - started < 5, "far from the fetch's timeout"
-    assert not rig.servicer.loader._loads
+    assert not loader._loads
     assert rig.pool.idle < len(chunk), "nothing of the chunk is left"
     line.heal()
     async with asyncio.timeout(20):
