@@ -23,7 +23,7 @@ SERVER = str(Path(__file__).with_name("rpc_server.py"))
 
 def serve(launch: Any, cert: Path, key: Path, client_ca: Path | None = None, *addresses: str) -> Any:
     env = {"TLS_CERT": str(cert), "TLS_KEY": str(key), **({"TLS_CLIENT_CA": str(client_ca)} if client_ca else {})}
-    return launch(SERVER, "5", "0", *(addresses or ("localhost:0",)), env=env)
+    return launch(SERVER, "5", "0", *(addresses or ("127.0.0.1:0",)), env=env)
 
 
 def stats(channel: Any, timeout: float = 3) -> Any:
@@ -60,7 +60,7 @@ async def test_with_mtls_only_callers_with_a_certificate_of_the_authority(launch
 
 async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, authority: Any, tmp_path: Path) -> None:
     ours = authority("ours")
-    server = serve(launch, *ours.issue("server"), ours.ca, f"unix:{tmp_path}/s", "localhost:0")
+    server = serve(launch, *ours.issue("server"), ours.ca, f"unix:{tmp_path}/s", "127.0.0.1:0")
     plain, encrypted = server.addresses["test"]
     for tls in (None, ClientTLS(ours.ca)):
         async with rpc.dial(plain, tls=tls) as channel:
@@ -216,4 +216,4 @@ async def answers(address: str, tls: ClientTLS) -> bool:
 async def shown(address: str) -> str:
     """The certificate that a new connection is shown."""
     host, _, port = address.rpartition(":")
-    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)))
+    return await asyncio.to_thread(ssl.get_server_certificate, (host, int(port)), timeout=5)
