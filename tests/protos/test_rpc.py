@@ -26,7 +26,7 @@ def stub_of(channel: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def server(launch_module: Any) -> Any:
-    return launch_module(SERVER, "5", "0", "localhost:0")
+    return launch_module(SERVER, "5", "0", "127.0.0.1:0")
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ async def test_a_stream_may_fail_after_its_first_reply(channel: Any) -> None:
 
 
 async def test_a_cancelled_call_ends_the_method(launch: Any) -> None:
-    server = launch(SERVER, "5", "0", "localhost:0")
+    server = launch(SERVER, "5", "0", "127.0.0.1:0")
     async with rpc.dial(server.address) as channel:
         # Some of them are between two replies, where no CancelledError reaches the method: it must be closed.
         for _ in range(30):
@@ -100,7 +100,7 @@ async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(ch
 
 
 async def test_calls_over_the_limit_are_refused_at_once(launch: Any) -> None:
-    server = launch(SERVER, "0", "1", "localhost:0")
+    server = launch(SERVER, "0", "1", "127.0.0.1:0")
     async with rpc.dial(server.address) as channel:
         replies = stub_of(channel).Fetch(pb.FetchRequest())
         await replies.read()
@@ -110,7 +110,7 @@ async def test_calls_over_the_limit_are_refused_at_once(launch: Any) -> None:
 
 
 async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> None:
-    server = launch(SERVER, "5", "0", f"unix:{tmp_path}/s", "localhost:0")
+    server = launch(SERVER, "5", "0", f"unix:{tmp_path}/s", "127.0.0.1:0")
     assert len(server.addresses["test"]) == 2
     for address in server.addresses["test"]:
         async with rpc.dial(address) as channel:
@@ -126,7 +126,7 @@ def test_a_taken_port_is_refused_by_name(server: Any, launch: Any) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(launch: Any, number: signal.Signals) -> None:
-    server = launch(SERVER, "30", "0", "localhost:0")
+    server = launch(SERVER, "30", "0", "127.0.0.1:0")
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
 
     async def requests() -> AsyncIterator[pb.PutRequest]:
@@ -154,7 +154,7 @@ async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(launch: Any
 
 
 async def test_a_drain_ends_in_time_whatever_is_in_flight(launch: Any) -> None:
-    server = launch(SERVER, "0.2", "0", "localhost:0")
+    server = launch(SERVER, "0.2", "0", "127.0.0.1:0")
     async with rpc.dial(server.address) as channel:
         replies = stub_of(channel).Fetch(pb.FetchRequest())
         await replies.read()
