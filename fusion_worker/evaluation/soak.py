@@ -26,6 +26,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
+from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
@@ -47,8 +48,7 @@ RECIPES = (
 ANSWER = 8
 _GIVEN_UP = 1 / 7
 # Between a tenth of the run, when all is warm, and its end.
-_MOST_GROWTH = 1.1
-_SLACK_BYTES = 16 << 20
+BOUNDS = (1.1, 16 << 20, 8)  # growth, bytes more, files more
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,23 +58,6 @@ class Case:
     prompt: Prompt
     recipe: str
     ratio: float
-
-
-@dataclasses.dataclass(slots=True)
-class Footing:
-    """What a process holds: bytes in memory, open files."""
-
-    bytes: int
-    files: int
-
-    @classmethod
-    def of(cls, pid: int) -> "Footing":
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
-
-    def outgrew(self, early: "Footing") -> bool:
-        return self.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or self.files > early.files + 8
 
 
 class Soak:
@@ -174,7 +157,8 @@ async def soak(
                         await _check_idle(servicer, cache)
                         for process in (os.getpid(), pid):
                             now = Footing.of(process)
-                            assert not now.outgrew(early.setdefault(process, now)), f"{early[process]} became {now}"
+                            grown = now.outgrew(early.setdefault(process, now), *BOUNDS)
+                            assert not grown, f"{early[process]} became {now}"
                         progress.console.print(f"{Footing.of(os.getpid()).bytes >> 20} MiB, {dict(run.seen)}")
                 return run.seen
             finally:

@@ -73,7 +73,7 @@ class Fault:
             return "no network namespaces"
         if self.needs == "mount" and not world.mounted:
             return "no mounts"
-        if self.needs == "clock" and not Clock.library:
+        if self.needs == "clock" and not Clock.preload:
             return "no libfaketime"
         return ""
 

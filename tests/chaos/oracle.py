@@ -8,11 +8,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries
@@ -22,24 +21,7 @@ from tests.chaos.world import POOL_TOKENS, World
 _RECOVERY_SECONDS = 120.0
 _INGEST = 0.3
 # Of a process that has run for a while already.
-_MOST_GROWTH, _SLACK_BYTES, _MORE_FILES = 1.25, 64 << 20, 24
-
-
-@dataclass
-class Footing:
-    """What a process held when it was first looked at."""
-
-    bytes: int
-    files: int
-
-    @classmethod
-    def of(cls, pid: int) -> "Footing":
-        status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
-        kilobytes = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-        return cls(1024 * kilobytes, len(os.listdir(f"/proc/{pid}/fd")))
-
-    def outgrew(self, early: "Footing") -> bool:
-        return self.bytes > _MOST_GROWTH * early.bytes + _SLACK_BYTES or self.files > early.files + _MORE_FILES
+_BOUNDS = (1.25, 64 << 20, 24)  # growth, bytes more, files more
 
 
 class Oracle:
@@ -88,7 +70,7 @@ class Oracle:
         for process in self._world.processes:
             early = self._footing.setdefault(process.pid, Footing.of(process.pid))
             until = time.monotonic() + _RECOVERY_SECONDS
-            while (now := Footing.of(process.pid)).outgrew(early):
+            while (now := Footing.of(process.pid)).outgrew(early, *_BOUNDS):
                 if time.monotonic() > until:
                     raise Wrong(f"{process.name} grew from {early} to {now}: {_open_files(process.pid)}")
                 await asyncio.sleep(1)  # what is given back late is no leak

@@ -22,7 +22,7 @@ class Wrong(AssertionError):
 class Clock:
     """The wall clock of one process, which jumps when it is told to; time that only runs on goes on as ever."""
 
-    library = next((path for path in _LIBRARIES if os.path.exists(path)), "")
+    preload = next((path for path in _LIBRARIES if os.path.exists(path)), "")
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -36,11 +36,11 @@ class Clock:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What makes a process read this clock; nothing where the library is missing."""
-        if not self.library:
+        """What makes a process read this clock; nothing where the preload is missing."""
+        if not self.preload:
             return {}
         return {
-            "LD_PRELOAD": self.library,
+            "LD_PRELOAD": self.preload,
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
             "FAKETIME_NO_CACHE": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.evaluation import jobs, soak
+from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.kvcache_service.client import CacheClient
 
 pytestmark = pytest.mark.system
@@ -78,10 +79,10 @@ def test_the_soak_itself(tools: Any) -> None:
     assert {case.recipe for case in cases} == {name for name, _ in soak.RECIPES}
     seen = asyncio.run(soak.soak(model, cases, 0.1, 4, Console(quiet=True)))
     assert seen["answers"] > 0
-    early = soak.Footing(bytes=100 << 20, files=20)
-    assert soak.Footing(bytes=150 << 20, files=20).outgrew(early)
-    assert soak.Footing(bytes=100 << 20, files=40).outgrew(early)
-    assert not soak.Footing(bytes=110 << 20, files=22).outgrew(early)
+    early = Footing(bytes=100 << 20, files=20)
+    assert Footing(bytes=150 << 20, files=20).outgrew(early, *soak.BOUNDS)
+    assert Footing(bytes=100 << 20, files=40).outgrew(early, *soak.BOUNDS)
+    assert not Footing(bytes=110 << 20, files=22).outgrew(early, *soak.BOUNDS)
 
 
 def network_bytes(network: Any) -> int:
