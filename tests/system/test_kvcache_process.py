@@ -35,6 +35,7 @@ from tests.system.cache_process import (
     payload,
     put,
 )
+from tests.system.shared_services import until
 
 pytestmark = pytest.mark.system
 
@@ -210,7 +211,14 @@ async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch:
     assert await streamed() == 0
     service.kill9()
     launch(*flags(tmp_path / "data"), *listen)
-    # The new process has it on disk only, brings it up, and hands over a memory of its own.
+    # The new process has it on disk only: there it is read, and the new process is asked to bring it up meanwhile.
+    assert await streamed() == 0
+
+    async def risen() -> bool:
+        return bool((await client.stats()).tiers[0].promotions)
+
+    await until(risen)
+    # Now it hands over a memory of its own.
     assert await streamed() == 0
     assert (await client.stats()).tiers[0].promotions == 1
     await client.close()
