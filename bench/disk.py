@@ -19,12 +19,12 @@ def measure(setup: Setup) -> None:
         return
     size = max(setup.sizes.copied // 16, _PIECE_BYTES)
     device = torch.empty(size, dtype=torch.uint8, device=setup.device)
-    lines = []
+    lines: list[tuple[object, ...]] = []
     with tempfile.TemporaryFile() as file:
         written = torch.randint(256, (size,), dtype=torch.uint8)
-        os.pwrite(file.fileno(), written.numpy(), 0)
+        os.pwrite(file.fileno(), written.numpy().data, 0)
         os.fsync(file.fileno())
-        ways = {"through pinned host memory": _through_host(file.fileno(), device)}
+        ways: dict[str, Callable[[], object]] = {"through pinned host memory": _through_host(file.fileno(), device)}
         direct = _direct(file.fileno(), device)
         if direct is None:
             setup.report.notice("kvikio: no CUDA device, or the package is not installed")
@@ -52,7 +52,7 @@ def _through_host(file: int, device: torch.Tensor) -> Callable[[], None]:
     def run() -> None:
         # kvikio reads from the disk itself; so does this.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.preadv(file, [host.numpy()], 0)
+        os.preadv(file, [host.numpy().data], 0)
         device.copy_(host)
 
     return run
