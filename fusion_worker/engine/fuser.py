@@ -133,8 +133,8 @@ class Fuser:
             scored = scored or await self.score(placement, prompt, recipe)
             if isinstance(recipe.score, Trace):
                 followed = self._follower.scores(placement, prompt, recipe.score, scored.scores, stale, count)
-                found, rows = await followed
-                scored = Scored(found, scored.rows + rows)
+                found, more = await followed
+                scored = Scored(found, scored.rows + more)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
