@@ -100,12 +100,19 @@ start worker --volume "$PWD/$MODEL:/models:ro" --env FUSIONKV_WORKER_CACHE=127.0
 ready 7071
 start gateway --env FUSIONKV_GATEWAY_WORKERS=127.0.0.1:7071
 ready 7072
-say "a document and a question"
-printf 'Anna met the courier at noon. The code of the vault is 4821.' >"$work/note.txt"
-.venv/bin/fusionkv ingest images "$work/note.txt"
-.venv/bin/fusionkv ask images 'What is the code of the vault?'
+say "documents and a question"
+.venv/bin/python -P -m fusionkv.models.corpus --out "$work/corpus" --stories 1
+.venv/bin/fusionkv ingest images "$work/corpus/shelf-01"
+mapfile -t asked < <(.venv/bin/python -P -c '
+import json, sys
+first = json.load(open(sys.argv[1]))[0]
+print(first["question"], first["answer"], sep="\n")' "$work/corpus/questions.json")
+echo "${asked[0]} (${asked[1]})"
+.venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
+grep -qF -- "${asked[1]}" "$work/answer"
 say "SIGTERM"
-pkill -TERM -f '^python -P -m fusionkv\.(kvcache_service|fusion_worker|gateway)$'
+# The services alone, not what buildah runs them by.
+pkill -TERM -f '^/opt/fusionkv/bin/python -P -m fusionkv\.'
 wait
 for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
 say "all images build, start, answer and end"
