@@ -72,6 +72,10 @@ observe: setup ## The services beside Phoenix and Prometheus, traffic, pictures 
 	@scripts/setup.sh observe
 	@.venv/bin/python scripts/observe.py $(ARGS)
 
+.PHONY: images
+images: setup ## The CPU images, from Debian's packages and without a registry, then a question to them; needs root
+	@scripts/images.sh $(ARGS)
+
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
 	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json

@@ -35,6 +35,8 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 SYSTEM, QUESTION, ANSWER = 32, 32, 16
+Systems = Sequence[tuple[str, float]]
+# Name of a recipe, and the share of tokens that it recomputes.
 SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("trace", 0.15))
 _BOUND = 4.0
 # A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
@@ -159,8 +161,10 @@ class Station:
         return Load([first for first, _ in done], tokens, seconds, (self._busy - busy) / seconds)
 
 
-async def bench(model: models.Model, traffic: Traffic, requests: int, console: Console) -> list[dict[str, object]]:
-    """One row for each system and rate."""
+async def bench(
+    model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
+) -> list[dict[str, object]]:
+    """One row for each system and rate. The first system alone sets the bound."""
     base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -173,10 +177,10 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
             try:
                 station = Station(servicer)
                 with Progress(console=console) as progress:
-                    task = progress.add_task("throughput", total=len(SYSTEMS))
+                    task = progress.add_task("throughput", total=len(systems))
                     await fill(servicer, traffic)
                     bound = 0.0
-                    for name, ratio in SYSTEMS:
+                    for name, ratio in systems:
                         alone = await station.alone(traffic, name, ratio)
                         bound = bound or _BOUND * alone[0]
                         for number in range(_MOST_RATES):
@@ -237,8 +241,8 @@ def _tables(rows: Sequence[dict[str, object]]) -> list[Table]:
     found = Table(title=f"requests a second with p99 TTFT within {rows[0]['bound_s']} s")
     for column in ("name", "capacity", "of full attention's"):
         found.add_column(column, justify="right")
-    base, _ = capacity(rows, SYSTEMS[0][0])
-    for name, _ in SYSTEMS:
+    base, _ = capacity(rows, str(rows[0]["name"]))
+    for name in dict.fromkeys(str(row["name"]) for row in rows):
         rate, more = capacity(rows, name)
         found.add_row(name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x")
     return [table, found]
@@ -250,12 +254,17 @@ def main() -> int:
     parser.add_argument("--base", type=int, default=64, help="chunks of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
+    names = [name for name, _ in SYSTEMS[1:]]
+    parser.add_argument(
+        "--against", nargs="+", choices=names, default=names, help="what to compare full attention to (all)"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
     traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
-    rows = asyncio.run(bench(small_model(), traffic, args.requests, Console(stderr=True)))
+    systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
+    rows = asyncio.run(bench(small_model(), traffic, systems, args.requests, Console(stderr=True)))
     for table in _tables(rows):
         Console(width=None if sys.stdout.isatty() else 140).print(table)
     write(rows, args.json)

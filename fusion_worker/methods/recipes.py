@@ -8,6 +8,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     AttendedDeviation,
     AuxiliaryAttention,
     DistanceToStart,
+    FirstScore,
     InterChunkAttention,
     QuestionAttention,
     Score,
@@ -107,9 +108,9 @@ class Recipe:
         return isinstance(self.score, ShallowScore)
 
     @property
-    def scores_by_ratio(self) -> bool:
-        """Whether the scores depend on how many tokens will be chosen."""
-        return isinstance(self.score, Trace)
+    def begins(self) -> FirstScore | None:
+        """The score, or what it begins with when the rest depends on how many tokens are chosen."""
+        return self.score.begins if isinstance(self.score, Trace) else self.score
 
     def kept(self, context_tokens: int) -> int:
         """Context tokens kept by layer and head; 0 when all stay as they are."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.client import CacheClient
@@ -20,6 +19,7 @@ from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.checksum import checksum
 from tests.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -131,7 +131,7 @@ def tools() -> Any:
                 len(data),
                 7,
                 3,
-                xxhash.xxh3_128_digest(data),
+                checksum(data),
             )
 
     return Tools

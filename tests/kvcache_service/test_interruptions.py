@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from tests.waiting import until
@@ -27,9 +27,7 @@ def s(tools: Any) -> bytes:
 
 def header(s: bytes, data: bytes, namespace: bytes) -> pb.PutRequest:
     return pb.PutRequest(
-        header=pb.PutHeader(
-            namespace=namespace, path=[s], size_bytes=len(data), tokens=1, checksum=xxhash.xxh3_128_digest(data)
-        )
+        header=pb.PutHeader(namespace=namespace, path=[s], size_bytes=len(data), tokens=1, checksum=checksum_of(data))
     )
 
 

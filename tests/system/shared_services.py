@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.rendezvous import ranking
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
 from tests.ports import free_port
@@ -91,7 +90,7 @@ async def put_here(client: CacheClient, path: list[bytes], data: bytes, variant:
     """Stores an entry at a service, wherever it belongs."""
     header = pb.PutHeader(
         namespace=NAMESPACE, path=path, variant=variant, size_bytes=len(data), tokens=1, here=True,
-        checksum=xxhash.xxh3_128_digest(data),
+        checksum=checksum_of(data),
     )  # fmt: skip
     response = await client.send(header, memoryview(data), 30)
     assert response.outcome == pb.PutResponse.OUTCOME_STORED

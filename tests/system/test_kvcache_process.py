@@ -14,11 +14,11 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from tests.ports import free_port
@@ -130,7 +130,7 @@ async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) 
         call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Put(timeout=30)
         header = pb.PutHeader(
             namespace=NAMESPACE, path=[SYSTEM, chunk("late")], size_bytes=len(data), tokens=1,
-            checksum=xxhash.xxh3_128_digest(data),
+            checksum=checksum_of(data),
         )  # fmt: skip
         await call.write(pb.PutRequest(header=header))
         await call.initial_metadata()  # the service has taken the call: one that it has not is not in flight
