@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process, random_model, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, random_model, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -175,7 +175,7 @@ async def bench(
         async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
             # Half the base, and what the requests in flight need of their own.
             config = WorkerConfig(
-                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20
+                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20, **PATIENT
             )
             servicer = FusionServicer(config, model)
             try:

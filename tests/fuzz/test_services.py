@@ -25,7 +25,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 S = grpc.StatusCode
 RIGHT = {S.OK, S.INVALID_ARGUMENT, S.NOT_FOUND, S.FAILED_PRECONDITION, S.RESOURCE_EXHAUSTED}
 SECONDS = 60.0

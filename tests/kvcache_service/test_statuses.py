@@ -11,6 +11,7 @@ from fusionkv.protos import errors
 from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -168,7 +169,7 @@ async def test_limits_on_calls_at_once(start: Any, tools: Any, names: dict[str, 
         fetch.cancel()
         put = stub.Put(timeout=60)
         await put.write(part(header(names)))
-        await tools.eventually(lambda: bool(service.store.residents._reserved))
+        await until(lambda: bool(service.store.residents._reserved))
         with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
             await service.put([names["S"], names["B"]], b"b")
         await put.write(part(data=b"abc"))

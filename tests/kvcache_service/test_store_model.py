@@ -24,6 +24,7 @@ from fusionkv.kvcache_service.tiers.remote import RemoteTier
 from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.errors import NotFound, ResourceExhausted
 from tests.system.redis_process import RedisServer
+from tests.waiting import until
 
 BLOCK = 4096
 # Thousands of restarts: a file system in memory, where there is one, makes their flushes free.
@@ -224,7 +225,7 @@ def make_machine(
             while self.store.loading or self.store._tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
-            self.loop.run_until_complete(tools.eventually(lambda: not self.store.residents._reserved))
+            self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))
             self.store.check_integrity()
             self.store.residents.check_idle()
             assert len(self.store.leases) >= len(self.leases)

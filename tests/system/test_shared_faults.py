@@ -4,7 +4,6 @@ import asyncio
 import secrets
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +18,6 @@ from tests.system.shared_services import Services
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.kill9()
-
-
-@pytest.fixture(scope="module")
-def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
-    for _ in range(3):
-        made.start()
-    return made
-
-
-@pytest.fixture
-async def cluster(services: Services) -> AsyncIterator[Services]:
-    """Three services that share an index, and are empty."""
-    await services.emptied()
-    yield services
-    await services.close()
 
 
 async def test_a_killed_service_is_a_miss_and_comes_back_with_what_it_had(cluster: Services) -> None:

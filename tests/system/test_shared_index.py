@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,6 @@ from tests.system.shared_services import TIMEOUT_MS, Services, put_here
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.kill9()
-
-
-@pytest.fixture(scope="module")
-def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
-    for _ in range(3):
-        made.start()
-    return made
-
-
-@pytest.fixture
-async def cluster(services: Services) -> AsyncIterator[Services]:
-    """Three services that share an index, and are empty."""
-    await services.emptied()
-    yield services
-    await services.close()
 
 
 async def test_every_service_finds_what_any_of_them_holds(cluster: Services) -> None:
