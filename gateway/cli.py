@@ -12,7 +12,7 @@ from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDERS
 from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.errors import ServiceError
-from fusionkv.protos.settings import SettingsError
+from fusionkv.protos.settings import SettingsError, positive
 
 MODULES = {
     "kvcache": "fusionkv.kvcache_service",
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of all files, instead of by ending: {', '.join(MEDIA_TYPES)}",
     )
     ingest.add_argument(
-        "--concurrency", type=_positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
+        "--concurrency", type=positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
     )
     ingest.add_argument(
         "--precompute",
@@ -154,13 +154,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
-import xxhash
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service import answers
@@ -15,8 +15,10 @@ from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.arena import Window
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
-from fusionkv.kvcache_service.segments import Segments
+from fusionkv.kvcache_service.segments import Segments, read_into
 from fusionkv.protos import frames, rpc
+from fusionkv.protos.checksum import Checksum
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
@@ -90,12 +92,12 @@ class CacheClient:
         if entry.holders:
             await self._holders.fetch(entry, into, timeout)
             return
-        if entry.shared is None and entry.extent is not None and await self._read(entry, into, timeout):
+        if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
-        hasher, at = xxhash.xxh3_128(), 0
+        hasher, at = Checksum(), 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
         try:
             async for message in call:
@@ -119,17 +121,22 @@ class CacheClient:
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
-    async def _read(self, entry: Entry, into: memoryview, timeout: float) -> bool:
-        """Reads a leased entry from the service's disk; False when that can't be, or what is there is not the entry.
+    def on_disk(self, entry: Entry) -> bool:
+        """Whether an entry is to be read from a disk of this machine: it is there, and not in memory."""
+        return entry.shared is None and entry.extent is not None
 
-        The service then takes it up into memory, if it is hot enough, while nobody waits.
+    async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
+        """Lets a thread read an entry that is `on_disk`; False if that can't be, or what is there is not the entry.
+
+        reader: takes a file's descriptor and an offset in it; gives the checksum (protos/checksum.py) of the
+        `entry.size` bytes there, or nothing.
+        The service then takes the entry up into memory, if it is hot enough, while nobody waits.
         """
-        assert entry.extent is not None
-        if not self._window.opened(entry.lease):
+        if entry.extent is None or not self._window.opened(entry.lease):
             return False
         try:
             async with asyncio.timeout(timeout):
-                digest = await self._segments.read(self._window.name, entry.extent, into)
+                digest = await self._segments.read(self._window.name, entry.extent, reader)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{timeout:g} s were not enough for the disk of {self.address}") from error
         if digest != entry.checksum or not self._window.held(entry.lease):
@@ -170,9 +177,9 @@ class CacheClient:
         data = data.cast("B")
         deadline = time.monotonic() + timeout
         if len(data) > _HASH_INLINE_BYTES:
-            checksum = await asyncio.to_thread(xxhash.xxh3_128_digest, data)
+            checksum = await asyncio.to_thread(checksum_of, data)
         else:
-            checksum = xxhash.xxh3_128_digest(data)
+            checksum = checksum_of(data)
         header = pb.PutHeader(
             namespace=namespace,
             path=path,

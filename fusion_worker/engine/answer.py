@@ -102,7 +102,7 @@ class Answerer:
         self._active = 0
         self._running = asyncio.Semaphore(config.max_requests)
         self._waiting = 0
-        meters.observe(lambda: (self._waiting, self._active - self._waiting), pool)
+        meters.observe(self._load, pool)
         self._seconds = 0.0  # that a request takes, of late
 
     async def answer(
@@ -141,6 +141,10 @@ class Answerer:
         if summary.first_logits is not None:
             self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits))
         yield summary
+
+    def _load(self) -> tuple[int, int]:
+        """Requests that wait, and those that run."""
+        return self._waiting, self._active - self._waiting
 
     def _watched(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""

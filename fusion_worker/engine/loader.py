@@ -12,6 +12,7 @@ import torch
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.direct import DirectReader
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
 from fusionkv.fusion_worker.engine.locator import CacheFault, EntryGone, Locator
@@ -47,6 +48,8 @@ class Loader:
         self._turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
+        # Ranks get their heads from the first one's host memory.
+        self._direct = DirectReader.find(self.storage) if cache and engine.crew.ranks.count == 1 else None
         self.locator = Locator(self.storage, cache, config.lookup_timeout)
         self.putter = Putter(pool, self.storage, cache, config.max_puts, config.fetch_timeout) if cache else None
         settings = model.settings | self.storage.settings
@@ -64,6 +67,8 @@ class Loader:
         await self.settle()
         if self.putter is not None:
             self.putter.close()
+        if self._direct is not None:
+            self._direct.close()
 
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[Placement]:
@@ -246,8 +251,12 @@ class Loader:
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None
-        buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
-        await self._cache.fetch(entry, buffer.numpy().data, timeout=self._config.fetch_timeout)
+        timeout = self._config.fetch_timeout
+        buffer = await self._direct.fetch(self._cache, entry, timeout) if self._direct else None
+        trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
+        if buffer is None:
+            buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+            await self._cache.fetch(entry, buffer.numpy().data, timeout=timeout)
         await _to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 
