@@ -84,6 +84,7 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
 	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
+	@$(PY) -m fusionkv.fusion_worker.layerwise --json build/bench/layerwise.json
 
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind

@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,11 +61,15 @@ class Traffic:
             drawn: dict[int, None] = {}
             while len(drawn) < self.chunks:
                 drawn[chance.choices(range(self.base), weights)[0]] = None
-            chunks = [self.chunk(n) for n in drawn]
-            chance.shuffle(chunks)
-            return Prompt(_text(-1, SYSTEM), tuple(chunks), _text(chance.randrange(1 << 30), QUESTION).ids)
+            numbers = list(drawn)
+            chance.shuffle(numbers)
+            return self.prompt(numbers, chance.randrange(1 << 30))
 
         return [prompt() for _ in range(count)]
+
+    def prompt(self, numbers: Iterable[int], question: int) -> Prompt:
+        """A question over these chunks."""
+        return Prompt(_text(-1, SYSTEM), tuple(self.chunk(n) for n in numbers), _text(question, QUESTION).ids)
 
     def chunk(self, number: int) -> Chunk:
         return _text(number, self.chunk_tokens)

@@ -75,7 +75,6 @@ class Span:
             found = torch.zeros(length, dtype=torch.bool, device=slots.device)
             for segment in self.segments:
                 if segment.positions is None and segment.hidden is None:
-                    # Most segments are such a stretch: slices cost a quarter of what a mask does.
                     count = max(0, min(segment.length, length - segment.first))
                     part = slice(segment.first, segment.first + count)
                     slots[part] = torch.arange(segment.start, segment.start + count, device=slots.device)

@@ -60,8 +60,8 @@ def attention(
 ) -> torch.Tensor:
     """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim].
 
-    scores: float32 [last position + 1], or [rows, last position + 1]: what all rows, or each, attend to each position
-    is added to it.
+    scores: float32 [last position + 1], or [rows, last position + 1]: the attention of all rows, or of each row, into
+    each position is added to it.
     """
     out = torch.empty_like(q)
     k = _keys(k_pool, span, rotation)
@@ -143,7 +143,7 @@ def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensio
     """
     if dimensions == 1:
         return torch.cat([torch.bmm(shares[:, None], part)[0, 0] for part in parts])
-    each = shares.view(groups, -1, 1).transpose(0, 1).transpose(1, 2)
+    each = shares.view(groups, -1, 1).permute(1, 2, 0)
     by_row = (part.view(groups, -1, part.shape[2]).transpose(0, 1) for part in parts)
     return torch.cat([torch.bmm(each, part)[:, 0] for part in by_row], 1)
 

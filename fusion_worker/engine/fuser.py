@@ -9,7 +9,7 @@ from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.follower import Follower
-from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.fused import Doubt, Fused
 from fusionkv.fusion_worker.engine.links import Links
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -109,16 +109,16 @@ class Fuser:
         if scored is None and 0 < budget(ratio, prompt.context_tokens, stale) < stale:
             scored = await self.score(placement, prompt, recipe)
         first = await self._fuse(placement, prompt, recipe, ratio * recipe.adapt.first, scored)
-        logits = (await self._engine.run(first.prefill(logits=1))).logits
-        assert logits is not None
-        if float(logits[0].softmax(-1).max()) >= recipe.adapt.certain:
-            first.logits = logits[0]
-            return first
-        fused = await self._fuse(placement, prompt, recipe, ratio, scored)
-        # What both begin with was computed once.
-        again = scored.rows if scored is not None else 0
-        fused.scored_rows += len(first.ids) + max(0, first.scored_rows - again)
-        return fused
+
+        async def more() -> Fused:
+            fused = await self._fuse(placement, prompt, recipe, ratio, scored)
+            # What both begin with was computed once.
+            again = scored.rows if scored is not None else 0
+            fused.scored_rows += len(first.ids) + max(0, first.scored_rows - again)
+            return fused
+
+        first.doubt = Doubt(recipe.adapt.certain, more)
+        return first
 
     async def _fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None

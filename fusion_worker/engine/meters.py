@@ -57,6 +57,11 @@ def first_token(summary: "Summary") -> None:
             _ttft.record(seconds, attributes)
         else:
             _stage.record(seconds, {"fusionkv.stage": stage})
+
+
+def context(summary: "Summary") -> None:
+    """What became of the context's tokens; known when the answer has ended, since doubt may have more recomputed."""
+    attributes = {"fusionkv.recipe": summary.recipe.name}
     for kind in ("lossless", "reused", "recomputed"):
         _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
     if summary.prompt.context_tokens:

@@ -149,7 +149,6 @@ class Runner:
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
             answer = Answer()
             await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
-            answer.values |= {"recomputed": prompt.context_tokens, "scored_rows": 0}
             if asked.task.metrics:
                 answer.values["chunks_left_out"] = asked.left_out
             away = {}
@@ -165,8 +164,7 @@ class Runner:
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
                 fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
-            await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
-        answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
+            fused = await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
         if picture:
             answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
         return answer
@@ -193,7 +191,6 @@ class Runner:
                 # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
                 await self._examiner.answer(asked, fused, answer, _keep(recipe, asked), timed=False)
-            answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))

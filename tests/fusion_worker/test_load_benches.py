@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from fusionkv.fusion_worker import bench, overlap, throughput
+from fusionkv.fusion_worker import bench, layerwise, overlap, throughput
 from fusionkv.fusion_worker.throughput import Traffic
 
 pytestmark = pytest.mark.system
@@ -66,3 +66,15 @@ async def test_times_to_the_first_token() -> None:
         assert row["tokens_recomputed"] == round(float(str(row["r"])) * 2 * bench.CHUNK)
         # The first chunk stands where it was encoded: what is computed is in the second.
         assert row["mean_position"] is None or int(str(row["mean_position"])) > bench.SYSTEM + bench.CHUNK
+
+
+async def test_layers_that_wait_for_their_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "RECIPES", (("full_reuse", 0.0),))
+    monkeypatch.setattr(layerwise, "SHARES", (3.0,))
+    (row,) = await layerwise.bench(throughput.small_model(), Traffic(4, 16, 2), 2, Console(quiet=True))
+    loading = 3 * float(str(row["computing_s"]))
+    # Nothing comes before the device could have brought it, and what is computed meanwhile is little.
+    assert float(str(row["ttft_whole_s"])) > 0.9 * loading
+    assert float(str(row["ttft_layers_s"])) > 0.9 * loading
+    # Layers that wait hold every answer up; requests that wait, none but themselves.
+    assert float(str(row["stream_gap_layers_s"])) > 0.5 * loading
