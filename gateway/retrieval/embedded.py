@@ -12,7 +12,8 @@ from typing import TextIO
 
 import numpy as np
 import pyarrow as pa
-from lancedb import AsyncConnection, connect_async
+from lancedb import AsyncConnection, Session, connect_async
+from lancedb.table import AsyncTable
 
 from fusionkv.gateway.retrieval import rows
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval
@@ -47,7 +48,7 @@ class EmbeddedRetrieval(Retrieval):
         for name in await made._table_names():
             corpus = name.removeprefix(_PREFIX)
             try:
-                made._tables[corpus] = await CorpusTable.open(await made._connection.open_table(name))
+                made._tables[corpus] = await made._open(corpus)
             except (RuntimeError, ValueError, KeyError) as error:
                 await made.close()
                 where = corpora / f"{name}.lance"
@@ -126,9 +127,16 @@ class EmbeddedRetrieval(Retrieval):
     async def _make(self, corpus: str, schema: pa.Schema) -> CorpusTable:
         async with self._changing:
             if corpus not in self._tables:
-                made = await self._connection.create_table(_PREFIX + corpus, schema=schema)
-                self._tables[corpus] = await CorpusTable.open(made)
+                await self._connection.create_table(_PREFIX + corpus, schema=schema)
+                self._tables[corpus] = await self._open(corpus)
             return self._tables[corpus]
+
+    async def _open(self, corpus: str) -> CorpusTable:
+        async def reopen() -> AsyncTable:
+            connection = await connect_async(self._connection.uri, session=Session())
+            return await connection.open_table(_PREFIX + corpus)
+
+        return await CorpusTable.open(reopen)
 
     def _discard(self, corpus: str) -> None:
         """Moved away first, so that a crash leaves all of a corpus or nothing."""

@@ -4,7 +4,7 @@ import asyncio
 import bisect
 import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -62,9 +62,10 @@ class _Write:
 class CorpusTable:
     """Safe for concurrent use within one event loop: `_lock` orders all changes of the table."""
 
-    def __init__(self, table: AsyncTable, schema: pa.Schema) -> None:
+    def __init__(self, table: AsyncTable, schema: pa.Schema, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
         self.model = rows.identity(schema)
         self._table = table
+        self._reopen = reopen
         self._lock = asyncio.Lock()
         self._gone = False
         self._queue: list[_Write] = []
@@ -77,9 +78,10 @@ class CorpusTable:
         self._start(self._optimize_when_idle())
 
     @classmethod
-    async def open(cls, table: AsyncTable) -> "CorpusTable":
-        """Takes over a table; makes its indexes when they are missing."""
-        made = cls(table, await table.schema())
+    async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]]) -> "CorpusTable":
+        """Takes over a table; makes its indexes when they are missing. `reopen`: opens it, with caches of its own."""
+        table = await reopen()
+        made = cls(table, await table.schema(), reopen)
         indexed = {column for index in await table.list_indices() for column in index.columns}
         if "text" not in indexed:
             await table.create_index("text", config=_WORDS)
@@ -238,6 +240,8 @@ class CorpusTable:
                 self._commits = 0
                 try:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
+                    # The caches of the old one keep a file open for every state of the indexes that there was.
+                    self._table = await self._reopen()
                 except Exception:
                     log.exception("indexing new rows failed; searches stay right, but slower")
 

@@ -59,9 +59,10 @@ async def test_times_to_the_first_token() -> None:
     ideals = [float(str(row["ideal"])) for row in rows]
     assert ideals[0] > 2 * max(ideals[1:]), "nothing but the question is computed at r = 0"
     for row in rows:
-        assert float(str(row["ratio"])) == pytest.approx(
-            float(str(row["baseline_s"])) / float(str(row["value_s"])), rel=0.02
-        )
+        baseline, value = float(str(row["baseline_s"])), float(str(row["value_s"]))
+        # Times are rounded to 0.1 ms, which is much of what a fast machine takes.
+        rounding = 0.01 + 0.0001 * (1 + baseline / value) / value
+        assert row["ratio"] == pytest.approx(baseline / value, abs=rounding)
         assert row["tokens_recomputed"] == round(float(str(row["r"])) * 2 * bench.CHUNK)
         # The first chunk stands where it was encoded: what is computed is in the second.
         assert row["mean_position"] is None or int(str(row["mean_position"])) > bench.SYSTEM + bench.CHUNK

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval import hybrid, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos.errors import FailedPrecondition, NotFound
+from tests.waiting import until
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32)
 DIM = 16
@@ -215,6 +216,28 @@ async def test_what_a_crash_left_of_a_corpus_is_nothing(folder: Path) -> None:
     assert await texts(again, "c", "words") == ["other words"]
     await again.close()
     assert sorted(os.listdir(folder)) == ["corpora", "lock"]
+
+
+async def test_a_corpus_that_changes_all_the_time_keeps_few_files_open(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New rows join the indexes again and again, while questions are asked."""
+    monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
+    engine = await EmbeddedRetrieval.open(folder)
+
+    def open_files() -> int:
+        files = [f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd")]
+        return sum(str(folder) in os.readlink(file) for file in files if os.path.islink(file))
+
+    for i in range(64):
+        words = [f"page {i % 24} version {i} text {k} some words" for k in range(3)]
+        await put(engine, "c", f"d{i % 24}", *words)
+        await until(lambda: not engine._tables["c"]._commits)
+        async with engine._tables["c"]._lock:
+            pass  # that is done, too
+        assert set(await texts(engine, "c", f"version {i}", count=3)) >= {words[0]}
+    assert open_files() < 8
+    await engine.close()
 
 
 async def test_a_damaged_corpus_is_named(folder: Path) -> None:
