@@ -222,7 +222,7 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     rig = await start("llama", max_requests=1, max_queue=2)
     gate, running = await rig.block(*parts)
     waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
-    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    await rig.until(lambda: rig.servicer.answerer.admission.waiting == 2)
     with pytest.raises(ResourceExhausted, match="try again later") as refused:
         await rig.ask(*parts)
     assert refused.value.retry_after is not None
@@ -230,7 +230,7 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     late = asyncio.create_task(rig.ask(*parts))
-    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    await rig.until(lambda: rig.servicer.answerer.admission.waiting == 2)
     gate.opened.set()
     for task in (running, waiting[1], late):
         assert (await task).ids
