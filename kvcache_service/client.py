@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import grpc
@@ -13,6 +14,7 @@ from opentelemetry import propagate, trace
 from fusionkv.kvcache_service import answers
 from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.arena import Window
+from fusionkv.kvcache_service.hedge import Hedge
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
 from fusionkv.kvcache_service.segments import Segments
@@ -52,6 +54,7 @@ class CacheClient:
         self._segments = Segments(address)
         self._rising: set[asyncio.Task[Any]] = set()
         self._holders = Holders(lambda at: CacheClient(at, tls))
+        self._hedge = Hedge()
 
     async def lookup(
         self,
@@ -61,12 +64,17 @@ class CacheClient:
         lease_ms: int = 0,
         timeout: float,
     ) -> Lookup:
-        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks."""
-        request = pb.LookupRequest(
-            namespace=namespace,
-            path=[pb.PathElement(digest=digest, variants=variants) for digest, variants in path],
-            lease_ms=lease_ms,
-        )
+        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks.
+
+        Where several services share an index, another is asked as well when this one is slow (hedge.py).
+        """
+        elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
+        request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
+        again = partial(self._holders.lookup, request, timeout)
+        return await self._hedge.first(self.ask(request, timeout), again, self._unused)
+
+    async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup:
+        """One Lookup of this service and of no other."""
         asked = time.monotonic()
         response = await self._call("Lookup", request, timeout)
         # The service counts from when it was asked, or later.
@@ -74,6 +82,11 @@ class CacheClient:
         shared = await self._window.open(response.arena)
         hits = (answers.hit(hit, response.lease, shared) for hit in response.hits)
         return Lookup(tuple(self._holders.reachable(hit) for hit in hits), response.lease)
+
+    async def _unused(self, found: Lookup) -> None:
+        if found.lease:
+            with contextlib.suppress(ServiceError):  # it expires
+                await self.release(found.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
@@ -95,7 +108,7 @@ class CacheClient:
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
-        hasher, at = xxhash.xxh3_128(), 0
+        hasher, at, end = xxhash.xxh3_128(), 0, 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
         try:
             async for message in call:
@@ -106,8 +119,6 @@ class CacheClient:
                 into[at:end] = data
                 hasher.update(data)
                 at = end
-            else:
-                end = at
         except grpc.RpcError as error:
             raise self._error(error, "fetch from") from error
         except ValueError as error:
@@ -210,6 +221,7 @@ class CacheClient:
         """Ends the connection; calls still running fail."""
         for rising in self._rising:
             rising.cancel()
+        await self._hedge.close()
         for channel in (self._channel, self._put_channel):
             if channel is not None:
                 await channel.close()
