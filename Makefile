@@ -72,6 +72,10 @@ observe: setup ## The services beside Phoenix and Prometheus, traffic, pictures 
 	@scripts/setup.sh observe
 	@.venv/bin/python scripts/observe.py $(ARGS)
 
+.PHONY: images
+images: setup ## The CPU images, from Debian's packages and without a registry, then a question to them; needs root
+	@scripts/images.sh $(ARGS)
+
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
 	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json
@@ -80,6 +84,7 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
 	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
 	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
+	@$(PY) -m fusionkv.fusion_worker.layerwise --json build/bench/layerwise.json
 
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind

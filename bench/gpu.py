@@ -35,7 +35,7 @@ def _commit() -> str:
 
 def _run(args: argparse.Namespace) -> int:
     """All parts, the short ones first. A part that breaks is told of and does not stop the others."""
-    from fusionkv.bench import accuracy, decode, flex, prefill, rates, scores, ttft
+    from fusionkv.bench import accuracy, decode, disk, flex, prefill, rates, scores, ttft
     from fusionkv.bench.clock import Budget, Clock
     from fusionkv.bench.report import Machine, Report
     from fusionkv.bench.setup import FULL, TINY, Setup
@@ -54,7 +54,7 @@ def _run(args: argparse.Namespace) -> int:
         report=report,
     )
     started = time.perf_counter()
-    for part in (rates, accuracy, decode, scores, ttft, prefill, flex):
+    for part in (rates, accuracy, decode, scores, disk, ttft, prefill, flex):
         name = part.__name__.rpartition(".")[2]
         print(f"[{time.perf_counter() - started:.0f} s] {name}", file=sys.stderr, flush=True)
         try:

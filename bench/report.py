@@ -35,9 +35,9 @@ class Machine:
 class Row:
     """One measurement, against one baseline or none.
 
-    kind: prefill, decode, scores, e2e or rate. context: tokens of all chunks. r: share of them that is recomputed.
-    ideal: the ratio that the numbers of operations allow. rate: TFLOP/s where operations count, GB/s where bytes do.
-    share: of the ceiling measured in the same run.
+    kind: prefill, decode, scores, disk, e2e or rate. context: tokens of all chunks. r: share of them that is
+    recomputed. ideal: the ratio that the numbers of operations allow. rate: TFLOP/s where operations count, GB/s
+    where bytes do. share: of the ceiling measured in the same run.
     """
 
     kind: str

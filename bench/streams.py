@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.gateway.client import AsyncClient
@@ -62,7 +63,7 @@ async def load(address: str, pid: int, streams: int, deadline: float = DEADLINE)
 
     async def one(number: int) -> None:
         nonlocal unhinted
-        options = {"recipe": "full_reuse", "top_k": 2, "max_tokens": 2}
+        options: dict[str, Any] = {"recipe": "full_reuse", "top_k": 2, "max_tokens": 2}
         try:
             events = clients[number % len(clients)].stream(CORPUS, f"page {number % PAGES}?", **options)
             last = [event async for event in events][-1]
@@ -89,15 +90,20 @@ async def load(address: str, pid: int, streams: int, deadline: float = DEADLINE)
         await client.close()
     after = Footing.of(pid)
     refused.sort()
+    megabytes = [round(each.bytes / (1 << 20), 1) for each in (before, most, after)]
     return Outcome(
-        streams,
-        dict(statuses),
-        unhinted,
-        round(refused[len(refused) // 2], 2) if refused else 0.0,
-        round(max(refused, default=0.0), 2),
-        round(max(answered, default=0.0), 2),
-        *(round(each.bytes / (1 << 20), 1) for each in (before, most, after)),
-        *(each.files for each in (before, most, after)),
+        streams=streams,
+        statuses=dict(statuses),
+        refused_without_hint=unhinted,
+        refused_p50_seconds=round(refused[len(refused) // 2], 2) if refused else 0.0,
+        refused_last_seconds=round(max(refused, default=0.0), 2),
+        answered_last_seconds=round(max(answered, default=0.0), 2),
+        megabytes_before=megabytes[0],
+        megabytes_most=megabytes[1],
+        megabytes_after=megabytes[2],
+        files_before=before.files,
+        files_most=most.files,
+        files_after=after.files,
     )
 
 

@@ -12,7 +12,6 @@ from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.attention_weights import attention_weights
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
@@ -54,11 +53,10 @@ class Votes:
 class Followed:
     """The attention of each row of one span, the mean over heads and over the model's layers.
 
-    weights: float32 [rows, last position + 1] when the forward is done.
+    weights: float32 [rows, last position + 1], complete when the forward is done; every row sums to 1.
     """
 
     span: Span
-    layers: int
     weights: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -166,7 +164,8 @@ def _put_together(batch: Batch, ranks: Ranks) -> None:
     for votes in batch.votes:
         votes.layers = list(ranks.joined(torch.stack(votes.layers), dim=1))
     for followed in batch.followed:
-        ranks.total(followed.weights.div_(ranks.count))
+        weights = ranks.total(followed.weights)
+        weights /= weights[0].sum()
 
 
 @torch.inference_mode()
@@ -227,9 +226,6 @@ def _attend(
     stored = slice(len(batch.ids) - len(batch.slots), None)
     k_pool.index_copy_(0, batch.slots, fresh[0][stored])
     v_pool.index_copy_(0, batch.slots, fresh[1][stored])
-    for followed in batch.followed:
-        weights = attention_weights(rows, k_pool, followed.span, batch.rotation, scaling, sliding_window)
-        followed.weights += weights / followed.layers
     groups = rows.shape[1] // k_pool.shape[1]
     for votes in batch.votes:
         by_head = [
@@ -245,6 +241,7 @@ def _attend(
         ]
         votes.layers.append(torch.stack(by_head))
     scores = {probe.span: probe.scores for probe in batch.probes if layer in probe.layers}
+    scores |= {followed.span: followed.weights for followed in batch.followed}
     out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window, scores)
     for span, temper in batch.tempered:
         part = slice(span.start, span.stop)

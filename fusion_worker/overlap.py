@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.placement import Placed, Stages
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -96,7 +96,7 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
 async def _worker(model: models.Model, traffic: Traffic, address: str) -> AsyncIterator[FusionServicer]:
     """A worker whose pool holds little more than the requests in flight."""
     prompt = (traffic.chunks + 2) * traffic.chunk_tokens * model.kv.token_bytes
-    config = WorkerConfig(cache=address, pool_bytes=8 * prompt, max_requests=6, max_queue=1 << 20)
+    config = WorkerConfig(cache=address, pool_bytes=8 * prompt, max_requests=6, max_queue=1 << 20, **PATIENT)
     servicer = FusionServicer(config, model)
     try:
         yield servicer

@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process, random_model, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, random_model, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -35,6 +35,8 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 SYSTEM, QUESTION, ANSWER = 32, 32, 16
+Systems = Sequence[tuple[str, float]]
+# Name of a recipe, and the share of tokens that it recomputes.
 SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("trace", 0.15))
 _BOUND = 4.0
 # A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
@@ -59,11 +61,15 @@ class Traffic:
             drawn: dict[int, None] = {}
             while len(drawn) < self.chunks:
                 drawn[chance.choices(range(self.base), weights)[0]] = None
-            chunks = [self.chunk(n) for n in drawn]
-            chance.shuffle(chunks)
-            return Prompt(_text(-1, SYSTEM), tuple(chunks), _text(chance.randrange(1 << 30), QUESTION).ids)
+            numbers = list(drawn)
+            chance.shuffle(numbers)
+            return self.prompt(numbers, chance.randrange(1 << 30))
 
         return [prompt() for _ in range(count)]
+
+    def prompt(self, numbers: Iterable[int], question: int) -> Prompt:
+        """A question over these chunks."""
+        return Prompt(_text(-1, SYSTEM), tuple(self.chunk(n) for n in numbers), _text(question, QUESTION).ids)
 
     def chunk(self, number: int) -> Chunk:
         return _text(number, self.chunk_tokens)
@@ -159,24 +165,26 @@ class Station:
         return Load([first for first, _ in done], tokens, seconds, (self._busy - busy) / seconds)
 
 
-async def bench(model: models.Model, traffic: Traffic, requests: int, console: Console) -> list[dict[str, object]]:
-    """One row for each system and rate."""
+async def bench(
+    model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
+) -> list[dict[str, object]]:
+    """One row for each system and rate. The first system alone sets the bound."""
     base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
             # Half the base, and what the requests in flight need of their own.
             config = WorkerConfig(
-                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20
+                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20, **PATIENT
             )
             servicer = FusionServicer(config, model)
             try:
                 station = Station(servicer)
                 with Progress(console=console) as progress:
-                    task = progress.add_task("throughput", total=len(SYSTEMS))
+                    task = progress.add_task("throughput", total=len(systems))
                     await fill(servicer, traffic)
                     bound = 0.0
-                    for name, ratio in SYSTEMS:
+                    for name, ratio in systems:
                         alone = await station.alone(traffic, name, ratio)
                         bound = bound or _BOUND * alone[0]
                         for number in range(_MOST_RATES):
@@ -237,8 +245,8 @@ def _tables(rows: Sequence[dict[str, object]]) -> list[Table]:
     found = Table(title=f"requests a second with p99 TTFT within {rows[0]['bound_s']} s")
     for column in ("name", "capacity", "of full attention's"):
         found.add_column(column, justify="right")
-    base, _ = capacity(rows, SYSTEMS[0][0])
-    for name, _ in SYSTEMS:
+    base, _ = capacity(rows, str(rows[0]["name"]))
+    for name in dict.fromkeys(str(row["name"]) for row in rows):
         rate, more = capacity(rows, name)
         found.add_row(name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x")
     return [table, found]
@@ -250,12 +258,17 @@ def main() -> int:
     parser.add_argument("--base", type=int, default=64, help="chunks of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
+    names = [name for name, _ in SYSTEMS[1:]]
+    parser.add_argument(
+        "--against", nargs="+", choices=names, default=names, help="what to compare full attention to (all)"
+    )
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
     traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
-    rows = asyncio.run(bench(small_model(), traffic, args.requests, Console(stderr=True)))
+    systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
+    rows = asyncio.run(bench(small_model(), traffic, systems, args.requests, Console(stderr=True)))
     for table in _tables(rows):
         Console(width=None if sys.stdout.isatty() else 140).print(table)
     write(rows, args.json)

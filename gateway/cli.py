@@ -13,7 +13,7 @@ from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
 from fusionkv.gateway.requests import ORDERS
 from fusionkv.protos.errors import ServiceError
-from fusionkv.protos.settings import SettingsError
+from fusionkv.protos.settings import SettingsError, positive
 
 MODULES = {
     "kvcache": "fusionkv.kvcache_service",
@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of all files, instead of by ending: {', '.join(MEDIA_TYPES)}",
     )
     ingest.add_argument(
-        "--concurrency", type=_positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
+        "--concurrency", type=positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
     )
     ingest.add_argument(
         "--precompute",
@@ -113,11 +113,11 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--queue-password", type=Path, metavar="PATH", help="file, if the URL does not hold it")
     shared.add_argument("--queue-cluster", action="store_true", help="the URL is a node of a Redis Cluster")
     shared.add_argument(
-        "--concurrency", type=_positive, default=2, metavar="N", help="documents at once (default: %(default)s)"
+        "--concurrency", type=positive, default=2, metavar="N", help="documents at once (default: %(default)s)"
     )
     shared.add_argument(
         "--attempts",
-        type=_positive,
+        type=positive,
         default=5,
         metavar="N",
         help="a document that failed so often is set aside (default: %(default)s)",
@@ -179,13 +179,6 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
-    return value
 
 
 def _seconds(text: str) -> float:

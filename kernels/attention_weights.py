@@ -1,4 +1,7 @@
-"""Attention weights themselves, row by row: for the few rows whose references are followed."""
+"""Attention weights themselves, row by row: for the few rows whose references are followed.
+
+On a CPU `sparse_attention` finds them on its way.
+"""
 
 import torch
 
@@ -17,10 +20,10 @@ def attention_weights(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of a span's rows into each position, the mean over heads.
+    """Attention of each of a span's rows into each position, summed over heads.
 
     q: [rows of the batch, q_heads, head_dim]; k_pool: [slots, kv_heads, head_dim].
-    Returns float32 [span's rows, last position + 1]; every row sums to 1.
+    Returns float32 [span's rows, last position + 1]; every row sums to q_heads.
     """
     slots, cos, sin = span.in_order(rotation)
     kv_heads, groups = k_pool.shape[1], q.shape[1] // k_pool.shape[1]
@@ -35,5 +38,5 @@ def attention_weights(
         if window is not None:
             unseen |= at <= positions - window
         scores = (folded @ keys.transpose(1, 2)).mul_(scale).view(q.shape[1], len(positions), -1)
-        found.append(scores.masked_fill_(unseen, float("-inf")).softmax(-1).mean(0))
+        found.append(scores.masked_fill_(unseen, float("-inf")).softmax(-1).sum(0))
     return torch.cat(found)

@@ -74,6 +74,12 @@ class Span:
             slots, shifts = torch.zeros(2, length, dtype=torch.int64, device=self.positions.device).unbind()
             found = torch.zeros(length, dtype=torch.bool, device=slots.device)
             for segment in self.segments:
+                if segment.positions is None and segment.hidden is None:
+                    count = max(0, min(segment.length, length - segment.first))
+                    part = slice(segment.first, segment.first + count)
+                    slots[part] = torch.arange(segment.start, segment.start + count, device=slots.device)
+                    shifts[part], found[part] = segment.shift, True
+                    continue
                 at = segment.key_positions(slots.device)
                 visible = at < length if segment.hidden is None else (at < length) & ~segment.hidden
                 slots[at[visible]] = torch.arange(segment.start, segment.stop, device=slots.device)[visible]

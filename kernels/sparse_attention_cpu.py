@@ -60,7 +60,8 @@ def attention(
 ) -> torch.Tensor:
     """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim].
 
-    scores: float32 [last position + 1]; the rows' attention into each position is added to it.
+    scores: float32 [last position + 1], or [rows, last position + 1]: the attention of all rows, or of each row, into
+    each position is added to it.
     """
     out = torch.empty_like(q)
     k = _keys(k_pool, span, rotation)
@@ -92,25 +93,31 @@ def _walk(
     """Blocks and KV heads side by side: writes means of v [kv_heads, positions, any size], adds to the scores."""
     groups = q.shape[1] // len(k)
 
+    dimensions = scores.dim() if scores is not None else 0
+
     def attend(piece: tuple[_Block, int]) -> torch.Tensor | None:
         block, head = piece
         heads, one = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
         rows = _fold(q[block.rows, heads], k.dtype)
-        mean, columns = _attend(rows, k[one], v[one], block, scale, scores is not None)
+        mean, found = _attend(rows, k[one], v[one], block, scale, (groups, dimensions))
         out[block.rows, heads] = mean.unflatten(1, (groups, -1))[0].transpose(0, 1)
-        return columns
+        return found
 
     # The last rows see the most keys: begun last, they would end last, alone.
     pieces = [(block, head) for block in reversed(blocks) for head in range(len(k))]
-    for (block, _), columns in zip(pieces, side_by_side(attend, pieces), strict=True):
-        if scores is not None and columns is not None:
-            scores[block.low : block.high] += columns
+    for (block, _), found in zip(pieces, side_by_side(attend, pieces), strict=True):
+        if scores is not None and found is not None:
+            into = scores if dimensions == 1 else scores[block.rows]
+            into[..., block.low : block.high] += found
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of one KV head, float32: means of values [1, groups * rows, size], and sums of weights [keys] if asked for."""
+    """Of one KV head, float32: means of values [1, groups * rows, size], and sums of weights if asked for.
+
+    scored: the groups, and how many dimensions the sums have: 0 for none, 1 for [keys], 2 for [rows, keys].
+    """
     # The first keys are a good sample: in most models they draw the most attention (EPIC).
     sampled = block.shared[:_SAMPLE] if len(block.shared) >= _SAMPLE else range(block.low, block.high)
     for sample in (sampled, range(block.low, block.high)):
@@ -120,15 +127,25 @@ def _attend(
         for keys in _steps(range(block.low, block.high), block.step):
             weights = _exponents(q, k, block, keys, scale).exp2_()
             mean += torch.bmm(weights, v[:, keys.start : keys.stop])
-            if scored:
+            if scored[1]:
                 weights = weights.float()
                 parts.append(weights)
             total += weights.sum(-1)
         if float(total.max()) < _FAR:
             break
     shares = total.reciprocal_()
-    columns = torch.cat([torch.bmm(shares[:, None], part)[0, 0] for part in parts]) if scored else None
-    return mean.mul_(shares[..., None]), columns
+    return mean.mul_(shares[..., None]), _sums(parts, shares, *scored) if parts else None
+
+
+def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensions: int) -> torch.Tensor:
+    """Weights [1, groups * rows, keys] times the shares of their rows, summed over groups, and over rows for one
+    dimension.
+    """
+    if dimensions == 1:
+        return torch.cat([torch.bmm(shares[:, None], part)[0, 0] for part in parts])
+    each = shares.view(groups, -1, 1).permute(1, 2, 0)
+    by_row = (part.view(groups, -1, part.shape[2]).transpose(0, 1) for part in parts)
+    return torch.cat([torch.bmm(each, part)[:, 0] for part in by_row], 1)
 
 
 def _steps(keys: range, step: int) -> Iterator[range]:

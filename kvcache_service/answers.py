@@ -10,7 +10,7 @@ _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remot
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored chunk: `size` in bytes, `base` the position its keys were rotated for, `checksum` XXH3-128."""
+    """One stored chunk: `size` in bytes, `base` the position its keys were rotated for, `checksum` of the bytes."""
 
     key: bytes
     size: int

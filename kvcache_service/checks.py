@@ -38,7 +38,7 @@ def record(said: pb.PutHeader, max_path: int) -> records.Record:
         if len(said.path) == 1:
             raise InvalidArgument("a system prompt is found by its exact path only: it has no variants")
     if len(said.checksum) != records.CHECKSUM_BYTES:
-        raise InvalidArgument(f"the checksum has {len(said.checksum)} bytes, XXH3-128 has 16")
+        raise InvalidArgument(f"the checksum has {len(said.checksum)} bytes, it has to have 16")
     if not said.size_bytes or not said.tokens:
         raise InvalidArgument("an entry has at least one token and one byte")
     if not 0 <= said.accesses <= _MOST_ACCESSES:

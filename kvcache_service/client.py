@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import grpc
-import xxhash
 from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service import answers
@@ -17,8 +16,11 @@ from fusionkv.kvcache_service.arena import Window
 from fusionkv.kvcache_service.hedge import Hedge
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
-from fusionkv.kvcache_service.segments import Segments
+from fusionkv.kvcache_service.segments import Segments, read_into
+from fusionkv.kvcache_service.stubs import bind
 from fusionkv.protos import frames, rpc
+from fusionkv.protos.checksum import Checksum
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
@@ -29,7 +31,6 @@ tracer = trace.get_tracer(__name__)
 
 # Key in the server's initial metadata of a Put: the space is reserved, send the data.
 RESERVED = "fusionkv-reserved"
-_SERVICE = "/kvcache.v1.KVCacheService/"
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
 _HASH_INLINE_BYTES = 1 << 20
 # A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
@@ -103,12 +104,12 @@ class CacheClient:
         if entry.holders:
             await self._holders.fetch(entry, into, timeout)
             return
-        if entry.shared is None and entry.extent is not None and await self._read(entry, into, timeout):
+        if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
-        hasher, at, end = xxhash.xxh3_128(), 0, 0
+        hasher, at, end = Checksum(), 0, 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
         try:
             async for message in call:
@@ -130,17 +131,22 @@ class CacheClient:
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
-    async def _read(self, entry: Entry, into: memoryview, timeout: float) -> bool:
-        """Reads a leased entry from the service's disk; False when that can't be, or what is there is not the entry.
+    def on_disk(self, entry: Entry) -> bool:
+        """Whether an entry is to be read from a disk of this machine: it is there, and not in memory."""
+        return entry.shared is None and entry.extent is not None
 
-        The service then takes it up into memory, if it is hot enough, while nobody waits.
+    async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
+        """Lets a thread read an entry that is `on_disk`; False if that can't be, or what is there is not the entry.
+
+        reader: takes a file's descriptor and an offset in it; gives the checksum (protos/checksum.py) of the
+        `entry.size` bytes there, or nothing.
+        The service then takes the entry up into memory, if it is hot enough, while nobody waits.
         """
-        assert entry.extent is not None
-        if not self._window.opened(entry.lease):
+        if entry.extent is None or not self._window.opened(entry.lease):
             return False
         try:
             async with asyncio.timeout(timeout):
-                digest = await self._segments.read(self._window.name, entry.extent, into)
+                digest = await self._segments.read(self._window.name, entry.extent, reader)
         except TimeoutError as error:
             raise DeadlineExceeded(f"{timeout:g} s were not enough for the disk of {self.address}") from error
         if digest != entry.checksum or not self._window.held(entry.lease):
@@ -181,9 +187,9 @@ class CacheClient:
         data = data.cast("B")
         deadline = time.monotonic() + timeout
         if len(data) > _HASH_INLINE_BYTES:
-            checksum = await asyncio.to_thread(xxhash.xxh3_128_digest, data)
+            checksum = await asyncio.to_thread(checksum_of, data)
         else:
-            checksum = xxhash.xxh3_128_digest(data)
+            checksum = checksum_of(data)
         header = pb.PutHeader(
             namespace=namespace,
             path=path,
@@ -268,7 +274,7 @@ class CacheClient:
             frames.keep_freed_memory()
             self._channel = rpc.dial(self.address, tls=self._tls)
             self._put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            self._stubs = _bind(self._channel, self._put_channel)
+            self._stubs = bind(self._channel, self._put_channel)
         return self._stubs[method](request, timeout=timeout, **more)
 
     def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
@@ -294,26 +300,3 @@ async def _send(call: Any, header: pb.PutHeader, data: memoryview) -> None:
             for frame in frames.split(data):
                 await call.write(frame)
             await call.done_writing()
-
-
-def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
-    """Each RPC on a channel; KV bytes go round protobuf (frames.py)."""
-    stubs: dict[str, Callable[..., Any]] = {
-        name: channel.unary_unary(
-            _SERVICE + name,
-            request_serializer=getattr(pb, f"{name}Request").SerializeToString,
-            response_deserializer=getattr(pb, f"{name}Response").FromString,
-        )
-        for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats")
-    }
-    stubs["Fetch"] = channel.unary_stream(
-        _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
-    )
-    stubs["Put"] = put_channel.stream_unary(
-        _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
-    )
-    return stubs
-
-
-def _put_message(part: pb.PutRequest | memoryview) -> bytes:
-    return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()

@@ -32,6 +32,7 @@ class Publisher:
         self._residents = residents
         self._shared = shared
         self._waiting: dict[bytes, Change] = {}
+        self._under_way = 0
         self._changed = asyncio.Event()
         self._again = asyncio.Event()
         self._writing = asyncio.Lock()
@@ -43,7 +44,8 @@ class Publisher:
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting) if self.complete else max(len(self._residents), 1)
+        """Changes that others do not see yet, those among them that are being written just now."""
+        return len(self._waiting) + self._under_way if self.complete else max(len(self._residents), 1)
 
     def published(self, record: Record) -> None:
         """An entry turned visible."""
@@ -78,7 +80,12 @@ class Publisher:
             self._changed.clear()
             while self._waiting and self._shared.reachable:
                 async with self._writing:
-                    await self._write([self._waiting.pop(key) for key in list(islice(self._waiting, _BATCH))])
+                    batch = [self._waiting.pop(key) for key in list(islice(self._waiting, _BATCH))]
+                    self._under_way = len(batch)
+                    try:
+                        await self._write(batch)
+                    finally:
+                        self._under_way = 0
 
     async def write_everything(self) -> None:
         """Writes all entries round after round: slowly, or at once after a start over. Until it is cancelled."""

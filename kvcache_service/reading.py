@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
-import xxhash
 from opentelemetry import trace
 
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.tiers.base import Place, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.protos.checksum import Checksum
 from fusionkv.protos.errors import DataLoss, Unavailable
 from fusionkv.protos.frames import FRAME_BYTES
 
@@ -143,7 +143,7 @@ async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bo
 
 def _copy_verified(tier: Tier, source: Place, copies: dict[Tier, Place], checksum: bytes) -> bool:
     """Reads a place piece by piece into its copies; whether the bytes have their checksum."""
-    hasher = xxhash.xxh3_128()
+    hasher = Checksum()
     for at in range(0, source.size, FRAME_BYTES):
         piece = tier.read(source, at, min(FRAME_BYTES, source.size - at))
         hasher.update(piece)

@@ -10,13 +10,13 @@ import os
 import socket
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from fusionkv.kvcache_service.arena import path_of
+from fusionkv.protos.checksum import Checksum
 
 if TYPE_CHECKING:  # it needs lmdb, which a client has not
     from fusionkv.kvcache_service.tiers.base import Tier
@@ -94,10 +94,10 @@ class Segments:
         self._refused = False
         self._files: OrderedDict[int, int] = OrderedDict()
 
-    async def read(self, name: bytes, extent: tuple[int, int], into: memoryview) -> bytes:
-        """Fills `into` from (segment, offset) of the service of this name; XXH3-128 of it, or nothing if it can't be.
+    async def read(self, name: bytes, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
+        """Lets a thread read at (segment, offset) of the service of this name; the checksum, or nothing.
 
-        The caller holds a lease on what is there, and compares the checksum.
+        reader: as for `CacheClient.read`. The caller holds a lease on what is there, and compares the checksum.
         """
         if self._path is None or not name:
             return b""
@@ -114,10 +114,10 @@ class Segments:
             log.warning("what is on the disk of the cache service is not read there: %s", error)
             self._refused = True
             return b""
-        return b"" if file is None else await asyncio.to_thread(_read, file, offset, into)
+        return b"" if file is None else await asyncio.to_thread(_within, file, reader, offset)
 
-    async def _file(self, segment: int) -> int | None:
-        """A descriptor of a segment's file, for the caller to close; None of a service that was started anew."""
+    async def _file(self, segment: int) -> FileIO | None:
+        """A segment's file, for the caller to close; None of a service that was started anew."""
         assert self._path is not None
         if segment not in self._files:
             name, file = await asyncio.to_thread(_receive, self._path, segment)
@@ -130,8 +130,8 @@ class Segments:
         self._files.move_to_end(segment)
         while len(self._files) > _MOST_FILES:
             os.close(self._files.popitem(last=False)[1])
-        # A second one, since another caller may push the first out while it is used.
-        return os.dup(self._files[segment])
+        # A second descriptor, since another caller may push the first out while it is used.
+        return FileIO(os.dup(self._files[segment]))
 
     def close(self) -> None:
         """Closes the files."""
@@ -153,9 +153,14 @@ def _receive(path: Path, segment: int) -> tuple[bytes, int]:
     return name, files[0]
 
 
-def _read(file: int, offset: int, into: memoryview) -> bytes:
-    """Fills `into` from a file, which it closes, and hashes it; nothing when the file ends before."""
-    hasher = xxhash.xxh3_128()
+def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:
+    with file:
+        return reader(file.fileno(), offset)
+
+
+def read_into(into: memoryview, file: int, offset: int) -> bytes:
+    """Fills `into` from a file; the checksum of that, or nothing when the file ends before."""
+    hasher = Checksum()
     try:
         for at in range(0, len(into), _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]
@@ -165,6 +170,4 @@ def _read(file: int, offset: int, into: memoryview) -> bytes:
     except OSError as error:
         log.warning("the disk tier's bytes can't be read where they lie: %s", error)
         return b""
-    finally:
-        os.close(file)
     return hasher.digest()

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -30,6 +29,7 @@ from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.workload import SYSTEM, Workload
+from fusionkv.protos.checksum import checksum as checksum_of
 
 NAMESPACE = keys.namespace(b"simulation", {}, "")
 # The values at which the paper's own algorithm comes nearest to the paper's four figures; it states none of them.
@@ -98,7 +98,7 @@ class Service:
 
     async def _put(self, path: list[bytes]) -> None:
         data = path[-1]
-        checksum = xxhash.xxh3_128_digest(data)
+        checksum = checksum_of(data)
         entry = record.make(NAMESPACE, path, b"", len(data), 512, 0, checksum, offered=True)
         writer = self.store.write(entry)
         assert writer is not None

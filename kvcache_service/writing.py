@@ -5,11 +5,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.protos.checksum import Checksum
 from fusionkv.protos.errors import DataLoss, InvalidArgument, ResourceExhausted
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ class Writer:
         self._store = store
         self._entry = Resident(record, heat)
         self._places = places
-        self._hasher = xxhash.xxh3_128()
+        self._hasher = Checksum()
         self._received = 0
         self._batch: list[memoryview] = []
         self._batch_bytes = 0

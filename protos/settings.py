@@ -172,6 +172,14 @@ def _bool(text: str) -> bool:
     raise ValueError(f"not a truth value: {text!r} (write true or false)")
 
 
+def positive(text: str) -> int:
+    """A flag's whole number of 1 or more, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
 def shown(field: dataclasses.Field[Any]) -> str:
     """The default of a field as a person would write it: "1GiB", "a,b", "none"."""
     value = field.default

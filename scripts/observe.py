@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
-RECIPES = ("prophetkv", "fusionrag", "trace", "full_reuse")
+RECIPES = ("trace", "fusionrag", "prophetkv", "full_reuse")
 UP_SECONDS = 300
 
 

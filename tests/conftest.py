@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
@@ -21,6 +22,12 @@ from cryptography.x509.oid import NameOID
 
 ROOT = Path(__file__).parent.parent
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
+# The same examples in every run, however slow it is; `make fuzz` is there to find new ones.
+hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same")
+# A busy machine is not a cache that fails, for any worker that a test starts without timeouts of its own.
+BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60"}
+os.environ.update({f"FUSIONKV_WORKER_{name}": seconds for name, seconds in BUSY.items()})
 
 
 class Service:

@@ -51,6 +51,10 @@ class Admission:
             self.running -= 1
             self._free.release()
 
+    def load(self) -> tuple[int, int]:
+        """Requests that wait, and those that run."""
+        return self.waiting, self.running
+
     def first_token(self, seconds: float) -> None:
         """It came so long after the place was had."""
         self._first.add(seconds)

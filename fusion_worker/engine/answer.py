@@ -14,6 +14,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine import meters
 from fusionkv.fusion_worker.engine.admission import Admission
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
+from fusionkv.fusion_worker.engine.doubt import step
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.explain import Explanation, explain
@@ -28,7 +29,6 @@ from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.engine.shadow import Sample, Shadow
 from fusionkv.fusion_worker.engine.text import TextStream
-from fusionkv.fusion_worker.engine.work import Result
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
@@ -97,7 +97,7 @@ class Answerer:
         self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
         self._active = 0
         self.admission = Admission(config.max_requests, config.max_queue)
-        meters.observe(lambda: (self.admission.waiting, self.admission.running), pool)
+        meters.observe(self.admission.load, pool)
 
     async def answer(
         self,
@@ -111,8 +111,8 @@ class Answerer:
     ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
 
-        corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first.
-        left: seconds until the caller's deadline, None without one.
+        corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first,
+        of the context that the first token came from. left: seconds until the caller's deadline, None without one.
 
         Raises:
             ResourceExhausted: too many wait, or too many for the deadline, or the prompt does not fit the pool.
@@ -127,13 +127,12 @@ class Answerer:
                 self._enter(stack)
                 await stack.enter_async_context(self.admission.place(left))
             fused = await self._prepare(stack, summary, params)
-            if explained:
-                yield explain(prompt, fused, summary.stages, self._model.tokenizer)
             watched = self._watched(summary, params)
             answer: list[int] = []
-            async with aclosing(self._decode(fused, summary, params, arrived, watched)) as pieces:
+            async with aclosing(self._decode(fused, summary, params, arrived, watched, explained)) as pieces:
                 async for piece in pieces:
-                    answer.append(piece.token)
+                    if isinstance(piece, Piece):
+                        answer.append(piece.token)
                     yield piece
         if summary.first_logits is not None:
             self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits))
@@ -199,24 +198,30 @@ class Answerer:
         return fused
 
     async def _decode(
-        self, fused: Fused, summary: Summary, params: SamplingParams, arrived: float, watched: bool
-    ) -> AsyncGenerator[Piece]:
+        self,
+        fused: Fused,
+        summary: Summary,
+        params: SamplingParams,
+        arrived: float,
+        watched: bool,
+        explained: bool,
+    ) -> AsyncGenerator[Explanation | Piece]:
         """Prefills the rows, then draws tokens until the answer ends."""
         sampler = Sampler(params)
         text = TextStream(self._model.tokenizer, params.stop)
-        stages = summary.stages
+        stages, answer = summary.stages, list[int]()
         with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
             span.set_attribute("fusionkv.rows", len(fused.ids))
             votes = len(summary.prompt.question) if summary.kept else 0
-            if fused.logits is not None and not votes:
-                result = Result(token=sampler.draw(fused.logits), logits=fused.logits[None])
-            else:
-                result = await self._engine.run(fused.prefill(sampler, logits=int(watched), votes=votes))
+            fused, result = await step(self._engine, fused, (), sampler, int(watched), votes)
+            summary.recomputed = len(fused.chosen)
         if watched and result.logits is not None:
             summary.first_logits = result.logits[0]
         stages.seconds["ttft"] = time.perf_counter() - arrived
         self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
         meters.first_token(summary)
+        if explained:
+            yield explain(summary.prompt, fused, stages, self._model.tokenizer)
         started = time.perf_counter()
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
@@ -232,10 +237,13 @@ class Answerer:
                     assert summary.recipe.keep is not None
                     keep, crew = summary.recipe.keep, self._engine.crew
                     await evict(fused, keep, result.votes, self._pool, self._model, crew)
-                result = await self._engine.run(fused.next([token], sampler))
+                answer.append(token)
+                fused, result = await step(self._engine, fused, answer, sampler)
+                summary.recomputed = len(fused.chosen)
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
+            meters.context(summary)
         stages.seconds["decode"] = time.perf_counter() - started
         meters.answered(summary)
 

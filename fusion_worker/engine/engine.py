@@ -133,7 +133,7 @@ class Engine:
                 voters = Span(at - work.votes, at, positions[-work.votes :], span.segments)
                 votes[work] = Votes(voters)
             if work.follow:
-                followed[work] = Followed(span, self._model.kv.layers)
+                followed[work] = Followed(span)
         tempers = [part.work.temper for part in parts]
         batch = Batch(
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),

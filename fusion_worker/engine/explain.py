@@ -31,7 +31,7 @@ class Explanation:
 
 
 def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    """What was chosen, and why; known before the first token is computed."""
+    """What was chosen, and why."""
     placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)

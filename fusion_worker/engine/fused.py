@@ -1,7 +1,7 @@
 """A prompt's context as its rows will see it, and the works that compute the rows."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,17 @@ from fusionkv.fusion_worker.engine.sampling import Sampler
 from fusionkv.fusion_worker.engine.work import Work, behind, lay_out
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """When more of the context has to be recomputed, and how that comes about.
+
+    certain: the least probability of a next token that is not in doubt. more: gives the same prompt with more.
+    """
+
+    certain: float
+    more: Callable[[], Awaitable["Fused"]]
 
 
 @dataclass(slots=True)
@@ -25,7 +36,7 @@ class Fused:
     scores: float32 [context and system] by which they were chosen; None when there was nothing to choose.
     scored_rows: rows that were computed for the scores alone.
     ahead: what the first rows go on from when the scores took them through layer 0.
-    logits: float32 [vocabulary], of the token behind the rows, when they have been computed already.
+    doubt: when what was chosen may turn out to be too little.
     temper: how the rows attend to the context, when not as usual.
     """
 
@@ -40,7 +51,7 @@ class Fused:
     scored_rows: int = 0
     ahead: Ahead | None = None
     temper: Temper | None = None
-    logits: torch.Tensor | None = None
+    doubt: Doubt | None = None
     links: int = 0
     _gone: int = 0  # rows at the front that are no keys any more
 
@@ -50,7 +61,15 @@ class Fused:
 
     def evict(self, seen: tuple[Segment, ...]) -> None:
         """From now on rows see these keys and the question's, and no chosen or link token's."""
-        self.seen, self._gone = seen, len(self.chosen) + self.links
+        self.seen, self._gone, self.doubt = seen, len(self.chosen) + self.links, None
+
+    def behind(self, tokens: Sequence[int]) -> "Fused":
+        """The same with more tokens behind the question."""
+        if not tokens:
+            return self
+        first = int(self.positions[-1]) + 1
+        positions = torch.cat([self.positions, torch.arange(first, first + len(tokens))])
+        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions)
 
     def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> Work:
         """The work for the chosen tokens and the question. votes: how many rows vote for what is kept."""

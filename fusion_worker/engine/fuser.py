@@ -9,7 +9,7 @@ from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.follower import Follower
-from fusionkv.fusion_worker.engine.fused import Fused
+from fusionkv.fusion_worker.engine.fused import Doubt, Fused
 from fusionkv.fusion_worker.engine.links import Links
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -19,8 +19,8 @@ from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.methods.scoring import (
     AuxiliaryAttention,
     DistanceToStart,
+    FirstScore,
     QuestionAttention,
-    Score,
     Trace,
 )
 from fusionkv.fusion_worker.models import Model
@@ -92,10 +92,9 @@ class Fuser:
         return task
 
     async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
-        """The recipe's scores, for fusing the same parts at several ratios; not when they depend on the ratio."""
-        assert recipe.score is not None
-        assert not recipe.scores_by_ratio
-        return await self._score(placement, prompt, recipe.score, _stale(placement, prompt), 0)
+        """The scores that the recipe begins with, which hold for every ratio."""
+        assert recipe.begins is not None
+        return await self._score(placement, prompt, recipe.begins, _stale(placement, prompt))
 
     async def fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
@@ -106,15 +105,20 @@ class Fuser:
         """
         if recipe.adapt is None or not 0.0 < ratio < 1.0:
             return await self._fuse(placement, prompt, recipe, ratio, scored)
+        stale = int(_stale(placement, prompt).sum())
+        if scored is None and 0 < budget(ratio, prompt.context_tokens, stale) < stale:
+            scored = await self.score(placement, prompt, recipe)
         first = await self._fuse(placement, prompt, recipe, ratio * recipe.adapt.first, scored)
-        logits = (await self._engine.run(first.prefill(logits=1))).logits
-        assert logits is not None
-        if float(logits[0].softmax(-1).max()) >= recipe.adapt.certain:
-            first.logits = logits[0]
-            return first
-        fused = await self._fuse(placement, prompt, recipe, ratio, scored)
-        fused.scored_rows += first.scored_rows + len(first.ids)
-        return fused
+
+        async def more() -> Fused:
+            fused = await self._fuse(placement, prompt, recipe, ratio, scored)
+            # What both begin with was computed once.
+            again = scored.rows if scored is not None else 0
+            fused.scored_rows += len(first.ids) + max(0, first.scored_rows - again)
+            return fused
+
+        first.doubt = Doubt(recipe.adapt.certain, more)
+        return first
 
     async def _fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None
@@ -126,8 +130,11 @@ class Fuser:
             scored = None
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
-            assert recipe.score is not None
-            scored = scored or await self._score(placement, prompt, recipe.score, stale, count)
+            scored = scored or await self.score(placement, prompt, recipe)
+            if isinstance(recipe.score, Trace):
+                followed = self._follower.scores(placement, prompt, recipe.score, scored.scores, stale, count)
+                found, more = await followed
+                scored = Scored(found, scored.rows + more)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
@@ -167,9 +174,7 @@ class Fuser:
     ) -> Fused:
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(
-        self, placement: Placement, prompt: Prompt, score: Score, stale: torch.Tensor, count: int
-    ) -> Scored:
+    async def _score(self, placement: Placement, prompt: Prompt, score: FirstScore, stale: torch.Tensor) -> Scored:
         if isinstance(score, DistanceToStart):
             chunks = [p for p in placement.parts if not p.wanted.is_system]
             starts = [p.wanted.position for p in chunks]
@@ -179,10 +184,6 @@ class Fuser:
             return await self._score_by_auxiliary(prompt)
         seen = tuple(s for part in placement.parts for s in part.segments())
         question = torch.arange(prompt.question_start, prompt.tokens)
-        if isinstance(score, Trace):
-            attended = await self._score(placement, prompt, QuestionAttention(last_only=False), stale, count)
-            found, more = await self._follower.scores(placement, prompt, score, attended.scores, stale, count)
-            return Scored(found, attended.rows + more)
         if isinstance(score, QuestionAttention):
             result = await self._run(
                 prompt, placement, question, seen, probe=score.layers(self._model.kv.layers), unstored=0

@@ -42,7 +42,7 @@ class Resident:
     pins: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True)
 class KVPool:
     """Slots of KV for one token each, given out in runs of whole pages."""
 

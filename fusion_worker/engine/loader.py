@@ -13,6 +13,7 @@ from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.budget import Budget
+from fusionkv.fusion_worker.engine.direct import DirectReader
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
 from fusionkv.fusion_worker.engine.locator import CacheFault, EntryGone, Locator
@@ -30,6 +31,7 @@ from fusionkv.protos.errors import NotFound, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
+Fresh = Callable[[int], int]
 
 
 class Loader:
@@ -49,6 +51,8 @@ class Loader:
         self._turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
+        # Ranks get their heads from the first one's host memory.
+        self._direct = DirectReader.find(self.storage) if cache and engine.crew.ranks.count == 1 else None
         self.locator = Locator(self.storage, cache, config.lookup_timeout)
         self.putter = Putter(pool, self.storage, cache, config.max_puts, config.fetch_timeout) if cache else None
         settings = model.settings | self.storage.settings
@@ -66,6 +70,8 @@ class Loader:
         await self.settle()
         if self.putter is not None:
             self.putter.close()
+        if self._direct is not None:
+            self._direct.close()
 
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[Placement]:
@@ -79,7 +85,7 @@ class Loader:
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, fresh: Callable[[int], int], stages: Stages, in_place: bool = False
+        self, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool = False
     ) -> AsyncIterator[Placement]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
 
@@ -101,13 +107,7 @@ class Loader:
             yield placement
 
     async def _bring(
-        self,
-        stack: AsyncExitStack,
-        prompt: Prompt,
-        fresh: Callable[[int], int],
-        stages: Stages,
-        in_place: bool,
-        budget: Budget,
+        self, stack: AsyncExitStack, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool, budget: Budget
     ) -> Placement:
         """As `prompt`, for as long as `stack` is open."""
         namespace = self.namespace(prompt.tenant)
@@ -131,7 +131,7 @@ class Loader:
 
     async def _fetched(self, placement: Placement, left: float) -> None:
         """Waits for what is fetched; a cache that is slow over all of it costs no more than is allowed."""
-        most = min(self._config.fetch_timeout, left)
+        most = min(self._fetch_timeout, left)
         try:
             async with asyncio.timeout(most):
                 await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
@@ -259,8 +259,12 @@ class Loader:
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None
-        buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
-        await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
+        timeout = self._fetch_timeout
+        buffer = await self._direct.fetch(self._cache, entry, timeout) if self._direct else None
+        trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
+        if buffer is None:
+            buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+            await self._cache.fetch(entry, buffer.numpy().data, timeout=timeout)
         await _to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 

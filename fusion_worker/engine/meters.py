@@ -1,5 +1,6 @@
 """What a worker measures of its requests."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,11 @@ def first_token(summary: "Summary") -> None:
             _ttft.record(seconds, attributes)
         else:
             _stage.record(seconds, {"fusionkv.stage": stage})
+
+
+def context(summary: "Summary") -> None:
+    """What became of the context's tokens; known when the answer has ended, since doubt may have more recomputed."""
+    attributes = {"fusionkv.recipe": summary.recipe.name}
     for kind in ("lossless", "reused", "recomputed"):
         _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
     if summary.prompt.context_tokens:
@@ -76,20 +82,31 @@ def answered(summary: "Summary") -> None:
 
 
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
-    """Exports how many requests wait and run, from (waiting, running), and the bytes of the KV pool."""
+    """Exports how many requests wait and run, from (waiting, running), and the bytes of the KV pool.
+
+    requests: a method. Neither its object nor the pool is kept alive: exporters never let go of what they ask.
+    """
+    counting, kept = weakref.WeakMethod(requests), weakref.ref(pool)
 
     def counted(_: CallbackOptions) -> Iterable[Observation]:
-        waiting, running = requests()
+        if (count := counting()) is None:
+            return []
+        waiting, running = count()
         return [
             Observation(waiting, {"fusionkv.state": "waiting"}),
             Observation(running, {"fusionkv.state": "running"}),
         ]
 
+    def tokens(count: Callable[[KVPool], int]) -> Iterable[Observation]:
+        if (pool := kept()) is None:
+            return []
+        return [Observation(count(pool) * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
+
     def used(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation((pool.capacity - pool.free) * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
+        return tokens(lambda pool: pool.capacity - pool.free)
 
     def capacity(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(pool.capacity * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
+        return tokens(lambda pool: pool.capacity)
 
     _meter.create_observable_gauge("fusionkv.worker.requests", [counted], description="Requests, by state")
     _meter.create_observable_gauge("fusionkv.worker.pool.used", [used], "By", "Bytes taken in the KV pool")

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
+from fusionkv.fusion_worker.engine.side_stream import SideStream
 from fusionkv.fusion_worker.models import KVShape
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
@@ -22,8 +23,14 @@ class Storage:
         """crew: the ranks that have the other heads; a rank that is told what to do needs none."""
         self._crew = crew or Crew()
         self._pool = pool
+        self.beside = SideStream(pool.kv.device)
         self._kind = KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
+
+    @property
+    def device(self) -> torch.device:
+        """Of the pool."""
+        return self._pool.kv.device
 
     @property
     def lossless(self) -> bool:
@@ -38,6 +45,11 @@ class Storage:
         """Bytes of one rank's part of it."""
         return self._pool.shape.kv_heads * sum(blocks * each for blocks, each in self._arrays(tokens))
 
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the device, for use within `beside`."""
+        with self.beside():
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
     def take_out(self, resident: Resident) -> memoryview:
         """A copy of a chunk's KV."""
         runs, tokens = resident.runs, resident.tokens
@@ -45,25 +57,27 @@ class Storage:
         return self._join(parts, tokens).numpy().data
 
     def put_in(self, resident: Resident, data: torch.Tensor) -> None:
-        """Writes a chunk's KV to its slots. data: uint8 [size], in host memory."""
+        """Writes a chunk's KV to its slots. data: uint8 [size], in host memory or on the device."""
         runs, tokens = resident.runs, resident.tokens
         self._crew.put(resident, self._split(data, tokens), lambda part: self.write(runs, tokens, part))
 
     def read(self, runs: Sequence[Run], tokens: int) -> torch.Tensor:
         """A copy of this rank's part of a chunk, uint8 [part_size] in host memory."""
-        kv = self._read(runs, tokens)
-        if self._kind is not None:
-            kv = self._pack(kv)
-        return kv.cpu().view(torch.uint8).reshape(-1)
+        with self.beside():
+            kv = self._read(runs, tokens)
+            if self._kind is not None:
+                kv = self._pack(kv)
+            return kv.cpu().view(torch.uint8).reshape(-1)
 
     def write(self, runs: Sequence[Run], tokens: int, part: torch.Tensor) -> None:
-        """Writes this rank's part, uint8 [part_size] in host memory, to the chunk's slots."""
+        """Writes this rank's part, uint8 [part_size] in host memory or on the device, to the chunk's slots."""
         shape = self._pool.shape
-        if self._kind is None:
-            self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
-        else:
-            # Restored where it is needed: half the bytes cross to the device.
-            self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
+        with self.beside():
+            if self._kind is None:
+                self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
+            else:
+                # Restored where it is needed: half the bytes cross to the device.
+                self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
 
     def pass_through(self, resident: Resident) -> None:
         """Leaves in the slots of this rank what storing and fetching would."""

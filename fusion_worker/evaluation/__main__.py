@@ -28,7 +28,7 @@ from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import fingerprint, on_cpu
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.errors import FailedPrecondition, ServiceError
-from fusionkv.protos.settings import SettingsError, parse_bytes
+from fusionkv.protos.settings import SettingsError, parse_bytes, positive
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
@@ -77,8 +77,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         help=f"shares to recompute (default: {RATIOS})",
     )
-    add("--n", type=_positive, default=500, help="samples a task, at most (default: %(default)s)")
-    add("--chunk-tokens", type=_positive, default=512, help="of a context that is one text (default: %(default)s)")
+    add("--n", type=positive, default=500, help="samples a task, at most (default: %(default)s)")
+    add("--chunk-tokens", type=positive, default=512, help="of a context that is one text (default: %(default)s)")
     add("--out", type=Path, default=Path("build/eval"), help="folder of what is measured (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--pool-bytes", type=parse_bytes, default=256 << 20, metavar="SIZE", help="KV on the device (default: 256MiB)"
     )
     add("--store", nargs="+", choices=STORES, default=["plain"], help="how chunks' KV is stored (default: plain)")
-    add("--processes", type=_positive, help="(default: one on a GPU, one a core on a CPU)")
+    add("--processes", type=positive, help="(default: one on a GPU, one a core on a CPU)")
     return parser
 
 
@@ -178,13 +178,6 @@ def _ratio(text: str) -> float:
     value = float(text)
     if not 0.0 <= value <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is outside 0..1")
-    return value
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
     return value
 
 

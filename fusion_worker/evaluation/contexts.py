@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.locator import RESTORED
-from fusionkv.fusion_worker.engine.placement import Placement, Wanted
+from fusionkv.fusion_worker.engine.placement import Placed, Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.recipes import Isolated, SimilarityGuided
@@ -19,33 +19,18 @@ Encode = Isolated | SimilarityGuided
 class Contexts:
     """The chunks of a few prompts, encoded and held in the pool.
 
-    variants: variant and key of a chunk's entry, by how it was encoded and the chunk's digest.
+    parts: of each prompt, by how they were encoded.
     """
 
     loader: Loader
-    variants: Mapping[tuple[Encode, bytes], tuple[bytes, bytes]]
+    parts: Mapping[tuple[Prompt, Encode], tuple[Placed, ...]]
 
     @asynccontextmanager
     async def placed(self, prompt: Prompt, encode: Encode, fresh: int) -> AsyncIterator[Placement]:
         """One of the prompts with its parts as `encode` made them and `fresh` slots of its own."""
-        wanted = self._wanted(prompt, encode)
-        # Two admissions: what the first one pins is held by `hold` anyway, so waiting for the second blocks nobody.
-        async with self.loader.parts(wanted) as parts, self.loader.plain(fresh) as room:
-            yield Placement(parts.parts, room.fresh, parts.let_go)
-
-    def _wanted(self, prompt: Prompt, encode: Encode) -> list[Wanted]:
-        namespace = self.loader.namespace(prompt.tenant)
-        found = []
-        for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
-            alone = self.loader.locator.alone(prompt, i, start, namespace)
-            if (variant := self.variants.get((encode, part.digest))) and i and not alone.lossless:
-                # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
-                name, key = variant
-                alone = Wanted(part, start, start, alone.path, key, name, alone=False)
-            if i and not self.loader.storage.lossless:
-                alone = replace(alone, key=alone.key + RESTORED, lossless=False)
-            found.append(alone)
-        return [w for w in found if len(w.chunk)]
+        async with self.loader.plain(fresh) as room:
+            # The parts are held for others as well: nobody gives them up.
+            yield Placement(self.parts[prompt, encode], room.fresh, lambda: None)
 
 
 @asynccontextmanager
@@ -59,28 +44,50 @@ async def hold(
     Raises:
         ResourceExhausted: they don't fit the pool.
     """
-    variants: dict[tuple[Encode, bytes], tuple[bytes, bytes]] = {}
     restored: set[bytes] = set()
+    parts: dict[tuple[Prompt, Encode], tuple[Placed, ...]] = {}
     async with AsyncExitStack() as stack:
+
+        async def bring(wanted: Sequence[Wanted]) -> tuple[Placed, ...]:
+            placed = (await stack.enter_async_context(loader.parts(wanted))).parts
+            restored.update(_restore(loader, placed, restored))
+            return placed
+
         for prompt in prompts:
-            placement = await stack.enter_async_context(Contexts(loader, {}).placed(prompt, Isolated(), 0))
-            restored |= _restore(loader, placement, restored)
+            parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
         guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
         chunks = {chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}
         ranked = await similarity.ranked(list(chunks.values())) if guided else {}
         for encode in guided:
             for prompt in prompts:
+                variants = {}
                 for chunk in prompt.chunks:
                     near = similarity.fitting(prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
-                    wanted, variants[encode, chunk.digest] = _after(loader, prompt, near, chunk)
-                    placement = await stack.enter_async_context(loader.parts(wanted))
-                    restored |= _restore(loader, placement, restored)
-        yield Contexts(loader, variants)
+                    wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
+                    await bring(wanted)
+                parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
+        yield Contexts(loader, parts)
 
 
-def _restore(loader: Loader, placement: Placement, done: set[bytes]) -> set[bytes]:
+def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[Wanted]:
+    """A prompt's parts. variants: variant and key of the entries of chunks not encoded alone, by their digests."""
+    namespace = loader.namespace(prompt.tenant)
+    found = []
+    for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
+        alone = loader.locator.alone(prompt, i, start, namespace)
+        if (variant := variants.get(part.digest)) and i and not alone.lossless:
+            # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
+            name, key = variant
+            alone = Wanted(part, start, start, alone.path, key, name, alone=False)
+        if i and not loader.storage.lossless:
+            alone = replace(alone, key=alone.key + RESTORED, lossless=False)
+        found.append(alone)
+    return [w for w in found if len(w.chunk)]
+
+
+def _restore(loader: Loader, placed: Sequence[Placed], done: set[bytes]) -> set[bytes]:
     """Has chunks that are new here look as if they had been stored and fetched; gives their keys."""
-    new = {p.wanted.key: p.resident for p in placement.parts if p.wanted.key.endswith(RESTORED)}
+    new = {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}
     for key, resident in new.items():
         if key not in done:
             loader.storage.pass_through(resident)

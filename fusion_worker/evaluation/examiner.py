@@ -1,14 +1,15 @@
 """Has a fused prompt answered, by feeding in the expected answer or by generating one, and scores the answer."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
+from fusionkv.fusion_worker.engine.doubt import fed, step
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.fused import Fused
@@ -19,6 +20,8 @@ from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.models import Model
+
+_GREEDY = Sampler(SamplingParams(max_tokens=1))
 
 
 @dataclass(slots=True)
@@ -61,57 +64,62 @@ class Examiner:
 
     async def answer(
         self, asked: Asked, fused: Fused, answer: Answer, keep: SnapKV | None = None, timed: bool = True
-    ) -> None:
-        """Prefills, then feeds in the expected answer or generates one, and scores it.
+    ) -> Fused:
+        """Prefills, then feeds in the expected answer or generates one, and scores it. Gives the context that it came
+        from in the end.
 
         keep: what stays of the context behind the prefill. timed: whether the prefill is a step of its own; otherwise
         the expected answer is fed in with the question where that comes to the same.
         """
         task, expected = asked.task, asked.expected
         if expected and keep is None and not timed:
-            logits = (await self._engine.run(_behind(fused, expected).prefill(logits=len(expected) + 1))).logits
+            fused, logits = await fed(self._engine, fused, expected)
         else:
-            logits = await self._prefill(asked, fused, answer, keep)
-            if expected:
+            fused, logits = await self._prefill(asked, fused, answer, keep)
+            if expected and fused.doubt is not None:
+                fused, logits = await fed(self._engine, fused, expected)
+            elif expected:
                 more = (await self._engine.run(fused.next(expected, logits=len(expected)))).logits
                 assert more is not None
                 logits = torch.cat([logits, more.cpu()])
-        assert logits is not None
         answer.first = logits[0].float().cpu().numpy()
         found = logits.argmax(-1).tolist()
         if task.metrics:
-            text = await self._generate(task, fused, found[0])
+            fused, text = await self._generate(task, fused, found[0])
             answer.values |= {name: metrics.TEXT_METRICS[name](text, asked.sample.answers) for name in task.metrics}
         else:
             # Up to the first wrong token this sees what generating would see, so all right equals generated right.
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
+        answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
+        return fused
 
-    async def _prefill(self, asked: Asked, fused: Fused, answer: Answer, keep: SnapKV | None) -> torch.Tensor:
-        """Logits of the first answer token, float32 [1, vocabulary]."""
+    async def _prefill(
+        self, asked: Asked, fused: Fused, answer: Answer, keep: SnapKV | None
+    ) -> tuple[Fused, torch.Tensor]:
+        """Logits of the first answer token, float32 [1, vocabulary], and the context that it came from."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
-            result = await self._engine.run(fused.prefill(logits=1, votes=votes))
+            fused, result = await step(self._engine, fused, (), _GREEDY, logits=1, votes=votes)
             assert result.logits is not None
             logits = result.logits.cpu()  # waits for the device
         if keep is not None:
             assert result.votes is not None
             await evict(fused, keep, result.votes, self._pool, self._model, self._engine.crew)
-        return logits
+        return fused, logits
 
-    async def _generate(self, task: Task, fused: Fused, token: int) -> str:
-        """The greedy answer's text, from its first token on."""
-        greedy = Sampler(SamplingParams(task.max_tokens))
+    async def _generate(self, task: Task, fused: Fused, token: int) -> tuple[Fused, str]:
+        """The greedy answer's text, from its first token on, and the context that it came from."""
         tokens: list[int] = []
         while token not in self._model.ends and len(tokens) < task.max_tokens:
             tokens.append(token)
             if task.first_line and "\n" in self._model.tokenizer.decode(tokens).lstrip("\n"):
                 break
-            following = (await self._engine.run(fused.next([token], sampler=greedy))).token
-            assert following is not None
-            token = following
+            fused, result = await step(self._engine, fused, tokens, _GREEDY)
+            assert result.token is not None
+            token = result.token
         text = self._model.tokenizer.decode(tokens)
-        return text.lstrip("\n").split("\n")[0] if task.first_line else text
+        return fused, text.lstrip("\n").split("\n")[0] if task.first_line else text
 
 
 @contextmanager
@@ -120,10 +128,3 @@ def clock(answer: Answer, name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     answer.seconds[name] = time.perf_counter() - started
-
-
-def _behind(fused: Fused, tokens: Sequence[int]) -> Fused:
-    """The same with more tokens behind the question."""
-    first = int(fused.positions[-1]) + 1
-    positions = torch.cat([fused.positions, torch.arange(first, first + len(tokens))])
-    return replace(fused, ids=torch.cat([fused.ids, torch.tensor(tokens)]), positions=positions)

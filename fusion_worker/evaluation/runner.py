@@ -1,14 +1,15 @@
 """Measures cells over a block of samples, in process and on the real engine: many samples at once."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.fuser import Fuser
+from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.placement import Placement
@@ -24,9 +25,11 @@ from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.recipes import Isolated, Recipe
+from fusionkv.fusion_worker.methods.scoring import FirstScore
 from fusionkv.fusion_worker.models import Model
 from fusionkv.protos.errors import ResourceExhausted
 
+_Scorings = dict[tuple[Any, FirstScore | None], Scored]
 # Groups of samples at once: enough rows for full steps of the engine.
 _MOST_GROUPS = 8
 
@@ -126,7 +129,8 @@ class Runner:
                 if cell not in answers:
                     answers[cell] = await self._alone(asked, cell, contexts, picture)
         else:
-            recipes = (self._recipe(asked, recipe, contexts, ratios[recipe]) for recipe in ratios)
+            scored = await self._scored(asked, ratios, contexts)
+            recipes = (self._recipe(asked, r, contexts, ratios[r], scored.get((r.encode, r.begins))) for r in ratios)
             for found in await asyncio.gather(*recipes):
                 answers |= found
             full.seconds = {}
@@ -145,7 +149,6 @@ class Runner:
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
             answer = Answer()
             await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
-            answer.values |= {"recomputed": prompt.context_tokens, "scored_rows": 0}
             if asked.task.metrics:
                 answer.values["chunks_left_out"] = asked.left_out
             away = {}
@@ -161,20 +164,25 @@ class Runner:
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
                 fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
-            await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
-        answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
+            fused = await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
         if picture:
             answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
         return answer
 
+    async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:
+        """The scores that the recipes begin with, each once, by the chunks' encoding and the score."""
+        first = {(recipe.encode, recipe.begins): recipe for recipe in recipes if recipe.begins is not None}
+
+        async def one(recipe: Recipe) -> Scored:
+            async with self._placed(asked, recipe, 0, contexts) as placement:
+                return await self._fuser.score(placement, asked.prompt, recipe)
+
+        return dict(zip(first, await asyncio.gather(*map(one, first.values())), strict=True))
+
     async def _recipe(
-        self, asked: Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float]
+        self, asked: Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float], scored: Scored | None
     ) -> dict[Cell, Answer]:
         """A recipe's cells, from one scoring."""
-        scored = None
-        if recipe.score is not None and not recipe.scores_by_ratio:
-            async with self._placed(asked, recipe, 0, contexts) as placement:
-                scored = await self._fuser.score(placement, asked.prompt, recipe)
 
         async def one(ratio: float) -> Answer:
             answer = Answer()
@@ -183,7 +191,6 @@ class Runner:
                 # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
                 await self._examiner.answer(asked, fused, answer, _keep(recipe, asked), timed=False)
-            answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))

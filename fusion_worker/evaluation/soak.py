@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process
+from fusionkv.fusion_worker.bench import PATIENT, cache_process
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -146,7 +146,8 @@ async def soak(
         # A few chunks in memory, a part of all on disk, a few prompts in the pool: all is evicted all the time.
         tiers = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
         async with cache_process(Path(directory), *tiers) as (address, pid):
-            config = WorkerConfig(cache=address, pool_bytes=max(1 << 20, 4 * longest), max_requests=6, max_queue=1000)
+            pool = max(1 << 20, 4 * longest)
+            config = WorkerConfig(cache=address, pool_bytes=pool, max_requests=6, max_queue=1000, **PATIENT)
             servicer, cache = FusionServicer(config, model), CacheClient(address)
             try:
                 run, early = Soak(servicer, cases, expected), dict[int, Footing]()

@@ -64,8 +64,8 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "adaptive",
-            "N% of the ratio first, all of it if the first token then has less than M per mille (docs/selection.md)",
-            (33, 990),
+            "N% of the ratio first, all of it once an answer's token has less than M per mille (docs/selection.md)",
+            (40, 999),
             (1, 1),
             _adaptive,
         ),

@@ -8,6 +8,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     AttendedDeviation,
     AuxiliaryAttention,
     DistanceToStart,
+    FirstScore,
     InterChunkAttention,
     QuestionAttention,
     Score,
@@ -46,9 +47,9 @@ class Tempered:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Recomputes little first, and as much as the ratio says when the first token is in doubt.
+    """Recomputes little first, and as much as the ratio says once the next token of the answer is in doubt.
 
-    first: share of the ratio that comes first. certain: the least probability of a first token that is not in doubt.
+    first: share of the ratio that comes first. certain: the least probability of a token that is not in doubt.
     """
 
     first: float
@@ -70,7 +71,7 @@ class Recipe:
     attend: how question and answer attend to the context; None as the model was trained.
     links: link tokens behind every chunk, computed for each request; they see all before them (KVLink 2.3). None are
         used when nothing is reused as a stale copy.
-    adapt: whether the ratio is the most, to be used when less leaves the first token in doubt.
+    adapt: whether the ratio is the most, to be used when less leaves a token in doubt.
     """
 
     name: str
@@ -107,9 +108,9 @@ class Recipe:
         return isinstance(self.score, ShallowScore)
 
     @property
-    def scores_by_ratio(self) -> bool:
-        """Whether the scores depend on how many tokens will be chosen."""
-        return isinstance(self.score, Trace)
+    def begins(self) -> FirstScore | None:
+        """The score, or what it begins with when the rest depends on how many tokens are chosen."""
+        return self.score.begins if isinstance(self.score, Trace) else self.score
 
     def kept(self, context_tokens: int) -> int:
         """Context tokens kept by layer and head; 0 when all stay as they are."""

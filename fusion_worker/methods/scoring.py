@@ -74,7 +74,13 @@ class Trace:
     least: int = 2
     weights: tuple[float, float, float, float] = (1.0, 1.0, 3.0, 1.0)
 
+    @property
+    def begins(self) -> QuestionAttention:
+        """Where references are followed from."""
+        return QuestionAttention(last_only=False)
+
 
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
 ShallowScore = ValueDeviation | AttendedDeviation | ShallowAttention | InterChunkAttention
-Score = DistanceToStart | QuestionAttention | AuxiliaryAttention | Trace | ShallowScore
+FirstScore = DistanceToStart | QuestionAttention | AuxiliaryAttention | ShallowScore
+Score = FirstScore | Trace

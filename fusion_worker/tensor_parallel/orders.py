@@ -109,7 +109,7 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
         rotation=model.rotation,
         probes=tuple(Probe(spans[p.span], frozenset(p.layers)) for p in step.probes),
         votes=tuple(voters),
-        followed=tuple(Followed(spans[i], model.kv.layers) for i in step.followed),
+        followed=tuple(Followed(spans[i]) for i in step.followed),
         tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
     )
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import Extents
 from fusionkv.kvcache_service.tiers.ledger import Ledger
+from fusionkv.protos.checksum import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class DiskTier(Tier):
                 kept_end = int(starts[number] + sizes[number])
 
     def _intact(self, record: Record, offset: int) -> bool:
-        hasher, place = xxhash.xxh3_128(), Place(offset, record.size)
+        hasher, place = Checksum(), Place(offset, record.size)
         with contextlib.suppress(OSError):
             for at in range(0, place.size, _READ_BYTES):
                 hasher.update(self.read(place, at, min(_READ_BYTES, place.size - at)))

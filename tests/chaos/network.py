@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.system.redis_process import free_port
+from tests.ports import free_port
 
 _OWN = "FUSIONKV_CHAOS_NAMESPACE"
 _NET = "10.213.7"

@@ -126,7 +126,7 @@ def test_values_are_taken(text: str, helm: str, tmp_path: Path) -> None:
 # What needs a gateway is run by tests/gateway/test_examples.py.
 @pytest.mark.parametrize("text", [s for s in snippets("sh") if "7072" not in s.values[0]])
 def test_a_shell_example_runs(text: str) -> None:
-    done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
 
 
@@ -157,6 +157,6 @@ def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: A
             client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
     text = text.replace("127.0.0.1:7072", gateway.address).replace("gateway.example:7072", gateway.address)
     text = text.replace("127.0.0.1:8080", gateway.addresses["fusionkv-gateway-http"][0])
-    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

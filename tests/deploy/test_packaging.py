@@ -50,7 +50,6 @@ def test_a_package_imports_only_what_its_extra_installs(root: Path, project: dic
     assert wrong == set()
 
 
-@pytest.mark.timeout(120)
 def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.fusion_worker.oracle import BASE, FAMILIES, Ids, Oracle, byte_tokenizer, error, join, network, random_ids
+from tests.waiting import until
 
 
 @dataclass
@@ -93,10 +94,7 @@ class Rig:
         assert await asyncio.to_thread(gate.reached.wait, 60)
         return gate, task
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0.002)
+    until = staticmethod(until)
 
     async def encode(
         self, system: Ids, before: Sequence[Ids], chunk: Ids, mode: str, tenant: str
@@ -167,7 +165,9 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         ours = copy.deepcopy(network(family, dtype))
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
-        settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **config}
+        # A busy machine is not a cache that fails.
+        busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0}
+        settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **config}
         servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, crew=crew)
         rigs.append(Rig(servicer, made, drawn, numbers, gates))
         return rigs[-1]

@@ -1,8 +1,10 @@
-"""A little first, and more when the first token is in doubt: each time as the plain recipe at that ratio."""
+"""A little first, and more when a token is in doubt: each time as the plain recipe at that ratio."""
 
+import itertools
 from typing import Any
 
 import pytest
+import torch
 
 CLOSE = 1e-4
 RATIO, FIRST = 0.5, 40
@@ -27,6 +29,38 @@ async def test_the_ratio_follows_the_first_token(
     assert found.summary.tokens_recomputed == plain.summary.tokens_recomputed > 0
     for one, other in zip(found.logits, plain.logits, strict=True):
         assert tools.error(one, other) < CLOSE
+    await rig.settled()
+
+
+async def test_doubt_within_an_answer(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    """What is said is left as it is; from the token in doubt on it is the larger ratio's."""
+    system, chunks, _ = parts
+    rig, plain = await start("llama"), oracle("llama")
+    for seed in range(20):  # a question whose first token is the surest
+        question = tools.random_ids(6, seed)
+        low = await rig.ask(system, chunks, question, recipe="prophetkv", ratio=RATIO * FIRST / 100, max_tokens=6)
+        sure = [int(1000 * float(logits.softmax(-1).max())) for logits in low.logits]
+        if min(sure) < sure[0]:
+            break
+    at = next(i for i, s in enumerate(sure) if s < sure[0])
+    fuser, chosen = rig.servicer.answerer._fuser, []
+    fuse = fuser._fuse
+
+    async def watch(*args: Any) -> Any:
+        chosen.append((await fuse(*args)).chosen)
+        return await fuse(*args)
+
+    fuser._fuse = watch
+    recipe = f"prophetkv+adaptive({FIRST},{sure[0]})"
+    found = await rig.ask(system, chunks, question, recipe=recipe, ratio=RATIO, max_tokens=6)
+    assert found.ids[:at] == low.ids[:at]
+    few, many = (len(c) for c in chosen)
+    assert found.summary.tokens_recomputed == many > few > 0
+    whole, stale = [*system, *itertools.chain(*chunks), *question], plain.reused(system, chunks)
+    for i, logits in enumerate(found.logits):
+        fresh = torch.zeros(len(whole) - len(question), dtype=torch.bool)
+        fresh[chosen[i >= at]] = True
+        assert tools.error(logits, plain.overlaid([*whole, *found.ids[:i]], stale, fresh)) < CLOSE
     await rig.settled()
 
 

@@ -11,7 +11,9 @@ import pytest
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
-LOOKUP, FETCH = 0.5, 1.0
+LOOKUP, FETCH = 2.0, 1.0
+# What a busy machine may add to the times below, which without these limits were 40 s and more.
+MARGIN = 20.0
 # KV travels in pieces larger than this, all other messages are smaller.
 BULK = 4096
 
@@ -139,11 +141,11 @@ async def test_a_fetch_that_fails(
         assert s.tokens_recomputed == s.context_tokens == 160
         assert (len(s.hits), s.chunks_missed, s.tokens_encoded, s.bytes_fetched) == (0, 0, 0, 0)
     # The fetch may also be told to delete what arrived damaged, with a timeout of its own.
-    assert elapsed < LOOKUP + 2 * FETCH + 3
+    assert elapsed < LOOKUP + 2 * FETCH + MARGIN
     await rig.settled()
 
     line.heal()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (again := await rig.ask(system, chunks, question, tenant=tenant, ratio=1.0)).summary.degraded:
             pass
     assert tools.error(again.logits[0], expected) < CLOSE
@@ -178,19 +180,19 @@ async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
     await maker.ask(system, chunks, question, tenant=tenant)
     await maker.stored()
 
-    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH, max_loads=1)
+    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=2.0, max_loads=1)
     await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
     await rig.stored()
 
     def crawl(data: bytes) -> bytes:
-        time.sleep(0.4)  # under a fetch's own timeout, and over it for six of them
+        time.sleep(0.2)  # a chunk comes in two or three pieces: under the timeout for one, and over it for six
         return data
 
     line.down = crawl
     started = time.perf_counter()
     answer = await rig.ask(system, chunks, question, tenant=tenant, ratio=0.0)
-    assert time.perf_counter() - started < LOOKUP + FETCH + 3
-    assert answer.summary.degraded_reason == "fetches took longer than 1 s together"
+    assert time.perf_counter() - started < LOOKUP + 2.0 + MARGIN
+    assert answer.summary.degraded_reason == "fetches took longer than 2 s together"
     whole = [*system, *itertools.chain(*chunks), *question]
     assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
     line.heal()
@@ -252,11 +254,11 @@ async def test_a_load_that_nobody_waits_for_ends(
     waiting[1].cancel()
     await asyncio.wait([waiting[1]])
     await rig.settled()
-    assert time.perf_counter() - started < 5, "far from the fetch's timeout"
+    assert time.perf_counter() - started < 30, "far from the fetch's timeout"
     assert not loader._loads
     assert rig.pool.idle < len(chunk), "nothing of the chunk is left"
     line.heal()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (again := await rig.ask(system, [chunk], question, tenant=tenant)).summary.degraded:
             pass
     assert tools.error(again.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
@@ -272,7 +274,7 @@ async def test_nobody_there(start: Any, oracle: Any, tools: Any) -> None:
         assert answer.summary.degraded
         assert "lookup failed" in answer.summary.degraded_reason
         assert tools.error(answer.logits[0], expected) < CLOSE
-    assert time.perf_counter() - started < 3 * LOOKUP + 3
+    assert time.perf_counter() - started < 3 * LOOKUP + MARGIN
     plain = await rig.ask(system, chunks, question, recipe="full_attention")
     assert not plain.summary.degraded, "full attention does not ask the cache"
 
@@ -281,14 +283,14 @@ async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tools: A
     """Chunks wait to be stored and the service answers no more: their pages are free after one timeout."""
     rig = await start("llama", cache=line.address, fetch_timeout=FETCH, lookup_timeout=LOOKUP)
     line.up = line.stall
-    chunks = [tools.random_ids(40, i) for i in range(12)]
+    chunks = [tools.random_ids(12, i) for i in range(50)]
     answer = await rig.ask([1, 2], chunks, [3], tenant=tenant)
     assert not answer.summary.degraded
     started = time.perf_counter()
     await rig.settled()
-    # Two are being sent, the rest wait: not one timeout for each pair of them.
-    assert time.perf_counter() - started < 3 * FETCH
-    assert rig.pool.idle > 12 * 40 - 1
+    # Two are being sent, the rest wait: not one timeout for each pair of them, 25 s together.
+    assert time.perf_counter() - started < 15 * FETCH
+    assert rig.pool.idle > 50 * 12 - 1
 
 
 async def test_no_room_to_wait(cache_service: str, start: Any, tools: Any, tenant: str) -> None:

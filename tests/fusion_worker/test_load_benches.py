@@ -1,9 +1,9 @@
-"""The benches under load at a small size: everything is answered, and what is worked out of it is right."""
+"""The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
 import pytest
 from rich.console import Console
 
-from fusionkv.fusion_worker import overlap, throughput
+from fusionkv.fusion_worker import bench, layerwise, overlap, throughput
 from fusionkv.fusion_worker.throughput import Traffic
 
 pytestmark = pytest.mark.system
@@ -31,10 +31,10 @@ def test_capacity_lies_between_two_rates() -> None:
 
 
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(throughput, "SYSTEMS", (("full_attention", 1.0), ("trace", 0.3)))
+    systems = (("full_attention", 1.0), ("trace", 0.3))
     monkeypatch.setattr(throughput, "_MOST_RATES", 2)
-    rows = await throughput.bench(throughput.small_model(), Traffic(4, 16, 2), 4, Console(quiet=True))
-    for name, _ in throughput.SYSTEMS:
+    rows = await throughput.bench(throughput.small_model(), Traffic(4, 16, 2), systems, 4, Console(quiet=True))
+    for name, _ in systems:
         mine = [row for row in rows if row["name"] == name]
         assert 1 <= len(mine) <= 2
         for row in mine:
@@ -49,4 +49,31 @@ async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: p
     (row,) = await overlap.bench(throughput.small_model(), Traffic(4, 16, 2), 4, Console(quiet=True))
     still, beside = float(str(row["ttft_still_s"])), float(str(row["ttft_beside_s"]))
     assert still > 0
-    assert row["saved"] == pytest.approx(1 - beside / still, abs=0.1)
+    # All three are rounded to a thousandth.
+    assert row["saved"] == pytest.approx(1 - beside / still, abs=0.001 * (1 + (1 + beside / still) / still))
+
+
+async def test_times_to_the_first_token() -> None:
+    rows = await bench.bench(throughput.small_model(), [2 * bench.CHUNK], 1, Console(quiet=True))
+    assert [(row["name"], row["r"]) for row in rows] == list(bench.ROWS)
+    ideals = [float(str(row["ideal"])) for row in rows]
+    assert ideals[0] > 2 * max(ideals[1:]), "nothing but the question is computed at r = 0"
+    for row in rows:
+        assert float(str(row["ratio"])) == pytest.approx(
+            float(str(row["baseline_s"])) / float(str(row["value_s"])), rel=0.02
+        )
+        assert row["tokens_recomputed"] == round(float(str(row["r"])) * 2 * bench.CHUNK)
+        # The first chunk stands where it was encoded: what is computed is in the second.
+        assert row["mean_position"] is None or int(str(row["mean_position"])) > bench.SYSTEM + bench.CHUNK
+
+
+async def test_layers_that_wait_for_their_kv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layerwise, "RECIPES", (("full_reuse", 0.0),))
+    monkeypatch.setattr(layerwise, "SHARES", (3.0,))
+    (row,) = await layerwise.bench(throughput.small_model(), Traffic(4, 16, 2), 2, Console(quiet=True))
+    loading = 3 * float(str(row["computing_s"]))
+    # Nothing comes before the device could have brought it, and what is computed meanwhile is little.
+    assert float(str(row["ttft_whole_s"])) > 0.9 * loading
+    assert float(str(row["ttft_layers_s"])) > 0.9 * loading
+    # Layers that wait hold every answer up; requests that wait, none but themselves.
+    assert float(str(row["stream_gap_layers_s"])) > 0.5 * loading

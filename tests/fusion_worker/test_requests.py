@@ -81,13 +81,15 @@ async def test_stages_sum_to_the_time_of_the_first_token(start: Any, parts: Any)
     await rig.ask(*parts)
     held = rig.pool.reserve(rig.pool.capacity - 8)  # the next ones wait for room
     tasks = [asyncio.create_task(rig.ask(*parts, recipe=r)) for r in ("full_attention", "prophetkv", "epic")]
-    await asyncio.sleep(0.3)
+    # One waits for room, one behind it, and one for its turn.
+    await rig.until(lambda: rig.pool._turn.locked() and rig.servicer.answerer.admission.waiting == 1)
+    await asyncio.sleep(0.5)
     rig.pool.release(held)
     for answer in await asyncio.gather(*tasks):
         s = answer.summary.seconds
         stages = s.queue + s.lookup + s.load + s.encode + s.select + s.prefill
-        assert s.ttft > 0.3
-        assert stages == pytest.approx(s.ttft, abs=0.05)
+        assert s.ttft > 0.49
+        assert stages == pytest.approx(s.ttft, abs=0.2)
 
 
 async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any, tools: Any, oracle: Any) -> None:
@@ -107,7 +109,7 @@ async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any, to
     await rig.until(lambda: queued(rig) == 4)
     for task in asked:
         task.cancel()
-    await asyncio.wait(asked, timeout=5)
+    await asyncio.wait(asked, timeout=60)
     assert all(task.cancelled() for task in asked), "the engine is busy with others: nothing is to be waited for"
     gate.opened.set()
     await running
@@ -129,7 +131,7 @@ async def test_cancelled_in_its_own_step(recipe: str, start: Any, parts: Any) ->
     assert not done
     assert rig.pool._fresh == fresh
     gate.opened.set()
-    await asyncio.wait([running], timeout=20)
+    await asyncio.wait([running], timeout=60)
     assert running.cancelled()
     await rig.settled()
     assert (await rig.ask(*parts)).ids
@@ -153,7 +155,7 @@ async def test_cancelled_at_any_moment(start: Any, parts: Any, tools: Any) -> No
         await asyncio.sleep(i * 0.001)
         asked[i % 4].cancel()
         asked[(i + 1) % 4].cancel()
-        await asyncio.wait(asked, timeout=20)
+        await asyncio.wait(asked, timeout=60)
         assert not any(t.exception() for t in asked if not t.cancelled())
         rig.pool.check_integrity()
     await rig.settled()
@@ -165,7 +167,7 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     first, second = (asyncio.create_task(rig.ask(*parts)) for _ in range(2))
     await rig.until(lambda: rig.pool._turn.locked())
     first.cancel()
-    await asyncio.wait([first], timeout=5)
+    await asyncio.wait([first], timeout=60)
     assert first.cancelled()
     rig.pool.release(held)
     assert (await second).ids
@@ -201,7 +203,7 @@ async def test_many_requests_and_a_pool_for_two(start: Any, tools: Any) -> None:
         finished.append(i)
         return answer
 
-    together = await asyncio.wait_for(asyncio.gather(*map(ask, range(20))), 60)
+    together = await asyncio.wait_for(asyncio.gather(*map(ask, range(20))), 200)
     for one, other in zip(alone, together, strict=True):
         assert one.ids == other.ids
     assert max(abs(i - at) for at, i in enumerate(finished)) <= 4, "who came first is served first"

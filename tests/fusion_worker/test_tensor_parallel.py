@@ -173,9 +173,9 @@ async def test_a_rank_that_hangs_is_not_waited_for(start_pair: StartPair, parts:
     child.send_signal(signal.SIGSTOP)
     for _ in range(2):
         with pytest.raises(Unavailable, match="the 2 ranks of this worker are out of step"):
-            await asyncio.wait_for(pair.rig.ask(*parts, recipe="full_attention"), 60)
+            await asyncio.wait_for(pair.rig.ask(*parts, recipe="full_attention"), 120)
     with pytest.raises(Unavailable, match="out of step"):
-        await asyncio.wait_for(asyncio.shield(pair.others.lost), 60)
+        await asyncio.wait_for(asyncio.shield(pair.others.lost), 120)
 
 
 def start_two(launch: Any, model: Path) -> tuple[Any, int]:

@@ -4,7 +4,6 @@ import asyncio
 import hashlib
 import re
 import secrets
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from fusionkv.protos import rpc
 from fusionkv.protos.errors import NotFound, PermissionDenied, Unauthenticated
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.watched import BadFile
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
@@ -170,9 +170,10 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: La
     with Client(gateway.address, token=held) as client:
         assert client.list() == []
         write(tokens, entry(new, "app"))
-        wait_until(client, admitted=False)
+        # Both sides look at their files once a second.
+        wait_until(lambda: not admitted(client))
         held.write_text(new)
-        wait_until(client, admitted=True)
+        wait_until(lambda: admitted(client))
         tokens.write_text("broken [")
         gateway_said = "the last good state stays"
         while gateway_said not in gateway.log:
@@ -180,17 +181,12 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: La
         assert new not in gateway.log
 
 
-def wait_until(client: Client, admitted: bool) -> None:
-    """Both sides look at their files once a second."""
-    end = time.monotonic() + 20
-    found = not admitted
-    while found is not admitted:
-        assert time.monotonic() < end
-        try:
-            client.list()
-            found = True
-        except Unauthenticated:
-            found = False
+def admitted(client: Client) -> bool:
+    try:
+        client.list()
+    except Unauthenticated:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

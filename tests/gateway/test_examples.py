@@ -22,7 +22,7 @@ from fusionkv.gateway.client import Client
 from fusionkv.gateway.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.errors import InvalidArgument, NotFound
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.system
 ROOT = Path(__file__).parent.parent.parent
 QUESTION = "Report Velkorda: code of Bervek?"
 SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/clients.md").read_text(), re.DOTALL | re.MULTILINE))

@@ -13,13 +13,14 @@ import pytest
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.results import Token
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
 
 
-def retry(call: Callable[[], Any], *, seconds: float = 30) -> Any:
-    """The result of `call` once it stops failing with a status that says to try again."""
+def retry(call: Callable[[], Any], *more: type[ServiceError], seconds: float = 60) -> Any:
+    """The result of `call` once it stops failing with a status that says to try again, or with one `more`."""
     over = threading.Event()
     timer = threading.Timer(seconds, over.set)
     timer.start()
@@ -27,7 +28,7 @@ def retry(call: Callable[[], Any], *, seconds: float = 30) -> Any:
         while True:
             try:
                 return call()
-            except (Unavailable, ResourceExhausted):
+            except (Unavailable, ResourceExhausted, *more):
                 if over.wait(0.05):
                     raise
     finally:
@@ -46,7 +47,8 @@ def worker_of(launch: Launch, model: Path, listen: str = "127.0.0.1:0", *flags: 
 def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
-    first, second = worker_of(launch, tiny_model), worker_of(launch, tiny_model)
+    first = worker_of(launch, tiny_model, f"127.0.0.1:{free_port()}")
+    second = worker_of(launch, tiny_model)
     gateway = gateway_of(launch, tmp_path, [first.address, second.address])
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "d.txt", "some text")
@@ -142,7 +144,7 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
     def ingest(part: int) -> None:
         with Client(gateway.address, timeout=60) as client, contextlib.suppress(ServiceError):
             for i in range(1000):
-                name = f"{part}-{i}.txt"
+                name = f"{part}-{i:03}.txt"  # of one length, as the number of chunks depends on it
                 client.ingest("c", name, "\n\n".join(f"{name} part {p}" for p in range(3)))
                 acknowledged.append(name)
                 if len(acknowledged) >= 10:
@@ -151,7 +153,7 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
     threads = [threading.Thread(target=ingest, args=(part,)) for part in range(4)]
     for thread in threads:
         thread.start()
-    assert ten.wait(60)
+    assert ten.wait(120)
     gateway.kill9()
     for thread in threads:
         thread.join(60)
@@ -180,7 +182,7 @@ def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
         with pytest.raises(ResourceExhausted, match="all parsers have been busy for 1 s"):
             client.ingest("c", "quick.txt", "quick")
         assert client.stats().model
-    assert gateway.stop(20) == 0
+    assert gateway.stop(45) == 0
 
 
 def test_a_busy_gateway_refuses_documents_and_the_command_waits(
@@ -207,4 +209,5 @@ def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_m
     with Client(gateway.address, timeout=60) as client:
         with pytest.raises(InvalidArgument, match=r"longer than 0.5 s|chunks; at most"):
             client.ingest("c", "slow.txt", "".join(f"word{i} " for i in range(40_000)))
-        assert retry(lambda: client.ingest("c", "quick.txt", "quick"), seconds=60).chunks == 1
+        # On a busy machine the quick one may be late as well.
+        assert retry(lambda: client.ingest("c", "quick.txt", "quick"), InvalidArgument).chunks == 1

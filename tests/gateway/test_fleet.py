@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client import Client
-from tests.system.redis_process import free_port
+from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]

@@ -1,4 +1,4 @@
-"""Weights row by row against the column sums that the selectors use, and against the definition."""
+"""Weights row by row against the column sums that the selectors use, and against those found with the attention."""
 
 import pytest
 import torch
@@ -6,7 +6,9 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_weights import attention_weights
 from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.sparse_attention import sparse_attention
 
 
 @pytest.mark.parametrize("window", [None, 7])
@@ -30,8 +32,15 @@ def test_rows_of_a_placed_context(rows: int, window: int | None) -> None:
     span = Span(3, 3 + rows, positions, segments)
     found = attention_weights(q, k, span, rotation, 0.25, window)
     assert found.shape == (rows, int(positions[-1]) + 1)
-    assert torch.allclose(found.sum(1), torch.ones(rows), atol=1e-5)
+    assert torch.allclose(found.sum(1), torch.full((rows,), 6.0), atol=1e-5)
     for row, position in enumerate(positions.tolist()):
         assert not found[row, position + 1 :].any()
     columns = reference.attention_scores(q, k, span, rotation, 0.25, window)
-    assert torch.allclose(6 * found.sum(0), columns, atol=1e-5)
+    assert torch.allclose(found.sum(0), columns, atol=1e-5)
+    # On a CPU the attention finds them on its way, and is what it is without.
+    v, onto = torch.randn(60, 2, 16, generator=random), torch.ones_like(found)
+    spans = Spans([span])
+    out = sparse_attention(q, k, v, spans, rotation, 0.25, window, {span: onto})
+    assert torch.allclose(onto, found + 1, atol=1e-5)
+    plain = reference.sparse_attention(q, k, v, spans, rotation, 0.25, window)
+    assert torch.allclose(out[3:], plain[3:], atol=1e-5)

@@ -16,10 +16,10 @@ WRONG = """
 import runpy, sys
 gpu = runpy.run_path(sys.argv[1])
 gpu["_name_packages"]()
-from fusionkv.bench import accuracy, decode, prefill, scores, ttft
+from fusionkv.bench import accuracy, decode, disk, prefill, scores, ttft
 from fusionkv.kernels import reference
 accuracy.CASES = accuracy.CASES[:1]
-for part in (decode, prefill, scores, ttft):
+for part in (decode, disk, prefill, scores, ttft):
     part.measure = lambda setup: None
 reference.sparse_attention = lambda q, *rest: q * 0
 sys.argv = ["gpu.py", "--tiny"]
@@ -38,15 +38,17 @@ def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert out.read_text().splitlines()[0] == COLUMNS
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    assert {row["kind"] for row in rows} == {"rate", "prefill", "decode", "scores", "e2e"}
+    assert {row["kind"] for row in rows} == {"rate", "prefill", "decode", "scores", "disk", "e2e"}
     assert {row["commit"] for row in rows} == {"abc"}
     for row in rows:
         assert float(row["ms"]) > 0
         assert float(row["tflops_or_gbs"]) > 0
         assert bool(row["baseline"]) == bool(row["ratio"])
     assert {row["r"] for row in rows if row["kind"] == "e2e"} == {"1", "0.15", "0"}
-    for title in ("Ceilings", "Error against float64", "Decoding", "Attention scores", "Time to first", "Prefill"):
+    for title in ("Ceilings", "Error against float64", "Decoding", "Attention scores", "Prefill"):
         assert f"\n{title}" in done.stdout
+    assert "\nFrom a disk" in done.stdout
+    assert "\nTime to first" in done.stdout
 
 
 def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
     lines = out.read_text().splitlines()
     assert lines[:2] == [COLUMNS, "older"]
     assert {row["kind"] for row in csv.DictReader(lines[:1] + lines[2:])} == {"rate"}
-    for what in ("the check of", "decode", "scores", "time to first token", "prefill"):
+    for what in ("the check of", "decode", "scores", "reading from a disk", "time to first token", "prefill"):
         assert f"left out: {what}" in done.stdout
 
 

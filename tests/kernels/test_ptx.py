@@ -12,7 +12,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fusionkv.kernels import attention_scores_triton, sparse_attention_triton, tuning  # noqa: E402
+from fusionkv.kernels import attention_scores_triton, checksum_triton, sparse_attention_triton, tuning  # noqa: E402
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes a program can have
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -46,6 +46,17 @@ def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tuning.T
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_checksum(capability: int) -> None:
+    names = checksum_triton._accumulate.arg_names
+    kinds = {name: "*i64" if name.endswith("_ptr") else "i32" for name in names}
+    source = ASTSource(checksum_triton._accumulate, kinds, constexprs={}, attrs={})
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 1})
+    assert f".target sm_{capability}" in built.asm["ptx"]
+    # Products of halves, not of whole numbers: the second takes four instructions for one.
+    assert "mul.wide.u32" in built.asm["ptx"] or "mul.lo.s64" in built.asm["ptx"]
 
 
 def shape(head_dim: int, groups: int, rows: int, keys: int) -> dict[str, Any]:

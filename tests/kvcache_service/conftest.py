@@ -1,6 +1,5 @@
 """A store over real tiers, and a real server over it, in the test's own process."""
 
-import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +10,6 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.client import CacheClient
@@ -21,6 +19,8 @@ from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.checksum import checksum
+from tests.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -31,13 +31,6 @@ def digest(name: str) -> bytes:
 
 def payload(seed: object, size: int) -> bytes:
     return random.Random(repr(seed)).randbytes(size)
-
-
-async def eventually(condition: Callable[[], bool], timeout: float = 20) -> None:
-    """Waits until `condition()`; the event loop runs meanwhile."""
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110 - any condition, not one that somebody announces
-            await asyncio.sleep(0.002)
 
 
 @dataclass
@@ -77,8 +70,8 @@ class Service:
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
-        await eventually(lambda: not (self.store._tasks or self.store.loading or residents._reserved))
-        await eventually(lambda: all(entry.pins == 0 for entry in residents.all()))
+        await until(lambda: not (self.store._tasks or self.store.loading or residents._reserved))
+        await until(lambda: all(entry.pins == 0 for entry in residents.all()))
         self.store.check_integrity()
         residents.check_idle()
 
@@ -125,7 +118,6 @@ def tools() -> Any:
         KIB, MIB = KIB, MIB
         digest = staticmethod(digest)
         payload = staticmethod(payload)
-        eventually = staticmethod(eventually)
         make_tiers = staticmethod(make_tiers)
         serving = staticmethod(serving)
         Clock = Clock
@@ -139,7 +131,7 @@ def tools() -> Any:
                 len(data),
                 7,
                 3,
-                xxhash.xxh3_128_digest(data),
+                checksum(data),
             )
 
     return Tools

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.workload import SYSTEM, Workload
+from fusionkv.protos.checksum import checksum as checksum_of
 
 NAMESPACE = b"n" * 32
 BLOCK = 4096
@@ -44,7 +44,7 @@ class Replicas:
 
     def put(self, digests: list[bytes], offered: bool = False) -> bool:
         data = digests[-1]
-        new = record.make(NAMESPACE, digests, b"", 32, 1, 0, xxhash.xxh3_128_digest(data), offered=offered)
+        new = record.make(NAMESPACE, digests, b"", 32, 1, 0, checksum_of(data), offered=offered)
 
         async def send() -> bool:
             writer = self.store.write(new)
@@ -140,7 +140,7 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
         writers = []
         for names in ("SABC", "SXYC"):
             data = path(names)[-1]
-            checksum = xxhash.xxh3_128_digest(data)
+            checksum = checksum_of(data)
             entry = record.make(NAMESPACE, path(names), b"", 32, 1, 0, checksum, offered=True)
             writer = replicas.store.write(entry)
             assert writer is not None

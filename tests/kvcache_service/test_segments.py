@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 MIB = 1 << 20
@@ -101,9 +102,11 @@ async def test_what_is_hot_rises_while_nobody_waits(near: Any, tools: Any) -> No
     assert (await there.find("S", lease_ms=1)).tier == "disk"
     entry = await there.find("S")
     assert await there.fetched(entry) == (data, 0)
-    async with asyncio.timeout(30):
-        while (await there.find("S")).tier != "memory":  # noqa: ASYNC110 - nobody says when
-            await asyncio.sleep(0.01)
+
+    async def risen() -> bool:
+        return (await there.find("S")).tier == "memory"
+
+    await until(risen)
     assert await there.fetched(await there.find("S")) == (data, 0)
 
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 
@@ -30,7 +30,7 @@ async def test_put_lookup_fetch(start: Any, tools: Any, names: dict[str, bytes])
     found = await service.find(s, a)
     assert [hit.kind for hit in found.hits] == [HitKind.MISS, HitKind.EXACT]
     assert found.hits[0].entry is None
-    checksum = xxhash.xxh3_128_digest(data)
+    checksum = checksum_of(data)
     assert found.hits[1].entry == Entry(key, len(data), 11, 70_000, checksum, "memory", b"")
     assert found.lease != 0
     assert await service.fetch(found.hits[1].entry) == data
@@ -233,7 +233,7 @@ async def test_stock_protobuf_clients_read_and_write_the_same_bytes(
 ) -> None:
     service = await start()
     data = tools.payload("stock", 3 * MIB + 77)
-    checksum = xxhash.xxh3_128_digest(data)
+    checksum = checksum_of(data)
     head = pb.PutHeader(
         namespace=tools.digest("namespace"),
         path=[names["S"], names["A"]],

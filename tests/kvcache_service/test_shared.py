@@ -19,7 +19,9 @@ from fusionkv.kvcache_service.residents import Resident, Residents
 from fusionkv.kvcache_service.shared_index import Change, SharedIndex, group_of
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.errors import Unavailable
-from tests.system.redis_process import RedisServer, free_port
+from tests.ports import free_port
+from tests.system.redis_process import RedisServer
+from tests.waiting import until
 
 A, B, C = (name * 8 for name in (b"a", b"b", b"c"))
 
@@ -40,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 def connected(url: str, expiry: float = 60) -> SharedIndex:
-    return SharedIndex(url, cluster=False, password=None, timeout=2, expiry=expiry)
+    return SharedIndex(url, cluster=False, password=None, timeout=30, expiry=expiry)
 
 
 @pytest.fixture
@@ -150,7 +152,7 @@ async def test_no_password_reaches_an_error_or_the_log(caplog: pytest.LogCapture
     (tmp_path / "password").write_text("from-a-file\n")
     locked = RedisServer(tmp_path, "--requirepass", "from-a-file")
     try:
-        index = SharedIndex(locked.url, cluster=False, password=tmp_path / "password", timeout=2, expiry=5)
+        index = SharedIndex(locked.url, cluster=False, password=tmp_path / "password", timeout=30, expiry=5)
         await index.beat(A, "a:1", "serving", {})
         with caplog.at_level(logging.DEBUG, "fusionkv"):
             for port in (locked.port, free_port()):
@@ -194,9 +196,7 @@ async def test_too_many_changes_while_redis_is_away_publish_everything_anew(
             residents.publish(entry)
 
     async def complete() -> list[Any]:
-        async with asyncio.timeout(10):
-            while written.waiting:  # noqa: ASYNC110 - any condition
-                await asyncio.sleep(0.005)
+        await until(lambda: not written.waiting)
         return await shared.entries([group_of(entry.record) for entry in entries])
 
     publish(entries[:6])

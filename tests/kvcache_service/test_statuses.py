@@ -5,12 +5,13 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 
 from fusionkv.kvcache_service.client import CacheClient, Entry, HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from tests.waiting import until
 
 MIB = 1 << 20
 
@@ -69,7 +70,7 @@ async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(
 def header(names: dict[str, bytes], **changes: Any) -> pb.PutHeader:
     fields: dict[str, Any] = {
         "namespace": names["X"], "path": [names["S"], names["A"]], "size_bytes": 3, "tokens": 1, "base": 0,
-        "checksum": xxhash.xxh3_128_digest(b"abc"),
+        "checksum": checksum_of(b"abc"),
     }  # fmt: skip
     return pb.PutHeader(**{**fields, **changes})
 
@@ -168,7 +169,7 @@ async def test_limits_on_calls_at_once(start: Any, tools: Any, names: dict[str, 
         fetch.cancel()
         put = stub.Put(timeout=60)
         await put.write(part(header(names)))
-        await tools.eventually(lambda: bool(service.store.residents._reserved))
+        await until(lambda: bool(service.store.residents._reserved))
         with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
             await service.put([names["S"], names["B"]], b"b")
         await put.write(part(data=b"abc"))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -22,8 +21,10 @@ from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.remote import RemoteTier
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.errors import NotFound, ResourceExhausted
 from tests.system.redis_process import RedisServer
+from tests.waiting import until
 
 BLOCK = 4096
 # Thousands of restarts: a file system in memory, where there is one, makes their flushes free.
@@ -77,7 +78,7 @@ def make_machine(
             self.count += 1
             data = tools.payload(self.count, size)
             variant = variant if len(text) > 1 else ""
-            checksum = xxhash.xxh3_128_digest(data)
+            checksum = checksum_of(data)
             return record.make(namespace, path(text), d(variant) if variant else b"", size, 1, 0, checksum), data
 
         @rule(text=names, variant=variants, size=sizes, namespace=namespaces, finish=st.booleans())
@@ -224,7 +225,7 @@ def make_machine(
             while self.store.loading or self.store._tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
-            self.loop.run_until_complete(tools.eventually(lambda: not self.store.residents._reserved))
+            self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))
             self.store.check_integrity()
             self.store.residents.check_idle()
             assert len(self.store.leases) >= len(self.leases)

@@ -38,7 +38,7 @@ class Receiver(trace_grpc.TraceServiceServicer, metrics_grpc.MetricsServiceServi
         traces = isinstance(request, trace_pb2.ExportTraceServiceRequest)
         return trace_pb2.ExportTraceServiceResponse() if traces else metrics_pb2.ExportMetricsServiceResponse()
 
-    def wait_for(self, ready: Callable[[], Any], timeout: float = 30) -> None:
+    def wait_for(self, ready: Callable[[], Any], timeout: float = 60) -> None:
         with self.changed:
             assert self.changed.wait_for(ready, timeout), (
                 sorted((name, span.name, span.parent_span_id) for name, span in self.spans),

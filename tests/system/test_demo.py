@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.system
 RECIPES = ("full_attention", "full_reuse", "fusionrag", "trace")
 
 
@@ -23,7 +23,7 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out/demo.json"
     flags = ["--model", reference_model, "--corpus", corpus, "--out", out]
     command = [sys.executable, "-P", root / "examples/demo.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=560)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [f.name for f in out.parent.iterdir()] == ["demo.json"], "the demo leaves no data behind"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.system
 FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
 

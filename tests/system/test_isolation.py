@@ -23,9 +23,10 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.errors import NotFound, PermissionDenied, ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from tests.waiting import until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
-PAIRS = 30
+pytestmark = pytest.mark.system
+PAIRS, MOST_ROUNDS = 30, 4
 TOKENS = {(tenant, role): secrets.token_urlsafe(32) for tenant in ("acme", "bolt") for role in ("app", "operator")}
 WORDS = ["harbour", "engine", "winter", "ledger", "copper", "meadow", "signal", "archive", "lantern", "bridge"]
 Launch = Callable[..., Any]
@@ -144,35 +145,47 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
         replies = [reply async for reply in worker.generate(request, 60)]
         assert sum(hit.chunks for hit in replies[-1].summary.hits) == hits
     settings = {"dtype": model.dtype, "layout": LAYOUT}
-    # The worker has just stored what was asked for under the plain name; the gateway's own entries have another.
+    # The worker stores what was asked for under the plain name; the gateway's own entries have another.
     names = {name: keys.namespace(model.fingerprint, settings, name) for name in ("acme", "bolt", salt)}
     assert await cache.delete(namespace=names["bolt"]) == 0
     path = [(keys.chunk_digest(vocabulary.system), ()), (keys.chunk_digest(ids), ())]
-    assert await cache.delete(namespace=names["acme"]) > 0
-    assert all(hit.entry for hit in (await cache.lookup(names[salt], path, timeout=20)).hits)
+
+    async def stored(name: str) -> bool:
+        """Which the worker does in the background."""
+        return all(hit.entry for hit in (await cache.lookup(names[name], path, timeout=20)).hits)
+
+    await until(lambda: stored("acme"))
+    await until(lambda: stored(salt))
+    assert await cache.delete(namespace=names["acme"]) == len(path)
     await worker.close()
     await cache.close()
 
 
 def test_a_miss_takes_as_long_whether_or_not_another_tenant_has_the_document(services: Services) -> None:
-    """A signed-rank test over pairs that are asked in random order; the same test tells hits from misses."""
+    """A signed-rank test over pairs that are asked in random order; the same test tells hits from misses.
+
+    Where others keep the machine busy that takes more pairs.
+    """
+    order = random.Random(1)
+    shared, alone, again = [], [], []
     with services.client("acme") as acme, services.client("bolt") as bolt:
-        for number in range(PAIRS):
-            for name in ("Shared", "Alone"):
-                bolt.ingest("timing", f"{name}{number}", text(name, number), media_type="text/plain")
-            acme.ingest("timing", f"Shared{number}", text("Shared", number), media_type="text/plain")
-            assert found(acme, "timing", f"Report Shared{number}?") == {"missed": 1}
-        warm(bolt)
-        order = random.Random(1)
-        shared, alone, again = [], [], []
-        for number in range(PAIRS):
-            pair = [("Shared", shared), ("Alone", alone)]
-            order.shuffle(pair)
-            for name, seconds in pair:
-                seconds.append(first_token(bolt, f"Report {name}{number}?", misses=1))
-            again.append(first_token(bolt, f"Report Shared{number}?", misses=0))
+        for round in range(MOST_ROUNDS):
+            numbers = range(round * PAIRS, (round + 1) * PAIRS)
+            for number in numbers:
+                for name in ("Shared", "Alone"):
+                    bolt.ingest("timing", f"{name}{number}", text(name, number), media_type="text/plain")
+                acme.ingest("timing", f"Shared{number}", text("Shared", number), media_type="text/plain")
+                assert found(acme, "timing", f"Report Shared{number}?") == {"missed": 1}
+            warm(bolt)
+            for number in numbers:
+                pair = [("Shared", shared), ("Alone", alone)]
+                order.shuffle(pair)
+                for name, seconds in pair:
+                    seconds.append(first_token(bolt, f"Report {name}{number}?", misses=1))
+                again.append(first_token(bolt, f"Report Shared{number}?", misses=0))
+            if (control := likelihood(np.array(alone) - again)) < 1e-4:
+                break
     unlike = likelihood(np.array(alone) - shared)
-    control = likelihood(np.array(alone) - again)
     figures = ", ".join(
         f"{name} {1e3 * statistics.median(seconds):.2f} ms"
         for name, seconds in (("had by the other", shared), ("had by nobody", alone), ("had by oneself", again))

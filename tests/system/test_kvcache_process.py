@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -15,13 +14,14 @@ from typing import Any
 
 import grpc
 import pytest
-import xxhash
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
+from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from tests.ports import free_port
 from tests.system.cache_process import (
     MIB,
     MODULE,
@@ -35,6 +35,7 @@ from tests.system.cache_process import (
     payload,
     put,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -59,13 +60,13 @@ async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any,
 async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     launch: Any, tmp_path: Path, seed: int, disk: int
 ) -> None:
-    """100 puts from 4 clients with deletes between; the process is killed with some in flight, three times.
+    """Puts from 4 clients with deletes between; the process is killed with some in flight, three times.
 
     40 MiB of disk are far too few, so that space is given from entry to entry all the time.
     """
     rng = random.Random(seed)
-    sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB, 9 * MIB]) + i for i in range(100)}
-    todo = list(sizes)
+    sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB, 9 * MIB]) + i for i in range(160)}
+    todo = list(sizes)  # far more than three rounds take
     acknowledged: set[int] = set()
     deleted: set[int] = set()
     interrupted = 0
@@ -129,7 +130,7 @@ async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) 
         call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Put(timeout=30)
         header = pb.PutHeader(
             namespace=NAMESPACE, path=[SYSTEM, chunk("late")], size_bytes=len(data), tokens=1,
-            checksum=xxhash.xxh3_128_digest(data),
+            checksum=checksum_of(data),
         )  # fmt: skip
         await call.write(pb.PutRequest(header=header))
         await call.initial_metadata()  # the service has taken the call: one that it has not is not in flight
@@ -210,7 +211,14 @@ async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch:
     assert await streamed() == 0
     service.kill9()
     launch(*flags(tmp_path / "data"), *listen)
-    # The new process has it on disk only, brings it up, and hands over a memory of its own.
+    # The new process has it on disk only: there it is read, and the new process is asked to bring it up meanwhile.
+    assert await streamed() == 0
+
+    async def risen() -> bool:
+        return bool((await client.stats()).tiers[0].promotions)
+
+    await until(risen)
+    # Now it hands over a memory of its own.
     assert await streamed() == 0
     assert (await client.stats()).tiers[0].promotions == 1
     await client.close()
@@ -274,24 +282,21 @@ async def test_without_a_disk_tier_nothing_is_written(launch: Any, tmp_path: Pat
 
 
 async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fixed = ("--listen", f"127.0.0.1:{port}")
+    fixed = ("--listen", f"127.0.0.1:{free_port()}")
     service = launch(*flags(tmp_path / "data"), *fixed)
-    client = CacheClient(f"127.0.0.1:{port}")
+    client = CacheClient(service.address)
     assert await put(client, "x", b"abc")
     service.kill9()
     with pytest.raises(errors.Unavailable):
         await get(client, "x")
     launch(*flags(tmp_path / "data"), *fixed)
-    async with asyncio.timeout(30):
-        while True:
-            try:
-                assert await get(client, "x") == b"abc"
-                break
-            except errors.Unavailable:
-                await asyncio.sleep(0.05)
+
+    async def back() -> bool:
+        with contextlib.suppress(errors.Unavailable):
+            return await get(client, "x") == b"abc"
+        return False
+
+    await until(back)
     await client.close()
 
 

@@ -14,7 +14,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as fusion
 from fusionkv.protos.gateway.v1 import gateway_pb2 as gateway
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as kvcache
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.system
 LONG = "x" * 100_000
 DIGEST = bytes(32)
 MANY = [DIGEST] * 100_000

@@ -11,7 +11,8 @@ from fusionkv.kvcache_service.client import HitKind
 from tests.chaos.network import Relay
 from tests.system.cache_process import find, get, payload, put
 from tests.system.redis_process import RedisServer, free_port
-from tests.system.shared_services import Services, until
+from tests.system.shared_services import Services
+from tests.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
@@ -31,10 +32,7 @@ def where(server: RedisServer) -> str:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async def met() -> bool:
-        return await asyncio.to_thread(condition)
-
-    await until(met, timeout=60)
+    await until(lambda: asyncio.to_thread(condition))
 
 
 def promote(server: RedisServer) -> None:

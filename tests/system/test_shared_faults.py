@@ -3,9 +3,7 @@
 import asyncio
 import secrets
 import signal
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +14,23 @@ from fusionkv.protos import errors
 from fusionkv.protos.tls import ClientTLS
 from tests.system.cache_process import find, get, payload, put
 from tests.system.redis_process import RedisServer
-from tests.system.shared_services import Services, until
+from tests.system.shared_services import Services
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    made = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield made
-    made.kill9()
-
-
-@pytest.fixture(scope="module")
-def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
-    for _ in range(3):
-        made.start()
-    return made
-
-
-@pytest.fixture
-async def cluster(services: Services) -> AsyncIterator[Services]:
-    """Three services that share an index, and are empty."""
-    await services.emptied()
-    yield services
-    await services.close()
-
-
 async def test_a_lookup_at_one_that_stands_still_is_answered_by_another(cluster: Services) -> None:
-    for i in range(30):
+    names = cluster.names(10)
+    for i in names:
         await put(cluster.clients[0], i, payload(i, 5000))
     await cluster.settled()
     client = CacheClient(cluster.services[0].address)
     # Who the others are follows from what they hold, and how often one may be asked besides from what was asked.
     for _ in range(4):
-        for i in range(30):
+        for i in names:
             assert (await find(client, i)).hits[1].kind is HitKind.EXACT
-    there = next(i for i in range(30) if cluster.home(i) == 1)
+    there = next(i for i in names if cluster.home(i) == 1)
     cluster.services[0].process.send_signal(signal.SIGSTOP)
     try:
         found = await find(client, there, timeout=60)
@@ -71,11 +48,11 @@ async def test_a_lookup_at_one_that_stands_still_is_answered_by_another(cluster:
 
 
 async def test_a_killed_service_is_a_miss_and_comes_back_with_what_it_had(cluster: Services) -> None:
-    for i in range(30):
+    names = cluster.names(10)
+    for i in names:
         await put(cluster.clients[0], i, payload(i, 5000))
     await cluster.settled()
-    lost = [i for i in range(30) if cluster.home(i) == 2]
-    assert lost
+    lost = [i for i in names if cluster.home(i) == 2]
     cluster.services[2].kill9()
     client = cluster.clients[0]
     entry = (await find(client, lost[0])).hits[1].entry
@@ -88,25 +65,25 @@ async def test_a_killed_service_is_a_miss_and_comes_back_with_what_it_had(cluste
     other = CacheClient(cluster.services[1].address)
     assert all([(await find(other, i)).hits[1].kind is HitKind.MISS for i in lost])
     assert await put(other, lost[0], payload(lost[0], 5000)), "it is put anew, at who is alive"
-    cluster.restart(2)
+    await asyncio.to_thread(cluster.restart, 2)
     await cluster.settled()
-    for i in range(30):
+    for i in names:
         assert await get(other, i) == payload(i, 5000)
     await other.close()
 
 
 async def test_a_stopped_service_costs_the_time_of_one_fetch(cluster: Services) -> None:
-    for i in range(20):
+    for i in cluster.names(6):
         await put(cluster.clients[0], i, payload(i, 5000))
     await cluster.settled()
-    there = [i for i in range(20) if cluster.home(i) == 1]
+    there = [i for i in cluster.names(6) if cluster.home(i) == 1]
     entry = (await find(cluster.clients[0], there[0])).hits[1].entry
     assert entry is not None
     cluster.services[1].process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(errors.NotFound):
-        await cluster.clients[0].fetch(entry, memoryview(bytearray(entry.size)), timeout=0.5)
-    assert time.monotonic() - began < 2
+    # Far more than half a second, and far less than silence costs without a limit.
+    async with asyncio.timeout(20):
+        with pytest.raises(errors.NotFound):
+            await cluster.clients[0].fetch(entry, memoryview(bytearray(entry.size)), timeout=0.5)
     assert [(await find(cluster.clients[0], i)).hits[1].kind for i in there] == [HitKind.MISS] * len(there)
     cluster.services[1].process.send_signal(signal.SIGCONT)
 
@@ -144,7 +121,7 @@ async def test_a_join_and_a_leave_move_only_what_must_move_while_serving(cluster
     async def moved() -> bool:
         return await cluster.entries() == [homes.count(n) for n in range(4)]
 
-    await until(moved, 40)
+    await until(moved, 120)
     assert sum(s.moved for s in await cluster.stats()) - moved_before == homes.count(3) > 0
     assert set(seen) == {"whole"}, "nothing was out of reach while it moved"
     assert await asyncio.to_thread(cluster.services[3].stop) == 0
@@ -157,8 +134,12 @@ async def test_a_join_and_a_leave_move_only_what_must_move_while_serving(cluster
     assert seen["miss"] < 20, "the few that were looked up while it was there, and fetched after it had gone"
     homes = [cluster.home(i) for i in names]
     assert await cluster.entries() == [homes.count(n) for n in range(3)], "what it had was handed to the others"
-    for i in names:
-        assert await get(reader, i) == payload(i, 3000)
+
+    async def whole() -> bool:
+        """Soon: a client that came for what had just gone takes it for a miss for a while."""
+        return [await get(reader, i) for i in names] == [payload(i, 3000) for i in names]
+
+    await until(whole)
     await reader.close()
 
 
@@ -180,7 +161,7 @@ async def test_a_hot_chunk_gets_a_second_holder_and_outlives_the_first(cluster: 
     for client in others:
         assert await get(client, "hot") == payload("hot", 9000)
         await client.close()
-    cluster.restart(home)
+    await asyncio.to_thread(cluster.restart, home)
 
 
 async def test_with_mtls_and_encrypted_disks(

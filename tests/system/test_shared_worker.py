@@ -10,7 +10,8 @@ import pytest
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.system.redis_process import RedisServer
-from tests.system.shared_services import Services, until
+from tests.system.shared_services import Services
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 POOL_TOKENS = 768

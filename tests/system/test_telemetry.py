@@ -20,7 +20,7 @@ from fusionkv.gateway.results import Summary
 from fusionkv.protos.errors import NotFound, Unauthenticated
 from tests.system.otlp import Receiver, attributes, points, receiving
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.system
 SERVICES = {"fusionkv-gateway", "fusionkv-worker", "fusionkv-kvcache"}
 RPC = re.compile(r"/(gateway|fusion|kvcache)\.v1\.\w+/\w+")
 QUESTION = "Report Velkorda: code of Bervek?"
@@ -127,7 +127,7 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
 def scrape(service: Any) -> dict[str, Any]:
     """The families of the scrape endpoint, by name."""
     (address,) = re.findall(r"metrics at (http://\S+/metrics)", service.log)
-    text = httpx2.get(address).text
+    text = httpx2.get(address, timeout=60).text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 

@@ -132,13 +132,17 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
 
 
 def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
-    asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2))
+    asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("trace+adaptive(20)", 0.1))
     fed = tasks.reference(TASK, COUNT)
     generated = dataclasses.replace(fed, metrics=("exact_match", "f1"), max_tokens=6)
     expected, found = measure(model, fed, asked), measure(model, generated, asked)
     for cell in asked:
         assert found[cell].values["exact_match"] == expected[cell].values["exact_match"]
         assert found[cell].values["agreement"] == expected[cell].values["agreement"]
+        for metric in ("recomputed", "scored_rows"):
+            values = zip(found[cell].values[metric], expected[cell].values[metric], strict=True)
+            right = zip(expected[cell].values["exact_match"], values, strict=True)
+            assert all(a == b for exact, (a, b) in right if exact)
         assert all(f >= e for f, e in zip(found[cell].values["f1"], found[cell].values["exact_match"], strict=True))
     assert (
         0 < sum(found[asked[2]].values["exact_match"]) < COUNT or sum(found[asked[1]].values["exact_match"]) < COUNT

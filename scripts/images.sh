@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Builds the CPU images and starts them, without a container registry: their base is a Debian made from its packages.
+# Needs root, buildah and debootstrap, and some GB below /var/lib/containers. Arguments go to `buildah build`, for
+# example --volume /etc/pip.conf:/etc/pip.conf:ro.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-vfs}
+BASE=localhost/fusionkv-base:bookworm
+MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
+MODEL=models/eased-1
+work=$(mktemp -d)
+containers=()
+
+for tool in buildah debootstrap; do
+    command -v $tool >/dev/null || { echo "install first, as root: apt-get install buildah debootstrap"; exit 2; }
+done
+[ "$(id -u)" = 0 ] || { echo "this has to run as root: it makes file systems"; exit 2; }
+
+say() { echo "[$SECONDS s] $*"; }
+
+end() {
+    local status=$?
+    jobs -p | xargs -r kill 2>/dev/null || true
+    wait
+    for container in "${containers[@]}"; do buildah rm "$container" >/dev/null || true; done
+    [ $status = 0 ] || tail -n 20 "$work"/*.log
+    rm -rf "$work"
+}
+trap end EXIT
+
+base() {
+    buildah inspect --type image $BASE >/dev/null 2>&1 && return
+    say "a Debian with Python as the base image"
+    local container root
+    container=$(buildah from scratch)
+    containers+=("$container")
+    root=$(buildah mount "$container")
+    debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv \
+        bookworm "$root" "$MIRROR" >"$work/debootstrap.log"
+    # As the official Python image has them: `python` and `pip`, for the system as a whole.
+    ln -s python3 "$root/usr/bin/python"
+    rm "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
+    rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
+    buildah unmount "$container" >/dev/null
+    buildah commit --quiet "$container" $BASE >/dev/null
+}
+
+build() {
+    local image=$1
+    shift
+    say "image $image"
+    buildah build --quiet --format docker --target "$image" --build-arg PYTHON_IMAGE=$BASE "$@" \
+        --tag "localhost/fusionkv-$image" . >"$work/build-$image.log" 2>&1
+    say "image $image: $(buildah inspect --type image --format '{{.OCIv1.Config.User}}' "localhost/fusionkv-$image")," \
+        "$(buildah images --format '{{.Size}}' "localhost/fusionkv-$image")"
+}
+
+# Starts an image by its own entry point, as the user that it names; settings and volumes are arguments before `--`.
+start() {
+    local image=$1 container command
+    shift
+    container=$(buildah from "localhost/fusionkv-$image")
+    containers+=("$container")
+    mapfile -t command < <(buildah inspect --format '{{range .OCIv1.Config.Entrypoint}}{{println .}}{{end}}' \
+        "$container" | sed '/^$/d')
+    say "starting $image: ${command[*]}"
+    buildah run "$@" "$container" -- "${command[@]}" >"$work/$image.log" 2>&1 &
+}
+
+ready() {
+    say "waiting for port $1"
+    .venv/bin/python -P - "$1" $! <<'PY'
+import os
+import sys
+import time
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+deadline = time.monotonic() + 120
+with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
+    stub = health_pb2_grpc.HealthStub(channel)
+    while True:
+        try:
+            if stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        except grpc.RpcError as error:
+            os.kill(int(sys.argv[2]), 0)  # ProcessLookupError: it has ended
+            if time.monotonic() > deadline:
+                sys.exit(f"port {sys.argv[1]}: {error.code()}")
+        time.sleep(0.2)
+PY
+}
+
+base
+for image in kvcache worker gateway; do build $image "$@"; done
+start kvcache
+ready 7070
+start worker --volume "$PWD/$MODEL:/models:ro" --env FUSIONKV_WORKER_CACHE=127.0.0.1:7070
+ready 7071
+start gateway --env FUSIONKV_GATEWAY_WORKERS=127.0.0.1:7071
+ready 7072
+say "documents and a question"
+.venv/bin/python -P -m fusionkv.models.corpus --out "$work/corpus" --stories 1
+.venv/bin/fusionkv ingest images "$work/corpus/shelf-01"
+mapfile -t asked < <(.venv/bin/python -P -c '
+import json, sys
+first = json.load(open(sys.argv[1]))[0]
+print(first["question"], first["answer"], sep="\n")' "$work/corpus/questions.json")
+echo "${asked[0]} (${asked[1]})"
+.venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
+grep -qF -- "${asked[1]}" "$work/answer"
+say "SIGTERM"
+# The services alone, not what buildah runs them by.
+pkill -TERM -f '^/opt/fusionkv/bin/python -P -m fusionkv\.'
+wait
+for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
+say "all images build, start, answer and end"

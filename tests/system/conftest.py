@@ -1,0 +1,32 @@
+"""Three cache services that share an index, for the tests of a module."""
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import Services
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    made = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield made
+    made.kill9()
+
+
+@pytest.fixture(scope="module")
+def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
+    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
+    for _ in range(3):
+        made.start()
+    return made
+
+
+@pytest.fixture
+async def cluster(services: Services) -> AsyncIterator[Services]:
+    """Three services that share an index, and are empty."""
+    await services.emptied()
+    yield services
+    await services.close()
