@@ -22,7 +22,7 @@ from fusionkv.protos.errors import FailedPrecondition, NotFound
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
 _DELETED = "deleted"
-# Searches at once, which wait for cores and disk anyway: each has up to ten files open, and some hundred kilobytes.
+# Searches at once, which wait for cores and disk anyway; each has about three files open, and some hundred kilobytes.
 _SEARCHES = 8
 
 
