@@ -118,13 +118,16 @@ def _attend(
 
     scored: the groups, and how many dimensions the sums have: 0 for none, 1 for [keys], 2 for [rows, keys].
     """
+    everything = range(block.low, block.high)
+    if q.dtype == torch.float32 and len(everything) <= block.step:
+        return _at_once(q, k, v, block, scale, scored)
     # The first keys are a good sample: in most models they draw the most attention (EPIC).
     sampled = block.shared[:_SAMPLE] if len(block.shared) >= _SAMPLE else range(block.low, block.high)
-    for sample in (sampled, range(block.low, block.high)):
+    for sample in (sampled, everything):
         _guess(q, k, block, sample, scale)
         total, mean = torch.zeros(q.shape[:2]), torch.zeros(*q.shape[:2], v.shape[2])
         parts: list[torch.Tensor] = []
-        for keys in _steps(range(block.low, block.high), block.step):
+        for keys in _steps(everything, block.step):
             weights = _exponents(q, k, block, keys, scale).exp2_()
             mean += torch.bmm(weights, v[:, keys.start : keys.stop])
             if scored[1]:
@@ -135,6 +138,19 @@ def _attend(
             break
     shares = total.reciprocal_()
     return mean.mul_(shares[..., None]), _sums(parts, shares, *scored) if parts else None
+
+
+def _at_once(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As `_attend`, of keys that are one step at most. float32 is fine wherever scores lie: nothing is guessed."""
+    q[..., -1] = 0
+    keys = range(block.low, block.high)
+    scores = _exponents(q, k, block, keys, scale)
+    weights = scores.sub_(scores.amax(-1, keepdim=True)).exp2_()
+    shares = weights.sum(-1).reciprocal_()
+    mean = torch.bmm(weights, v[:, keys.start : keys.stop]).mul_(shares[..., None])
+    return mean, _sums([weights], shares, *scored) if scored[1] else None
 
 
 def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensions: int) -> torch.Tensor:

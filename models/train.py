@@ -3,6 +3,7 @@
 import argparse
 import random
 import shutil
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from fusionkv.models import tokenizer as tokenizers
+from fusionkv.models.crew import Crew, means
 from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 from fusionkv.models.tasks import PROMPT
@@ -118,9 +120,11 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 class Run:
     """A training run: all that a step changes, so that it can be stored and taken up again."""
 
-    def __init__(self, recipe: str, seed: int) -> None:
+    def __init__(self, recipe: str, seed: int, crew: Crew) -> None:
         torch.manual_seed(seed)
-        self.rng = random.Random(seed)
+        self.crew = crew
+        # Every process has samples of its own.
+        self.rng = random.Random(seed + crew.rank * (1 << 32))
         self.recipe = RECIPES[recipe]
         self.tokenizer = tokenizers.build(max(self.recipe.links, default=0), PROMPT.pages[1])
         self.encoder = Encoder(self.tokenizer, self.recipe.links)
@@ -136,24 +140,28 @@ class Run:
         self.steps, self.since = self.steps + 1, self.since + 1
         rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
         stage = self.recipe.stages[self.stage]
-        batch = collate([self.encoder.make(self.rng, stage) for _ in range(stage.batch)])
+        mine = range(self.crew.rank, stage.batch, self.crew.count)
+        batch = collate([self.encoder.make(self.rng, stage) for _ in mine])
         answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
         (answer + self.recipe.auxiliary * auxiliary).backward()
+        self.crew.average(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
                 group["lr"] = rate
             optimiser.step()
             optimiser.zero_grad()
-        for task, share in right.items():
+        found = self.crew.collect((right, time.process_time() - start, batch.ids.numel()))
+        for task, share in sorted(means(right for right, _, _ in found).items()):
             self.smooth[task] = 0.95 * self.smooth.get(task, share) + 0.05 * share
-        spent = time.process_time() - start
+        spent = max(seconds for _, seconds, _ in found)
         self.seconds += spent
+        rate_of = sum(tokens for _, _, tokens in found) / spent
         shares = (
             f"{task}={100 * share:.0f}" for task, share in sorted(self.smooth.items(), key=lambda item: item[1])
         )
         return (
-            f"{self.steps} {stage.name} {self.seconds / 60:.1f} min {batch.ids.numel() / spent:.0f} tokens/s "
+            f"{self.steps} {stage.name} {self.seconds / 60:.1f} min {rate_of:.0f} tokens/s "
             f"loss {answer.item():.3f} marks {auxiliary.item():.3f}, worst first: {' '.join(shares)}"
         )
 
@@ -169,37 +177,51 @@ class Run:
 
     def store(self, path: Path) -> None:
         """Writes the run's state, so that any recipe with the same first stages may go on from it."""
-        counts = (self.steps, self.since, self.stage, self.seconds, self.smooth, self.rng.getstate())
+        generators = self.crew.collect(self.rng.getstate())
+        if self.crew.rank:
+            return
+        counts = (self.steps, self.since, self.stage, self.seconds, self.smooth, generators)
         states = [optimiser.state_dict() for optimiser in self.optimisers]
         partial = path.with_suffix(".partial")
         torch.save({"model": self.model.state_dict(), "optimisers": states, "counts": counts}, partial)
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Takes up a stored state."""
+        """Takes up a stored state, of as many processes."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(values)
-        self.steps, self.since, self.stage, self.seconds, self.smooth, generator = state["counts"]
-        self.rng.setstate(generator)
+        self.steps, self.since, self.stage, self.seconds, self.smooth, generators = state["counts"]
+        if len(generators) != self.crew.count:
+            raise SystemExit(f"{path} is of a run with {len(generators)} processes: --processes {len(generators)}")
+        self.rng.setstate(generators[self.crew.rank])
 
 
 def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
     """Runs to the recipe's last step; decays and ends earlier if the run would take longer than `minutes`."""
+    started = time.monotonic()
+
+    def say(line: str) -> None:
+        if run.crew.rank == 0:
+            print(line, flush=True)
+
     while (done := max((run.steps + 1) / run.recipe.steps, run.seconds / (60 * minutes))) <= 1:
         line = run.step(done)
         if run.steps % 50 == 0:
-            print(line, flush=True)
+            say(line)
         advanced = run.advance(done)
         name = run.recipe.stages[run.stage].name
         if advanced:
-            print(f"after {run.steps} steps, {run.seconds / 60:.1f} min: {name}", flush=True)
+            say(f"after {run.steps} steps, {run.seconds / 60:.1f} min: {name}")
         if states and (advanced or run.steps % 100 == 0):
             run.store(states / f"{name if advanced else 'latest'}.pt")
-            save(run.model, run.tokenizer, out)
-    save(run.model, run.tokenizer, out)
-    print(f"saved {out} after {run.steps} steps, {run.seconds / 60:.1f} minutes", flush=True)
+            if run.crew.rank == 0:
+                save(run.model, run.tokenizer, out)
+    if run.crew.rank == 0:
+        save(run.model, run.tokenizer, out)
+    clock = (time.monotonic() - started) / 60
+    say(f"saved {out} after {run.steps} steps, {run.seconds / 60:.1f} minutes of computing, {clock:.1f} by the clock")
 
 
 def main() -> None:
@@ -208,19 +230,29 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
     parser.add_argument("--minutes", type=float, default=55.0, help="of computing at most; the decay adapts")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="that share each batch, of one thread each")
     parser.add_argument(
         "--states", type=Path, help="folder for the run's state, at each stage's start and the latest"
     )
     parser.add_argument("--resume", type=Path, help="a stored state to go on from")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    run = Run(options.recipe, options.seed)
     if options.states:
         options.states.mkdir(parents=True, exist_ok=True)
+    if options.processes == 1:
+        work(0, options, None)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (options, Path(folder) / "meeting"), nprocs=options.processes)
+
+
+def work(rank: int, options: argparse.Namespace, meeting: Path | None) -> None:
+    """What one process does."""
+    torch.set_num_threads(1)
+    run = Run(options.recipe, options.seed, Crew(rank, options.processes, meeting))
     if options.resume:
         run.restore(options.resume)
     train(run, options.out, options.minutes, options.states)
+    run.crew.close()
 
 
 if __name__ == "__main__":

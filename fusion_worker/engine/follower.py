@@ -1,6 +1,7 @@
 """Selection that follows references: forward by the attention of a few recomputed tokens, backward by words."""
 
 import asyncio
+from functools import lru_cache
 
 import torch
 
@@ -80,6 +81,8 @@ class Follower:
         return weights.cpu()
 
 
+# Again for the larger ratio when an answer is in doubt, and for every ratio of an evaluation.
+@lru_cache(maxsize=32)
 def _words(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
     ids = [i for part in prompt.chunks for i in part.ids]
     chunks = [number for number, part in enumerate(prompt.chunks) for _ in part.ids]

@@ -41,5 +41,7 @@ class Links:
 
     def placed(self, part: Placed) -> Placed:
         """A part where it stands between links."""
+        if not self.each:
+            return part
         position = int(self.moved(torch.tensor(part.wanted.position)))
         return replace(part, wanted=replace(part.wanted, position=position))
