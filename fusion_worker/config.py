@@ -41,6 +41,9 @@ class WorkerConfig:
     fetch_timeout: float = setting(
         5.0, "seconds for fetching a request's chunks, after which it is answered by plain prefill", low=0.001
     )
+    cache_seconds: float = setting(
+        6.0, "seconds that a request waits for the cache service in all, after which it is plain prefill's", low=0.001
+    )
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
     auxiliary: str = setting("", "directory of a small second model that chooses tokens (recipe cacheclip)")
     auxiliary_pool_bytes: int = setting(1 << 28, "size of its KV pool in host memory", bytes=True, low=1 << 20)

@@ -125,7 +125,7 @@ class FusionServicer:
                 f"the model takes {self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")
-        answer = self.answerer.answer(prompt, recipe, ratio, params, corpus, request.explain)
+        answer = self.answerer.answer(prompt, recipe, ratio, params, corpus, request.explain, _time_left(context))
         async with aclosing(answer) as events:
             async for event in events:
                 if isinstance(event, Piece):
@@ -133,7 +133,7 @@ class FusionServicer:
                 elif isinstance(event, Explanation):
                     yield pb.GenerateResponse(explanation=_explanation(event))
                 else:
-                    yield pb.GenerateResponse(summary=_summary(event))
+                    yield pb.GenerateResponse(summary=_summary(event, self.pool.capacity))
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -197,11 +197,17 @@ class FusionServicer:
         )
 
 
+def _time_left(context: Any) -> float | None:
+    """Seconds until the caller's deadline; a caller in this process has none."""
+    left: float | None = context.time_remaining() if context is not None else None
+    return left
+
+
 def _explanation(explanation: Explanation) -> pb.Explanation:
     return pb.Explanation(chunks=[pb.ExplainedChunk(**asdict(chunk)) for chunk in explanation.chunks])
 
 
-def _summary(summary: Summary) -> pb.Summary:
+def _summary(summary: Summary, pool_tokens: int) -> pb.Summary:
     stages, prompt = summary.stages, summary.prompt
     return pb.Summary(
         finish_reason=_FINISH[summary.finish],
@@ -224,4 +230,5 @@ def _summary(summary: Summary) -> pb.Summary:
         recipe=summary.recipe.name,
         ratio=summary.ratio,
         ratio_raised=summary.raised,
+        pool_tokens=pool_tokens,
     )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionkv.gateway import connect
-from fusionkv.gateway.client import DEFAULT_ADDRESS, ORDERS
+from fusionkv.gateway.client import DEFAULT_ADDRESS
 from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
+from fusionkv.gateway.requests import ORDERS
 from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.settings import SettingsError, positive
 
@@ -104,6 +105,30 @@ def _parser() -> argparse.ArgumentParser:
     encode.add_argument(
         "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
     )
+    shared = encode.add_argument_group(
+        "sharing", "any number of processes on any machines take the documents of a run from a queue in Redis"
+    )
+    shared.add_argument("--queue", metavar="URL", help="redis://host:port, 6.2 or later; rediss:// for TLS")
+    shared.add_argument("--run", default="", metavar="NAME", help="this pass over the corpora, the same for all")
+    shared.add_argument("--queue-password", type=Path, metavar="PATH", help="file, if the URL does not hold it")
+    shared.add_argument("--queue-cluster", action="store_true", help="the URL is a node of a Redis Cluster")
+    shared.add_argument(
+        "--concurrency", type=positive, default=2, metavar="N", help="documents at once (default: %(default)s)"
+    )
+    shared.add_argument(
+        "--attempts",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="a document that failed so often is set aside (default: %(default)s)",
+    )
+    shared.add_argument(
+        "--min-idle",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="silence after which a document is taken from its process (default: %(default)g)",
+    )
 
     ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
     ask.add_argument("corpus", metavar="CORPUS")
@@ -154,6 +179,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be 0.1 to 86400")
+    return value
 
 
 if __name__ == "__main__":

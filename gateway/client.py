@@ -4,12 +4,11 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
 
-from fusionkv.gateway import results
+from fusionkv.gateway import requests, results
 from fusionkv.gateway.credentials import Credentials
 from fusionkv.gateway.results import (
     Answer,
@@ -30,7 +29,6 @@ from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.tls import ClientTLS
 
 DEFAULT_ADDRESS = "127.0.0.1:7072"
-ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
 _PAGE = 1000
 T = TypeVar("T")
 BearerToken = str | os.PathLike[str] | None
@@ -75,7 +73,7 @@ class AsyncClient:
 
         An empty media type is guessed from the name's ending.
         """
-        request = await asyncio.to_thread(_ingest_request, corpus, name, content, media_type)
+        request = await asyncio.to_thread(requests.ingest, corpus, name, content, media_type)
         with _errors(self.address):
             r = await self._stub.Ingest(request, **self._with.options(timeout))
         return Ingested(name, r.chunks, r.tokens, r.replaced)
@@ -83,8 +81,8 @@ class AsyncClient:
     async def stream(
         self, corpus: str, question: str, *, timeout: float | None = None, **options: Any
     ) -> AsyncGenerator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
-        call = self._stub.Generate(request(corpus, question, **options), **self._with.options(timeout))
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
                 async for response in call:
@@ -93,7 +91,7 @@ class AsyncClient:
             call.cancel()
 
     async def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
-        """A whole answer. Options: see `request`."""
+        """A whole answer. Options: `requests.generate`."""
         async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
             return _answer([event async for event in events])
 
@@ -101,13 +99,18 @@ class AsyncClient:
         self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
     ) -> tuple[Passage, ...]:
         """The passages for a question, without answering it."""
-        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
         with _errors(self.address):
             return results.passages(await self._stub.Retrieve(wanted, **self._with.options(timeout)))
 
-    async def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> AsyncGenerator[Progress]:
-        """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
-        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours)
+    async def precompute(
+        self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
+    ) -> AsyncGenerator[Progress]:
+        """Encodes a corpus, or one document, ahead of time, with progress.
+
+        Has no deadline; a repeated call goes on from there.
+        """
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         call = self._stub.Precompute(request, metadata=self._with.metadata())
         try:
             with _errors(self.address):
@@ -122,16 +125,22 @@ class AsyncClient:
             r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
         return Deleted(r.documents, r.chunks)
 
+    async def page(
+        self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
+    ) -> tuple[list[Item], str]:
+        """A part of what `list` gives, from where `token` says, and the token of the next part; empty at the end."""
+        wanted = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
+        with _errors(self.address):
+            r = await self._stub.List(wanted, **self._with.options(timeout))
+        return [Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items], r.next_page_token
+
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of one corpus, by name."""
         items: list[Item] = []
         token = ""
         while True:
-            page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
-            with _errors(self.address):
-                r = await self._stub.List(page, **self._with.options(timeout))
-            items.extend(Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items)
-            token = r.next_page_token
+            some, token = await self.page(corpus, token, timeout=timeout)
+            items.extend(some)
             if not token:
                 return items
 
@@ -175,12 +184,12 @@ class Client:
         An empty media type is guessed from the name's ending.
         """
         with _errors(self.address):
-            r = self._stub.Ingest(_ingest_request(corpus, name, content, media_type), **self._with.options(timeout))
+            r = self._stub.Ingest(requests.ingest(corpus, name, content, media_type), **self._with.options(timeout))
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     def stream(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Iterator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary. Options: see `request`. Closing it cancels the call."""
-        call = self._stub.Generate(request(corpus, question, **options), **self._with.options(timeout))
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
                 for response in call:
@@ -189,14 +198,14 @@ class Client:
             call.cancel()
 
     def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
-        """A whole answer. Options: see `request`."""
+        """A whole answer. Options: `requests.generate`."""
         return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 
     def retrieve(
         self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
     ) -> tuple[Passage, ...]:
         """The passages for a question, without answering it."""
-        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=_order(order))
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
         with _errors(self.address):
             return results.passages(self._stub.Retrieve(wanted, **self._with.options(timeout)))
 
@@ -206,9 +215,12 @@ class Client:
             r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
         return Deleted(r.documents, r.chunks)
 
-    def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0) -> Iterator[Progress]:
-        """Encodes a corpus ahead of time, with progress. Has no deadline; a repeated call goes on from there."""
-        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours)
+    def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = "") -> Iterator[Progress]:
+        """Encodes a corpus, or one document, ahead of time, with progress.
+
+        Has no deadline; a repeated call goes on from there.
+        """
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         call = self._stub.Precompute(request, metadata=self._with.metadata())
         try:
             with _errors(self.address):
@@ -234,71 +246,6 @@ class Client:
         """What the gateway reports of itself."""
         with _errors(self.address):
             return results.stats(self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
-
-
-def request(
-    corpus: str,
-    question: str,
-    *,
-    recipe: str = "",
-    ratio: float | None = None,
-    top_k: int = 0,
-    order: str = "document",
-    max_tokens: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 0.0,
-    sample_top_k: int = 0,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    query: str = "",
-    explain: bool = False,
-) -> pb.GenerateRequest:
-    """A question with its options; each left out takes the default of the gateway or the worker.
-
-    `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
-    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`;
-    chunks are searched for by `query` where that is not the question; `explain` asks for an Explanation.
-
-    Raises:
-        InvalidArgument: a value that can't be sent.
-    """
-    try:
-        sampling = pb.Sampling(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=sample_top_k,
-            seed=seed,
-            stop=stop,
-        )
-        return pb.GenerateRequest(
-            corpus=corpus,
-            question=question,
-            recipe=recipe,
-            ratio=ratio,
-            top_k=top_k,
-            order=_order(order),
-            sampling=sampling,
-            query=query,
-            explain=explain,
-        )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"bad option: {error}") from error
-
-
-def _order(name: str) -> pb.Order:
-    if name not in ORDERS:
-        raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
-    return ORDERS[name]
-
-
-def _ingest_request(
-    corpus: str, name: str, content: bytes | str | os.PathLike[str], media_type: str
-) -> pb.IngestRequest:
-    if isinstance(content, os.PathLike):
-        content = Path(content).read_bytes()
-    raw = content.encode() if isinstance(content, str) else content
-    return pb.IngestRequest(corpus=corpus, name=name, media_type=media_type, content=raw)
 
 
 def _answer(events: Sequence[Event]) -> Answer:

@@ -3,30 +3,26 @@
 import argparse
 import asyncio
 import contextlib
-import json
-import random
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fusionkv.gateway import connect, explain
-from fusionkv.gateway.client import AsyncClient
-from fusionkv.gateway.files import UsageError, find
+from fusionkv.gateway import connect, encode, explain
+from fusionkv.gateway.console import patiently, print_json, progress_bar
+from fusionkv.gateway.files import find
 from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.errors import InvalidArgument, ServiceError
 from fusionkv.protos.tls import ClientTLS
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
 _STATS_SECONDS = 5.0
-T = TypeVar("T")
 
 
 async def ingest(args: argparse.Namespace) -> int:
@@ -36,13 +32,13 @@ async def ingest(args: argparse.Namespace) -> int:
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
     async with connect.client(args) as client:
-        with _progress(args.json) as progress:
+        with progress_bar(args.json) as progress:
             bar = progress.add_task("ingest", total=len(files))
 
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
-                        done = await _patiently(
+                        done = await patiently(
                             lambda: client.ingest(args.corpus, name, path, media_type=args.media_type),
                             args.timeout,
                         )
@@ -56,32 +52,19 @@ async def ingest(args: argparse.Namespace) -> int:
                         total.chunks += done.chunks
                         total.tokens += done.tokens
                         if args.json:
-                            _print_json({"event": "document", **asdict(done)})
+                            print_json({"event": "document", **asdict(done)})
                     progress.advance(bar)
 
             await _all(one(name, path) for name, path in files.items())
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
-            await _precompute(client, args.json, args.corpus, args.precompute, total)
+            done = await encode.corpus(client, args.json, args.corpus, args.precompute)
+            total.encoded, total.encoded_before = done.done - done.skipped, done.skipped
     if args.json:
-        _print_json({"event": "summary", **asdict(total)})
+        print_json({"event": "summary", **asdict(total)})
     else:
         print(total.line(args.corpus))
     return 1 if total.failed else 0
-
-
-async def _patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """The result of a call that is repeated for as long as the gateway says when to try again."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            return await call()
-        except ResourceExhausted as error:
-            if error.retry_after is None or time.monotonic() + error.retry_after > end:
-                raise
-            # Spread out, or all that were refused together would come back together.
-            pause = error.retry_after * random.uniform(1.0, 2.0)
-        await asyncio.sleep(pause)
 
 
 @dataclass
@@ -103,29 +86,6 @@ class _Total:
         )
         encoded = self.encoded + self.encoded_before
         return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} were already" if encoded else line
-
-
-async def encode(args: argparse.Namespace) -> int:
-    """Encodes whole corpora ahead of time, one after the other; with an index, the one of that number."""
-    if args.index is not None and not 0 <= args.index < len(args.corpora):
-        raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
-    async with connect.client(args) as client:
-        for corpus in args.corpora if args.index is None else [args.corpora[args.index]]:
-            total = _Total()
-            await _precompute(client, args.json, corpus, args.recipe, total)
-            if not args.json:
-                print(f"{corpus}: {total.encoded} chunks encoded, {total.encoded_before} were already")
-    return 0
-
-
-async def _precompute(client: AsyncClient, quiet: bool, corpus: str, recipe: str, total: _Total) -> None:
-    with _progress(quiet) as progress:
-        bar = progress.add_task("precompute", total=None)
-        async for p in client.precompute(corpus, recipe):
-            progress.update(bar, completed=p.done, total=p.total)
-            total.encoded, total.encoded_before = p.done - p.skipped, p.skipped
-            if quiet:
-                _print_json({"event": "precompute", **asdict(p)})
 
 
 async def ask(args: argparse.Namespace) -> int:
@@ -160,7 +120,7 @@ async def ask(args: argparse.Namespace) -> int:
             answer = Answer(text, sources, summary)
             args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
     if args.json:
-        _print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": asdict(summary)})
+        print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": asdict(summary)})
         return 0
     print(flush=True)
     console = Console(stderr=True, highlight=False)
@@ -200,7 +160,7 @@ async def delete(args: argparse.Namespace) -> int:
     async with connect.client(args) as client:
         gone = await client.delete(args.corpus, args.document)
     if args.json:
-        _print_json(asdict(gone))
+        print_json(asdict(gone))
     else:
         print(f"{args.corpus}: {gone.documents} documents, {gone.chunks} chunks deleted")
     return 0
@@ -212,7 +172,7 @@ async def show(args: argparse.Namespace) -> int:
         items: list[Item] = await client.list(args.corpus)
     if args.json:
         for item in items:
-            _print_json(asdict(item))
+            print_json(asdict(item))
         return 0
     sizes = ["chunks", "tokens", "bytes"]
     columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes]
@@ -233,7 +193,7 @@ async def stats(args: argparse.Namespace) -> int:
     found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "the gateway reaches none"}
     found["cache"] = await _reported(args.cache or _cache_address(), tls, _cache_stats)
     if args.json:
-        _print_json(found)
+        print_json(found)
         return 0
     table = Table(box=None, show_header=False, pad_edge=False)
     for service, values in found.items():
@@ -297,12 +257,6 @@ def _shown(value: object) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
-def _progress(quiet: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
-
-
 async def _all(work: Any) -> None:
     """Runs all coroutines; the first error cancels the rest and is raised."""
     tasks = [asyncio.ensure_future(w) for w in work]
@@ -313,8 +267,4 @@ async def _all(work: Any) -> None:
             task.cancel()
 
 
-def _print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False), flush=True)
-
-
-COMMANDS = {"ingest": ingest, "encode": encode, "ask": ask, "delete": delete, "list": show, "stats": stats}
+COMMANDS = {"ingest": ingest, "encode": encode.run, "ask": ask, "delete": delete, "list": show, "stats": stats}

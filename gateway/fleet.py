@@ -7,9 +7,10 @@ import math
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.holdings import Holdings
 from fusionkv.protos.tls import ClientTLS
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ class Member:
 
     client: WorkerClient
     in_flight: int = 0
+    holdings: Holdings = field(default_factory=Holdings)
     _waits: int = 0
     _suspect_until: float = 0.0
     _heard: float = -math.inf

@@ -7,13 +7,13 @@ import numpy as np
 
 from fusionkv.gateway import plan
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest import check_corpus
+from fusionkv.gateway.ingest import check_corpus, check_document
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.errors import InvalidArgument, NotFound
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -34,22 +34,31 @@ class Precompute:
         """Streams progress after each batch, first with nothing done.
 
         Raises:
-            NotFound: no such corpus.
+            NotFound: no such corpus or document.
             InvalidArgument: the recipe needs no neighbours.
             Unavailable: no worker, or its cache service can't be reached.
             ResourceExhausted: the tenant's quota of tokens is used up; what is done is stored.
         """
         check_corpus(request.corpus)
-        documents = await tenant.retrieval.documents(request.corpus)
+        if request.name:
+            check_document(request.name)
+        # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
+        documents = await tenant.retrieval.documents(request.corpus, limit=int(bool(request.name)))
         vocabulary = await self._workers.model()
         default = _count(request.recipe, self._config.recipe, vocabulary)
         count = request.neighbours or default
         if count > _MOST_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
-        progress = pb.PrecomputeResponse(total=sum(d.chunks for d in documents))
+        sizes = {d.name: d.chunks for d in documents}
+        if request.name:
+            found = await tenant.retrieval.chunks(request.corpus, request.name, vocabulary.identity)
+            if not found:
+                raise NotFound(f"corpus {request.corpus!r} has no document {request.name!r}")
+            sizes = {request.name: len(found)}
+        progress = pb.PrecomputeResponse(total=sum(sizes.values()))
         yield _copy(progress)
-        for document in documents:
-            stored = await tenant.retrieval.chunks(request.corpus, document.name, vocabulary.identity)
+        for name, counted in sizes.items():
+            stored = await tenant.retrieval.chunks(request.corpus, name, vocabulary.identity)
             for start in range(0, len(stored), _TOGETHER):
                 batch = stored[start : start + _TOGETHER]
                 tenant.meter.check_tokens()
@@ -58,7 +67,7 @@ class Precompute:
                 progress.skipped += skipped
                 yield _copy(progress)
             # The document may have been replaced since it was counted.
-            progress.total += len(stored) - document.chunks
+            progress.total += len(stored) - counted
         yield _copy(progress)
 
     async def _encode(

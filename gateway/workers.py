@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -28,13 +28,17 @@ EMBED_CHARACTERS = 1 << 14
 # Seconds that an embedding takes, until that is known, and at most; so many times that is waited for one worker, then
 # the next is asked too; and how much each says of the next.
 _FIRST_USUAL, _MOST_USUAL, _PATIENCE, _SMOOTHING = 0.25, 2.0, 4, 0.1
+# So many more requests in flight a worker may have than another, and be given one all of whose chunks it holds; for
+# half of them half as many.
+_WORTH = 2.0
 # Another worker may do what this one can't now.
 _ELSEWHERE = (Unavailable, ResourceExhausted, FailedPrecondition)
 
 
 class WorkerPool:
-    """Calls the least loaded worker; of equally loaded ones, the one whose turn it is for the same chunks, since
-    those are likely in its device pool. All workers run one model; one that runs another is passed over.
+    """Calls the least loaded worker, but for a prompt whose chunks another one likely has in its pool: two requests
+    more in flight there weigh as much as all of them. All workers run one model; one that runs another is passed
+    over.
     """
 
     def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
@@ -50,7 +54,7 @@ class WorkerPool:
             Unavailable: none can be reached.
         """
         failures: list[ServiceError] = []
-        for member in await self._order(b""):
+        for member in await self._order({}):
             try:
                 model = await (member.client.model(timeout) if timeout is not None else member.client.model())
             except _ELSEWHERE as error:
@@ -86,20 +90,25 @@ class WorkerPool:
 
         One that stands still, or was cut off, is found out before it is given the request, if there is another.
         """
-        affinity = hashlib.sha256(b"".join(sorted(keys.chunk_digest(c.ids) for c in request.chunks))).digest()
+        # The pool knows chunks by tenant too.
+        salt = request.tenant.encode()
+        chunks = {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
         failures: list[ServiceError] = []
-        order = await self._order(affinity)
+        order = await self._order(chunks)
         if len(order) > 1:
             order = await _answering(order) or order
         for member in order:
             begun = False
             try:
                 with member.counted():
+                    member.holdings.use(chunks)
                     async with contextlib.aclosing(member.client.generate(request, timeout)) as responses:
                         async for response in responses:
                             if not begun:
                                 member.answered()
                             begun = True
+                            if response.HasField("summary") and response.summary.pool_tokens:
+                                member.holdings.resize(response.summary.pool_tokens)
                             yield response
                 return
             except DeadlineExceeded:
@@ -122,7 +131,7 @@ class WorkerPool:
 
     async def _anywhere(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
         failures: list[ServiceError] = []
-        for member in await self._order(b""):
+        for member in await self._order({}):
             try:
                 with member.counted():
                     return await call(member.client)
@@ -132,7 +141,7 @@ class WorkerPool:
 
     async def _hedged(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
         """As `_anywhere`, for what does no harm when it is done twice; the first answer counts."""
-        waiting = await self._order(b"")
+        waiting = await self._order({})
         asked: dict[asyncio.Task[T], Member] = {}
         failures: list[ServiceError] = []
         began = time.monotonic()
@@ -160,16 +169,22 @@ class WorkerPool:
                 task.cancel()
         raise _worst(failures)
 
-    async def _order(self, affinity: bytes) -> list[Member]:
-        """Least calls in flight first; ties by rendezvous hashing, so that one chunk set keeps its worker.
+    async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
+        """Least calls in flight first, less what it is worth that a worker likely holds the prompt's chunks, by name
+        with their tokens; ties by rendezvous hashing, so that all gateways send one set of chunks to one worker.
 
         Workers that can't be reached come last: a machine that is off answers nothing for up to 20 s. Before them
         come those that kept others waiting of late.
         """
 
-        def load(member: Member) -> tuple[bool, bool, int, bytes]:
+        affinity = hashlib.sha256(b"".join(sorted(chunks))).digest()
+
+        def load(member: Member) -> tuple[bool, bool, float, bytes]:
             turn = hashlib.sha256(affinity + member.client.address.encode()).digest()
-            return not member.client.connected, member.suspect, member.in_flight, turn
+            if not member.client.connected:
+                member.holdings.clear()
+            busy = member.in_flight - _WORTH * member.holdings.share(chunks)
+            return not member.client.connected, member.suspect, busy, turn
 
         await self._fleet.ready()
         return sorted(self._fleet.members, key=load)

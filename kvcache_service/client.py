@@ -13,9 +13,11 @@ from opentelemetry import propagate, trace
 from fusionkv.kvcache_service import answers
 from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.arena import Window
+from fusionkv.kvcache_service.hedge import Hedge
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
 from fusionkv.kvcache_service.segments import Segments, read_into
+from fusionkv.kvcache_service.stubs import bind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.checksum import Checksum
 from fusionkv.protos.checksum import checksum as checksum_of
@@ -29,7 +31,6 @@ tracer = trace.get_tracer(__name__)
 
 # Key in the server's initial metadata of a Put: the space is reserved, send the data.
 RESERVED = "fusionkv-reserved"
-_SERVICE = "/kvcache.v1.KVCacheService/"
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
 _HASH_INLINE_BYTES = 1 << 20
 # A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
@@ -54,6 +55,7 @@ class CacheClient:
         self._segments = Segments(address)
         self._rising: set[asyncio.Task[Any]] = set()
         self._holders = Holders(lambda at: CacheClient(at, tls))
+        self._hedge = Hedge()
 
     async def lookup(
         self,
@@ -63,12 +65,17 @@ class CacheClient:
         lease_ms: int = 0,
         timeout: float,
     ) -> Lookup:
-        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks."""
-        request = pb.LookupRequest(
-            namespace=namespace,
-            path=[pb.PathElement(digest=digest, variants=variants) for digest, variants in path],
-            lease_ms=lease_ms,
-        )
+        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks.
+
+        Where several services share an index, another is asked as well when this one is slow (hedge.py).
+        """
+        elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
+        request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
+        again = partial(self._holders.lookup, request, timeout)
+        return await self._hedge.first(self.ask(request, timeout), again, self._unused)
+
+    async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup:
+        """One Lookup of this service and of no other."""
         asked = time.monotonic()
         response = await self._call("Lookup", request, timeout)
         # The service counts from when it was asked, or later.
@@ -76,6 +83,11 @@ class CacheClient:
         shared = await self._window.open(response.arena)
         hits = (answers.hit(hit, response.lease, shared) for hit in response.hits)
         return Lookup(tuple(self._holders.reachable(hit) for hit in hits), response.lease)
+
+    async def _unused(self, found: Lookup) -> None:
+        if found.lease:
+            with contextlib.suppress(ServiceError):  # it expires
+                await self.release(found.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
@@ -97,7 +109,7 @@ class CacheClient:
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
-        hasher, at = Checksum(), 0
+        hasher, at, end = Checksum(), 0, 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
         try:
             async for message in call:
@@ -108,8 +120,6 @@ class CacheClient:
                 into[at:end] = data
                 hasher.update(data)
                 at = end
-            else:
-                end = at
         except grpc.RpcError as error:
             raise self._error(error, "fetch from") from error
         except ValueError as error:
@@ -217,6 +227,7 @@ class CacheClient:
         """Ends the connection; calls still running fail."""
         for rising in self._rising:
             rising.cancel()
+        await self._hedge.close()
         for channel in (self._channel, self._put_channel):
             if channel is not None:
                 await channel.close()
@@ -263,7 +274,7 @@ class CacheClient:
             frames.keep_freed_memory()
             self._channel = rpc.dial(self.address, tls=self._tls)
             self._put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            self._stubs = _bind(self._channel, self._put_channel)
+            self._stubs = bind(self._channel, self._put_channel)
         return self._stubs[method](request, timeout=timeout, **more)
 
     def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
@@ -289,26 +300,3 @@ async def _send(call: Any, header: pb.PutHeader, data: memoryview) -> None:
             for frame in frames.split(data):
                 await call.write(frame)
             await call.done_writing()
-
-
-def _bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
-    """Each RPC on a channel; KV bytes go round protobuf (frames.py)."""
-    stubs: dict[str, Callable[..., Any]] = {
-        name: channel.unary_unary(
-            _SERVICE + name,
-            request_serializer=getattr(pb, f"{name}Request").SerializeToString,
-            response_deserializer=getattr(pb, f"{name}Response").FromString,
-        )
-        for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats")
-    }
-    stubs["Fetch"] = channel.unary_stream(
-        _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
-    )
-    stubs["Put"] = put_channel.stream_unary(
-        _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
-    )
-    return stubs
-
-
-def _put_message(part: pb.PutRequest | memoryview) -> bytes:
-    return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()

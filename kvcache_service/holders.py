@@ -1,12 +1,13 @@
 """The other services of a shared index, as a caller reaches them: one connection each, and who is out of reach."""
 
 import contextlib
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
-from fusionkv.kvcache_service.answers import Entry, Hit
+from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.protos.errors import DataLoss, DeadlineExceeded, NotFound, ServiceError, Unavailable
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -21,6 +22,10 @@ _MOST_PEERS = 64
 class Peer(Protocol):
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None: ...
 
+    async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup: ...
+
+    async def release(self, lease: int, *, timeout: float) -> None: ...
+
     async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse: ...
 
     async def close(self) -> None: ...
@@ -32,6 +37,7 @@ class Holders:
     def __init__(self, connect: Callable[[str], Peer]) -> None:
         self._connect = connect
         self._peers: dict[str, Peer] = {}
+        self._named: set[str] = set()
         self._down: dict[str, float] = {}
         self._gone: dict[bytes, float] = {}
 
@@ -40,10 +46,34 @@ class Holders:
         if hit.entry is None or not hit.entry.holders:
             return hit
         now = time.monotonic()
+        if len(self._named) < _MOST_PEERS:
+            self._named.update(hit.entry.holders)
         holders = tuple(address for address in hit.entry.holders if self._down.get(address, 0.0) <= now)
         if not holders or self._gone.get(hit.entry.key, 0.0) > now:
             return Hit(HitKind.MISS, None)
         return Hit(hit.kind, replace(hit.entry, holders=holders))
+
+    def lookup(self, request: pb.LookupRequest, timeout: float) -> Coroutine[Any, Any, Lookup] | None:
+        """The same lookup at another service; None if none was named of late that may be reached."""
+        now = time.monotonic()
+        named = [address for address in self._named if self._down.get(address, 0.0) <= now]
+        return self._lookup(random.choice(named), request, timeout) if named else None
+
+    async def _lookup(self, address: str, request: pb.LookupRequest, timeout: float) -> Lookup:
+        """What that service has itself is elsewhere for its caller: held while it is fetched, and not leased."""
+        peer = await self._peer(address)
+        found = await peer.ask(request, timeout)
+        if found.lease:
+            with contextlib.suppress(ServiceError):  # it expires
+                await peer.release(found.lease, timeout=timeout)
+
+        def theirs(hit: Hit) -> Hit:
+            if hit.entry is None:
+                return hit
+            at = hit.entry.holders or (address,)
+            return Hit(hit.kind, replace(hit.entry, tier="remote", holders=at, lease=0, shared=None, extent=None))
+
+        return Lookup(tuple(map(theirs, found.hits)), 0)
 
     async def fetch(self, entry: Entry, into: memoryview, timeout: float) -> None:
         """Fills `into` from the first holder that can; a share of the time is left, in which to do without them.

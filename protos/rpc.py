@@ -39,6 +39,10 @@ _SERVER_OPTIONS = [
     # A caller whose machine vanished in the middle of a stream must not hold what was reserved for it.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Calls that wait for the event loop: gRPC's default is to cancel some from 1,000 on and all from 3,000, without a
+    # hint. A service refuses by its own limits, and says when to try again.
+    ("grpc.server.max_pending_requests", 32_768),
+    ("grpc.server.max_pending_requests_hard_limit", 65_536),
     # Without it two servers could share one port unnoticed.
     ("grpc.so_reuseport", 0),
 ]

@@ -12,6 +12,7 @@ from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine import meters
+from fusionkv.fusion_worker.engine.admission import Admission
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.doubt import step
 from fusionkv.fusion_worker.engine.engine import Engine
@@ -31,14 +32,9 @@ from fusionkv.fusion_worker.engine.text import TextStream
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
-from fusionkv.protos.errors import ResourceExhausted
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
-
-# What the last request counts in the mean time of a request.
-_PACE = 0.2
-_LEAST_RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +96,8 @@ class Answerer:
         self._guard = Guard(config.shadow_floor)
         self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
         self._active = 0
-        self._running = asyncio.Semaphore(config.max_requests)
-        self._waiting = 0
-        meters.observe(self._load, pool)
-        self._seconds = 0.0  # that a request takes, of late
+        self.admission = Admission(config.max_requests, config.max_queue)
+        meters.observe(self.admission.load, pool)
 
     async def answer(
         self,
@@ -113,14 +107,15 @@ class Answerer:
         params: SamplingParams,
         corpus: str = "",
         explained: bool = False,
+        left: float | None = None,
     ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
 
         corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first,
-        of the context that the first token came from.
+        of the context that the first token came from. left: seconds until the caller's deadline, None without one.
 
         Raises:
-            ResourceExhausted: too many wait, or the prompt does not fit the pool.
+            ResourceExhausted: too many wait, or too many for the deadline, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
         self._fuser.check(recipe, len(prompt.chunks))
@@ -129,7 +124,8 @@ class Answerer:
         summary.ratio, summary.raised = self._guard.ratio(recipe, corpus, ratio)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
-                await self._enter(stack)
+                self._enter(stack)
+                await stack.enter_async_context(self.admission.place(left))
             fused = await self._prepare(stack, summary, params)
             watched = self._watched(summary, params)
             answer: list[int] = []
@@ -142,32 +138,15 @@ class Answerer:
             self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits))
         yield summary
 
-    def _load(self) -> tuple[int, int]:
-        """Requests that wait, and those that run."""
-        return self._waiting, self._active - self._waiting
-
     def _watched(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""
         may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
-    async def _enter(self, stack: AsyncExitStack) -> None:
-        if self._running.locked() and self._waiting >= self._config.max_queue:
-            # A place in the queue is free when one of those that run has ended.
-            after = max(_LEAST_RETRY_SECONDS, self._seconds / self._config.max_requests)
-            raise ResourceExhausted(f"{self._waiting} requests wait already: try again later", retry_after=after)
-        self._waiting += 1
+    def _enter(self, stack: AsyncExitStack) -> None:
         self._active += 1
         self.shadow.idle.clear()
         stack.callback(self._leave)
-        try:
-            await stack.enter_async_context(self._running)
-        finally:
-            self._waiting -= 1
-        stack.callback(self._time, time.perf_counter())
-
-    def _time(self, started: float) -> None:
-        self._seconds += _PACE * (time.perf_counter() - started - self._seconds)
 
     def _leave(self) -> None:
         self._active -= 1
@@ -239,6 +218,7 @@ class Answerer:
         if watched and result.logits is not None:
             summary.first_logits = result.logits[0]
         stages.seconds["ttft"] = time.perf_counter() - arrived
+        self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
         meters.first_token(summary)
         if explained:
             yield explain(summary.prompt, fused, stages, self._model.tokenizer)

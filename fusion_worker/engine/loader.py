@@ -12,6 +12,7 @@ import torch
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.budget import Budget
 from fusionkv.fusion_worker.engine.direct import DirectReader
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
@@ -30,6 +31,7 @@ from fusionkv.protos.errors import NotFound, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
 tracer = trace.get_tracer(__name__)
+Fresh = Callable[[int], int]
 
 
 class Loader:
@@ -43,6 +45,7 @@ class Loader:
         self._pool = pool
         self._engine = engine
         self._cache = cache
+        self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
         self._loads: dict[Resident, asyncio.Task[None]] = {}
         self._spans = LoadSpans()
         self._turns = Turns(config.max_loads)
@@ -82,7 +85,7 @@ class Loader:
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, fresh: Callable[[int], int], stages: Stages, in_place: bool = False
+        self, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool = False
     ) -> AsyncIterator[Placement]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
 
@@ -92,29 +95,33 @@ class Loader:
             CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
             ResourceExhausted: the prompt does not fit the pool.
         """
+        budget = Budget(self._config.cache_seconds)
         async with AsyncExitStack() as stack:
             try:
-                placement = await self._bring(stack, prompt, fresh, stages, in_place)
+                placement = await self._bring(stack, prompt, fresh, stages, in_place, budget)
             except EntryGone as gone:
                 log.info("looked up once more: %s", gone)
                 await stack.aclose()
                 stages.start_over()
-                placement = await self._bring(stack, prompt, fresh, stages, in_place)
+                placement = await self._bring(stack, prompt, fresh, stages, in_place, budget)
             yield placement
 
     async def _bring(
-        self, stack: AsyncExitStack, prompt: Prompt, fresh: Callable[[int], int], stages: Stages, in_place: bool
+        self, stack: AsyncExitStack, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool, budget: Budget
     ) -> Placement:
         """As `prompt`, for as long as `stack` is open."""
         namespace = self.namespace(prompt.tenant)
         leased = await stack.enter_async_context(AsyncExitStack())
         with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
-            wanted = await leased.enter_async_context(self.locator.prompt(prompt, namespace, in_place))
+            with budget.spending():
+                asking = self.locator.prompt(prompt, namespace, in_place, budget.left)
+                wanted = await leased.enter_async_context(asking)
             span.set_attribute("fusionkv.chunks", len(prompt.chunks))
         stale = sum(len(w.chunk) for w in wanted if not w.lossless)
         with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
             placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
-            await self._fetched(placement)
+            with budget.spending():
+                await self._fetched(placement, budget.left)
             span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
         await leased.aclose()
         with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
@@ -122,13 +129,14 @@ class Loader:
             await _ready(part.resident for part in placement.parts)
         return placement
 
-    async def _fetched(self, placement: Placement) -> None:
-        """Waits for what is fetched; a cache that is slow over all of it costs no more than `fetch_timeout`."""
+    async def _fetched(self, placement: Placement, left: float) -> None:
+        """Waits for what is fetched; a cache that is slow over all of it costs no more than is allowed."""
+        most = min(self._fetch_timeout, left)
         try:
-            async with asyncio.timeout(self._config.fetch_timeout):
+            async with asyncio.timeout(most):
                 await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
         except TimeoutError as error:
-            raise CacheFault(f"fetches took longer than {self._config.fetch_timeout:g} s together") from error
+            raise CacheFault(f"fetches took longer than {most:.3g} s together") from error
 
     @asynccontextmanager
     async def parts(self, wanted: Sequence[Wanted]) -> AsyncIterator[Placement]:
@@ -251,7 +259,7 @@ class Loader:
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None
-        timeout = self._config.fetch_timeout
+        timeout = self._fetch_timeout
         buffer = await self._direct.fetch(self._cache, entry, timeout) if self._direct else None
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
         if buffer is None:

@@ -1,6 +1,7 @@
 """Asks the cache service where a prompt's parts are, in one call, and names those it lacks."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
@@ -37,15 +38,18 @@ class Locator:
         self._releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
-    async def prompt(self, prompt: Prompt, namespace: bytes, in_place: bool = False) -> AsyncIterator[list[Wanted]]:
+    async def prompt(
+        self, prompt: Prompt, namespace: bytes, in_place: bool = False, most: float = math.inf
+    ) -> AsyncIterator[list[Wanted]]:
         """All parts but an empty system prompt at their places, leased for as long as the context is open.
 
         in_place: only what was encoded on the same path serves; what is missing is encoded after all before it.
+        most: seconds that the cache service is waited for, if that is less than always.
 
         Raises:
             CacheFault: the cache service is down, slow, or answers what can't be.
         """
-        async with self._lookup(namespace, [(p.digest, p.variants) for p in prompt.parts]) as hits:
+        async with self._lookup(namespace, [(p.digest, p.variants) for p in prompt.parts], most) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
             wanted = []
@@ -118,11 +122,11 @@ class Locator:
         return Wanted(part, position, entry.base, path, entry.key + RESTORED, entry.variant, entry)
 
     @asynccontextmanager
-    async def _lookup(self, namespace: bytes, path: Path) -> AsyncIterator[Sequence[Hit]]:
+    async def _lookup(self, namespace: bytes, path: Path, most: float = math.inf) -> AsyncIterator[Sequence[Hit]]:
         if self._cache is None:
             yield [_MISS] * len(path)
             return
-        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=self._timeout))
+        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=min(self._timeout, most)))
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:

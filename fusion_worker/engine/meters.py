@@ -17,6 +17,7 @@ _meter = metrics.get_meter(__name__)
 _degraded = _meter.create_counter(
     "fusionkv.worker.degraded", description="Answers by plain prefill: the cache failed"
 )
+_refused = _meter.create_counter("fusionkv.worker.refused", description="Requests refused at once, by reason")
 _tokens = _meter.create_counter("fusionkv.worker.tokens", description="Context tokens, by what was done with them")
 _ttft = _meter.create_histogram(
     "fusionkv.worker.ttft",
@@ -47,6 +48,11 @@ _recomputed = _meter.create_histogram(
 def degraded(recipe: str) -> None:
     """A request that goes on without the cache."""
     _degraded.add(1, {"fusionkv.recipe": recipe})
+
+
+def refused(reason: str) -> None:
+    """A request that finds the queue full, or too long for its deadline."""
+    _refused.add(1, {"fusionkv.reason": reason})
 
 
 def first_token(summary: "Summary") -> None:

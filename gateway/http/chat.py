@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusionkv.gateway import client
+from fusionkv.gateway import requests
 from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
-# Of `fusionkv` in the body: as `fusionkv.gateway.client.request` takes them.
+# Of `fusionkv` in the body: as `fusionkv.gateway.requests.generate` takes them.
 OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query"])
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
 _TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_SAMPLING])
@@ -69,7 +69,7 @@ def read(body: Any) -> Chat:
     question, query = _question(_typed(given, "messages", list, []))
     _typed(own, "order", str, "")
     options = {**_of_model(model), "query": query, **own}
-    made = client.request(options.pop("corpus"), question, **options, **_sampling(given))
+    made = requests.generate(options.pop("corpus"), question, **options, **_sampling(given))
     return Chat(made, model, stream, usage)
 
 

@@ -23,6 +23,8 @@ from fusionkv.protos.errors import FailedPrecondition, NotFound
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
 _DELETED = "deleted"
+# Searches at once, which wait for cores and disk anyway; each has about three files open, and some hundred kilobytes.
+_SEARCHES = 8
 
 
 class EmbeddedRetrieval(Retrieval):
@@ -34,6 +36,7 @@ class EmbeddedRetrieval(Retrieval):
         self._lock = lock
         self._tables: dict[str, CorpusTable] = {}
         self._changing = asyncio.Lock()
+        self._searching = asyncio.Semaphore(_SEARCHES)
 
     @classmethod
     async def open(cls, folder: Path) -> "EmbeddedRetrieval":
@@ -91,7 +94,9 @@ class EmbeddedRetrieval(Retrieval):
         self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
     ) -> list[Candidate]:
         table = self._table(corpus, model)
-        by_words, by_meaning = await asyncio.gather(table.by_words(question, depth), table.by_meaning(vector, depth))
+        async with self._searching:
+            words, meaning = table.by_words(question, depth), table.by_meaning(vector, depth)
+            by_words, by_meaning = await asyncio.gather(words, meaning)
         return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:

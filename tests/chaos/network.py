@@ -139,6 +139,12 @@ class Relay:
         host, _, port = self.address.rpartition(":")
         self._server = await asyncio.start_server(self._accept, host, int(port))
 
+    def aim(self, target: str) -> None:
+        """From now on it leads elsewhere; connections that there are end."""
+        self._target = target
+        for task in list(self._tasks):
+            task.cancel()
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

@@ -199,6 +199,34 @@ async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
     await rig.settled()
 
 
+@pytest.mark.parametrize("slow", ["lookup", "fetch"])
+async def test_a_slow_cache_costs_no_more_than_its_bound(
+    slow: str, line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+) -> None:
+    """Whatever the timeouts of single calls are: here they are a hundred times as long."""
+    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(120, 3)
+    maker = await start("llama", cache=cache_service)
+    await maker.ask(system, [chunk], question, tenant=tenant)
+    await maker.stored()
+    bound = 0.6
+    rig = await start("llama", cache=line.address, lookup_timeout=60.0, fetch_timeout=60.0, cache_seconds=bound)
+    async with asyncio.timeout(60):
+        # The connection is made, and whatever is slow once is over.
+        while (await rig.ask([1], [[2]], [3], tenant=tenant + "warm")).summary.degraded:
+            pass
+    await rig.stored()
+    if slow == "lookup":
+        line.stall(b"")
+    line.down = line.stall
+    answer = await rig.ask(system, [chunk], question, tenant=tenant)
+    assert answer.summary.degraded_reason.startswith(("lookup failed: ", "fetch failed: ", "fetches took longer "))
+    assert tools.error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    seconds = answer.summary.seconds
+    assert bound / 2 < seconds.lookup + seconds.load < 30
+    line.heal()
+    await rig.settled()
+
+
 async def test_a_load_that_nobody_waits_for_ends(
     line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
 ) -> None:
@@ -207,7 +235,8 @@ async def test_a_load_that_nobody_waits_for_ends(
     await maker.ask(system, [chunk], question, tenant=tenant)
     await maker.stored()
 
-    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=60.0, max_loads=1)
+    slow = {"lookup_timeout": LOOKUP, "fetch_timeout": 60.0, "cache_seconds": 60.0}
+    rig = await start("llama", cache=line.address, max_loads=1, **slow)
     await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
     await rig.stored()
     line.down = line.stall

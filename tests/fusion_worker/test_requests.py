@@ -82,7 +82,7 @@ async def test_stages_sum_to_the_time_of_the_first_token(start: Any, parts: Any)
     held = rig.pool.reserve(rig.pool.capacity - 8)  # the next ones wait for room
     tasks = [asyncio.create_task(rig.ask(*parts, recipe=r)) for r in ("full_attention", "prophetkv", "epic")]
     # One waits for room, one behind it, and one for its turn.
-    await rig.until(lambda: rig.pool._turn.locked() and rig.servicer.answerer._waiting == 1)
+    await rig.until(lambda: rig.pool._turn.locked() and rig.servicer.answerer.admission.waiting == 1)
     await asyncio.sleep(0.5)
     rig.pool.release(held)
     for answer in await asyncio.gather(*tasks):
@@ -224,7 +224,7 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     rig = await start("llama", max_requests=1, max_queue=2)
     gate, running = await rig.block(*parts)
     waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
-    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    await rig.until(lambda: rig.servicer.answerer.admission.waiting == 2)
     with pytest.raises(ResourceExhausted, match="try again later") as refused:
         await rig.ask(*parts)
     assert refused.value.retry_after is not None
@@ -232,7 +232,7 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     late = asyncio.create_task(rig.ask(*parts))
-    await rig.until(lambda: rig.servicer.answerer._waiting == 2)
+    await rig.until(lambda: rig.servicer.answerer.admission.waiting == 2)
     gate.opened.set()
     for task in (running, waiting[1], late):
         assert (await task).ids

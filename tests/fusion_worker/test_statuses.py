@@ -35,6 +35,16 @@ async def call(address: str, request: pb.GenerateRequest, timeout: float | None 
             pass
 
 
+async def answered(address: str, request: pb.GenerateRequest, timeout: float) -> None:
+    """Through the gateway's client."""
+    client = WorkerClient(address)
+    try:
+        async for _ in client.generate(request, timeout):
+            pass
+    finally:
+        await client.close()
+
+
 STATUSES = {
     "recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
     "ratio": ({"ratio": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "outside 0..1"),
@@ -69,6 +79,32 @@ async def test_the_queue_is_full(start: Any) -> None:
         gate.opened.set()
         await running
         await call(address, rig.request([1], [[2]], [3]))
+
+
+async def test_a_deadline_that_the_queue_is_too_long_for(start: Any) -> None:
+    """Refused at once, while one with time waits, and one that finds a place free is never refused."""
+    rig = await start("llama", max_requests=1)
+    admission = rig.servicer.answerer.admission
+    async with served(rig) as address:
+        gate, running = await rig.block([1], [[2]], [3])
+        await asyncio.sleep(1.0)
+        gate.opened.set()
+        await running
+        gate, running = await rig.block([1], [[2]], [3])
+        waiting = [asyncio.create_task(rig.ask([1], [[2]], [3])) for _ in range(30)]
+        await rig.until(lambda: admission.waiting == 30)
+        # A request takes a second or more, so this one would wait for half a minute or more.
+        with pytest.raises(errors.ResourceExhausted, match="30 requests wait already: the first token is") as caught:
+            await answered(address, rig.request([1], [[2]], [3]), timeout=20)
+        assert caught.value.retry_after is not None
+        assert caught.value.retry_after > 5
+        patient = asyncio.create_task(answered(address, rig.request([1], [[2]], [3]), timeout=100_000))
+        await rig.until(lambda: admission.waiting == 31)
+        gate.opened.set()
+        await asyncio.gather(running, patient, *waiting)
+        admission._held.value = admission._first.value = 1e6
+        await answered(address, rig.request([1], [[2]], [3]), timeout=60)
+        assert (admission.waiting, admission.running) == (0, 0)
 
 
 @pytest.mark.parametrize("where", ["queue", "room", "engine", "decode"])

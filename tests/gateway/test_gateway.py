@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client, request
+from fusionkv.gateway import requests
+from fusionkv.gateway.client import Client
 from fusionkv.gateway.results import Sources, Summary, Token
 from fusionkv.protos import rpc
 from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
@@ -251,7 +252,7 @@ def test_the_callers_deadline_is_kept(stack: Any) -> None:
 
 
 def test_requests_are_plain_messages() -> None:
-    made = request("c", "q", ratio=0.0, seed=0, stop=["x"])
+    made = requests.generate("c", "q", ratio=0.0, seed=0, stop=["x"])
     assert made.HasField("ratio")
     assert made.sampling.HasField("seed")
     assert json.loads(json.dumps(list(made.sampling.stop))) == ["x"]

@@ -37,8 +37,8 @@ async def put(client: CacheClient, name: object, data: bytes, timeout: float = 3
     return (await put)[1]
 
 
-async def find(client: CacheClient, name: object) -> Lookup:
-    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=10)
+async def find(client: CacheClient, name: object, timeout: float = 10) -> Lookup:
+    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=timeout)
 
 
 async def get(client: CacheClient, name: object) -> bytes | None:

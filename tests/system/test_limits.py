@@ -52,6 +52,7 @@ TOO_LONG: dict[str, Any] = {
     "gateway.Ingest media_type": gateway.IngestRequest(corpus="c", name="a.txt", media_type=LONG, content=b"a"),
     "gateway.Ingest content": gateway.IngestRequest(corpus="c", name="a.txt", content=bytes(33 << 20)),
     "gateway.Precompute corpus": gateway.PrecomputeRequest(corpus=LONG),
+    "gateway.Precompute name": gateway.PrecomputeRequest(corpus="c", name=LONG),
     "gateway.Precompute recipe": gateway.PrecomputeRequest(corpus="c", recipe=LONG),
     "gateway.Delete corpus": gateway.DeleteRequest(corpus=LONG),
     "gateway.Delete name": gateway.DeleteRequest(corpus="c", name=LONG),

@@ -20,6 +20,33 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 
 
+async def test_a_lookup_at_one_that_stands_still_is_answered_by_another(cluster: Services) -> None:
+    names = cluster.names(10)
+    for i in names:
+        await put(cluster.clients[0], i, payload(i, 5000))
+    await cluster.settled()
+    client = CacheClient(cluster.services[0].address)
+    # Who the others are follows from what they hold, and how often one may be asked besides from what was asked.
+    for _ in range(4):
+        for i in names:
+            assert (await find(client, i)).hits[1].kind is HitKind.EXACT
+    there = next(i for i in names if cluster.home(i) == 1)
+    cluster.services[0].process.send_signal(signal.SIGSTOP)
+    try:
+        found = await find(client, there, timeout=60)
+        entry = found.hits[1].entry
+        assert entry is not None
+        assert cluster.services[1].address in entry.holders
+        assert (found.lease, entry.lease, entry.tier) == (0, 0, "remote")
+        buffer = bytearray(entry.size)
+        await client.fetch(entry, memoryview(buffer), timeout=60)
+        assert buffer == payload(there, 5000)
+    finally:
+        cluster.services[0].process.send_signal(signal.SIGCONT)
+    await client.close()
+    await cluster.settled()
+
+
 async def test_a_killed_service_is_a_miss_and_comes_back_with_what_it_had(cluster: Services) -> None:
     names = cluster.names(10)
     for i in names:

@@ -227,7 +227,7 @@ def test_the_registry_lists_every_name_of_the_code(root: Path, registry: dict[st
         for file in (root / package).rglob("*.py")
         if "_pb2" not in file.name
     )
-    made = set(re.findall(r'"(fusionkv\.(?:gateway|worker|kvcache)\.[a-z_.]+)"', text))
+    made = set(re.findall(r'"(fusionkv\.(?:gateway|worker|kvcache|encoder)\.[a-z_.]+)"', text))
     counters = re.search(r"_COUNTERS = \{(.*?)\n\}", text, re.DOTALL)
     assert counters
     made |= {f"fusionkv.kvcache.{name}" for name in re.findall(r'^    "([a-z._]+)":', counters[1], re.MULTILINE)}
@@ -242,7 +242,7 @@ def test_prometheus_scrapes_the_same(run: Run, registry: dict[str, Any]) -> None
         name = metric["prometheus"].removesuffix("_total")
         if not metric.get("rare"):
             assert name in run.scraped[service], metric["name"]
-        family = run.scraped[service].get(name)
+        family = run.scraped.get(service, {}).get(name)
         labels = {label for sample in family.samples for label in sample.labels} if family else set()
         assert labels <= {"le", *(a.replace(".", "_") for a in metric.get("attributes", []))}, name
     # As an alert asks for it.

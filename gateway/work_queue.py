@@ -1,0 +1,262 @@
+"""Work that any number of processes share, in a Redis stream: taken by consumer group, kept by a heartbeat, and taken
+over from who is silent.
+
+A run is one pass over some work. Its items are documents. What is in Redis can be lost at any time: a run is then
+begun anew, and what is done is found to be done.
+"""
+
+import contextlib
+import re
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from redis import asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
+
+from fusionkv.protos.errors import FailedPrecondition, Unavailable
+
+# Items that wait or are in work: enough that hundreds of processes find some, few enough to be nothing for a Redis.
+MOST_ITEMS = 2000
+END = "end"
+_GROUP = "encoders"
+_REDIS_SECONDS = 10.0
+# So long nothing of a run is forgotten after the last change, and so many that were set aside are kept with reasons.
+_KEPT_MS, _MOST_ASIDE = 7 * 86_400_000, 10_000
+_MOST_REASON = 500
+
+# All keys of a run are in one slot of a Redis Cluster: {fusionkv:run:NAME}:items, :state, :aside.
+
+# KEYS items, state; ARGV cursor expected, the next, most items, milliseconds to live, then corpus, document...
+# Gives how many were added: -1 if somebody else was first, 0 if there is no room.
+_FEED = """
+if (redis.call('HGET', KEYS[2], 'cursor') or '') ~= ARGV[1] then return -1 end
+local n = (#ARGV - 4) / 2
+if redis.call('XLEN', KEYS[1]) + n > tonumber(ARGV[3]) then return 0 end
+for i = 5, #ARGV, 2 do redis.call('XADD', KEYS[1], '*', 'corpus', ARGV[i], 'document', ARGV[i + 1]) end
+redis.call('HSET', KEYS[2], 'cursor', ARGV[2])
+redis.call('HINCRBY', KEYS[2], 'fed', n)
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end
+return n
+"""
+# KEYS items, state, aside; ARGV group, id, milliseconds to live, encoded, skipped, most set aside, then nothing, or
+# fields and values to set the item aside with. Gives 1 to the one who ended the item, 0 to all others.
+_FINISH = """
+if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
+redis.call('XDEL', KEYS[1], ARGV[2])
+redis.call('HDEL', KEYS[2], 'why:' .. ARGV[2])
+if #ARGV > 6 then
+  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*', unpack(ARGV, 7))
+  redis.call('HINCRBY', KEYS[2], 'aside', 1)
+else
+  redis.call('HINCRBY', KEYS[2], 'done', 1)
+  redis.call('HINCRBY', KEYS[2], 'encoded', ARGV[4])
+  redis.call('HINCRBY', KEYS[2], 'skipped', ARGV[5])
+end
+for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
+return 1
+"""
+# KEYS items; ARGV group, consumer, id. Says again that the item is in work; 0 if somebody else has it.
+_KEEP = """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
+return 1
+"""
+# KEYS items, state; ARGV group, consumer, id, deliveries, reason, items done when it was taken or nothing. The
+# delivery counts as none if nobody got anything done meanwhile: then it is not the item's fault.
+_GIVE_BACK = """
+if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
+local count = tonumber(ARGV[4])
+redis.call('HSET', KEYS[2], 'why:' .. ARGV[3], ARGV[5])
+if ARGV[6] == (redis.call('HGET', KEYS[2], 'done') or '0') then count = count - 1 end
+redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'RETRYCOUNT', count, 'JUSTID')
+return 1
+"""
+# KEYS items; ARGV group, consumer, milliseconds. All that the consumer has counts as idle for so long, and as not
+# delivered to it.
+_RELEASE = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000, ARGV[2])
+for _, item in ipairs(held) do
+  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, item[1], 'IDLE', ARGV[3], 'RETRYCOUNT', item[4] - 1, 'JUSTID')
+end
+return #held
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One document that this process has in work. `deliveries`: how often somebody was given it, now included.
+
+    `reason`: why it failed the last time, if whoever had it could still say so. `done`: the run's items that were
+    done when it was taken.
+    """
+
+    id: str
+    corpus: str
+    document: str
+    deliveries: int
+    reason: str
+    done: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How far a run is. `fed`, `done`, `aside`, `left` are documents; `encoded` and `skipped` chunks."""
+
+    cursor: str = ""
+    fed: int = 0
+    done: int = 0
+    aside: int = 0
+    left: int = 0
+    encoded: int = 0
+    skipped: int = 0
+
+    @property
+    def over(self) -> bool:
+        return self.cursor == END and not self.left
+
+
+class WorkQueue:
+    """One process's view of a run. Safe for concurrent use within one event loop.
+
+    Every method raises Unavailable when Redis is out of reach, or has lost the run: `join` begins it anew then.
+    """
+
+    def __init__(
+        self, url: str, run: str, *, password: Path | None = None, cluster: bool = False, min_idle: float = 60.0
+    ) -> None:
+        """min_idle: seconds of silence after which an item is taken from whoever has it.
+
+        Raises:
+            ValueError: the URL is none.
+        """
+        options: dict[str, Any] = {
+            "socket_timeout": _REDIS_SECONDS,
+            "socket_connect_timeout": _REDIS_SECONDS,
+            "retry": Retry(NoBackoff(), int(cluster)),
+            "decode_responses": True,
+            "protocol": 2,
+        }
+        if password is not None:
+            options["password"] = password.read_text().strip()
+        self._redis: Any = (RedisCluster if cluster else redis.Redis).from_url(url, **options)
+        self.min_idle = min_idle
+        self._min_idle_ms = int(1000 * min_idle)
+        self._me = uuid.uuid4().hex
+        tag = f"{{fusionkv:run:{run}}}"
+        self._items, self._state, self._aside = f"{tag}:items", f"{tag}:state", f"{tag}:aside"
+
+    async def join(self, work: str) -> None:
+        """Begins the run, or goes on with it. `work` says what it is about, the same for all who take part.
+
+        Raises:
+            FailedPrecondition: the run is about something else.
+        """
+        async with self._errors():
+            await self._redis.hsetnx(self._state, "work", work)
+            known = await self._redis.hget(self._state, "work")
+            if known != work:
+                raise FailedPrecondition(f"this run is another one's already: {known}. Give this one another name")
+            try:
+                await self._redis.xgroup_create(self._items, _GROUP, "0", mkstream=True)
+            except ResponseError as error:
+                if "BUSYGROUP" not in str(error):
+                    raise
+            for key in (self._items, self._state):
+                await self._redis.pexpire(key, _KEPT_MS)
+
+    async def feed(self, expected: str, cursor: str, documents: Sequence[tuple[str, str]]) -> bool:
+        """Adds documents (corpus, name) and moves the cursor, at once; not if the cursor is not what is expected, or
+        there is no room. Says whether it was done.
+        """
+        flat = [text for pair in documents for text in pair]
+        added = await self._eval(_FEED, (self._items, self._state), expected, cursor, MOST_ITEMS, _KEPT_MS, *flat)
+        return int(added) > 0 or (int(added) == 0 and not documents)
+
+    async def take(self, wait: float) -> Item | None:
+        """An item of somebody silent, or else the next new one; None if there was none for `wait` seconds."""
+        async with self._errors():
+            start = "0-0"
+            found: list[Any] = []
+            while not found:
+                start, found, *_ = await self._redis.xautoclaim(
+                    self._items, _GROUP, self._me, self._min_idle_ms, start, count=1
+                )
+                if start == "0-0":
+                    break
+            if not found:
+                read = await self._redis.xreadgroup(
+                    _GROUP, self._me, {self._items: ">"}, count=1, block=max(1, int(1000 * wait))
+                )
+                found = read[0][1] if read else []
+            if not found:
+                return None
+            ((id, fields),) = found
+            pending = await self._redis.xpending_range(self._items, _GROUP, id, id, 1)
+            reason, done = await self._redis.hmget(self._state, f"why:{id}", "done")
+        deliveries = int(pending[0]["times_delivered"]) if pending else 1
+        return Item(id, fields["corpus"], fields["document"], deliveries, reason or "", int(done or 0))
+
+    async def keep(self, item: Item) -> bool:
+        """Says that the item is in work here still. False if somebody else has taken it, or ended it."""
+        return bool(await self._eval(_KEEP, (self._items,), _GROUP, self._me, item.id))
+
+    async def finish(self, item: Item, encoded: int, skipped: int) -> bool:
+        """Ends an item that is done. False if somebody else did."""
+        return await self._finish(item, encoded, skipped, {})
+
+    async def set_aside(self, item: Item, reason: str) -> bool:
+        """Ends an item that can't be done, and keeps why. False if somebody else ended it."""
+        kept = {"corpus": item.corpus, "document": item.document, "reason": reason[:_MOST_REASON]}
+        return await self._finish(item, 0, 0, kept)
+
+    async def give_back(self, item: Item, reason: str, *, elsewhere: bool = False) -> None:
+        """Gives up an item that failed: it comes again after `min_idle`.
+
+        elsewhere: it may have failed for what is no fault of its own. Then it counts if others got something done.
+        """
+        arguments = (item.id, item.deliveries, reason[:_MOST_REASON], item.done if elsewhere else "")
+        await self._eval(_GIVE_BACK, (self._items, self._state), _GROUP, self._me, *arguments)
+
+    async def release(self) -> None:
+        """Leaves all that this process has in work to others, at once and as if it had never had it."""
+        await self._eval(_RELEASE, (self._items,), _GROUP, self._me, self._min_idle_ms)
+
+    async def standing(self) -> Standing:
+        async with self._errors():
+            state = await self._redis.hgetall(self._state)
+            left = await self._redis.xlen(self._items)
+        numbers = {name: int(state.get(name, 0)) for name in ("fed", "done", "aside", "encoded", "skipped")}
+        return Standing(state.get("cursor", ""), left=left, **numbers)
+
+    async def aside(self, most: int) -> list[dict[str, str]]:
+        """The last ones that were set aside: corpus, document, reason."""
+        async with self._errors():
+            return [fields for _, fields in await self._redis.xrevrange(self._aside, count=most)]
+
+    async def leave(self) -> None:
+        """Ends the connections; what is in work is taken over by others."""
+        await self._redis.aclose()
+
+    async def _finish(self, item: Item, encoded: int, skipped: int, kept: Mapping[str, str]) -> bool:
+        arguments = (_GROUP, item.id, _KEPT_MS, encoded, skipped, _MOST_ASIDE)
+        fields = [text for pair in kept.items() for text in pair]
+        return bool(await self._eval(_FINISH, (self._items, self._state, self._aside), *arguments, *fields))
+
+    async def _eval(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
+        async with self._errors():
+            return await self._redis.eval(script, len(keys), *keys, *arguments)
+
+    @contextlib.asynccontextmanager
+    async def _errors(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+            # Never the error's own text without a look: a URL with a password may be in it.
+            reason = re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())
+            raise Unavailable(f"the queue in Redis: {reason}") from error

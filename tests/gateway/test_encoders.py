@@ -1,0 +1,166 @@
+"""`fusionkv encode --queue`, as processes: shared, killed in the middle, and what can't be encoded."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from tests.gateway.conftest import Stack
+from tests.system.redis_process import RedisServer
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+Launch = Callable[..., Any]
+DOCUMENTS = 12
+
+
+@pytest.fixture(scope="module")
+def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.kill9()
+
+
+@pytest.fixture(scope="module")
+def corpora(stack: Stack) -> Stack:
+    """Two corpora of some documents each, of several chunks."""
+    for corpus in ("one", "two"):
+        for number in range(DOCUMENTS // 2):
+            text = " ".join(f"Page {number} of {corpus} says {number * i}." for i in range(40))
+            stack.client.ingest(corpus, f"{number}.txt", text)
+    return stack
+
+
+class Encoders:
+    """Starts encoders of runs over both corpora."""
+
+    def __init__(self, launch: Launch, gateway: str, redis: RedisServer) -> None:
+        self._launch = launch
+        self._gateway = gateway
+        self.redis = redis
+
+    def start(self, run: str, *flags: str, min_idle: str = "60") -> Any:
+        own = ("--gateway", self._gateway, "--queue", self.redis.url, "--run", run, "--min-idle", min_idle, "--json")
+        given = flags if any(not flag.startswith("-") for flag in flags[:1]) else ("one", "two", *flags)
+        return self._launch("fusionkv.gateway.cli", "encode", "--recipe", "fusionrag", *given, *own, services=0)
+
+    def pending(self, run: str) -> int:
+        """Documents in work."""
+        key = f"{{fusionkv:run:{run}}}:items"
+        redis = self.redis.client()
+        return int(redis.xpending(key, "encoders")["pending"]) if redis.exists(key) else 0
+
+    def wait_for_work(self, run: str, count: int = 1) -> None:
+        until = time.monotonic() + 60
+        while self.pending(run) < count:
+            assert time.monotonic() < until, f"nobody works on {run}"
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def encoders(launch: Launch, corpora: Stack, redis: RedisServer) -> Encoders:
+    return Encoders(launch, corpora.gateway.address, redis)
+
+
+def summary(encoder: Any) -> dict[str, Any]:
+    """What it said at its end."""
+    lines = [json.loads(line) for line in encoder.log.splitlines() if line.startswith('{"event"')]
+    found: dict[str, Any] = lines[-1]
+    assert found["event"] == "summary", encoder.log
+    return found
+
+
+def chunks(client: Client) -> int:
+    return sum(item.chunks for item in client.list())
+
+
+def test_encoders_share_a_run_and_outlive_one_that_is_killed(encoders: Encoders, corpora: Stack) -> None:
+    total = chunks(corpora.client)
+    killed = encoders.start("a", "--concurrency", "4", min_idle="1")
+    encoders.wait_for_work("a", 2)
+    killed.kill9()
+    left = encoders.pending("a")
+    assert left
+    others = [encoders.start("a", min_idle="1") for _ in range(2)]
+    for encoder in others:
+        assert encoder.wait(120) == 0, encoder.log
+        end = summary(encoder)
+        # Each document and each chunk once, though some of them were begun by one and ended by another.
+        assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS, 0)
+        assert end["chunks_encoded"] + end["chunks_skipped"] == end["chunks"] == total
+    assert "taken over" in others[0].log + others[1].log
+    # All of it is stored: a second pass finds nothing to do, and a third process finds the second pass over.
+    again = encoders.start("b")
+    assert again.wait(120) == 0, again.log
+    assert (summary(again)["chunks_encoded"], summary(again)["chunks_skipped"]) == (0, total)
+    late = encoders.start("b")
+    assert late.wait(60) == 0
+    assert summary(late) == summary(again)
+
+
+def test_who_is_asked_to_end_leaves_its_documents_to_others_at_once(encoders: Encoders) -> None:
+    first = encoders.start("c", "--concurrency", "4")
+    encoders.wait_for_work("c")
+    first.process.send_signal(signal.SIGTERM)
+    status = first.wait()
+    second = encoders.start("c")
+    # Silence would have to last a minute.
+    assert second.wait(50) == 0, second.log
+    assert summary(second)["documents"] == DOCUMENTS
+    assert status == 143 or summary(first)["documents"] == DOCUMENTS
+
+
+def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders) -> None:
+    dead = encoders.start("d", "--concurrency", "1")
+    encoders.wait_for_work("d")
+    dead.kill9()
+    assert encoders.pending("d") == 1
+    heir = encoders.start("d", "--attempts", "1", min_idle="0.1")
+    assert heir.wait(120) == 1
+    end = summary(heir)
+    assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS - 1, 1)
+    assert "1 encoders ended over it" in heir.log
+
+
+def test_a_document_that_fails_is_set_aside_with_the_reason(
+    launch: Launch, corpora: Stack, redis: RedisServer, tmp_path: Path
+) -> None:
+    """A chunk that is longer than the model takes."""
+    flags = ("--chunk-tokens", "4096", "--data-dir", str(tmp_path / "gateway"), "--listen", "127.0.0.1:0")
+    gateway = launch("fusionkv.gateway", "--workers", corpora.workers[0].address, *flags)
+    with Client(gateway.address) as client:
+        client.ingest("mixed", "a.txt", "a short page")
+        client.ingest("mixed", "b.txt", "word " * 500)
+        client.ingest("mixed", "c.txt", "another short page")
+    encoder = Encoders(launch, gateway.address, redis).start("e", "mixed", "--attempts", "2", min_idle="0.2")
+    assert encoder.wait(120) == 1, encoder.log
+    assert (summary(encoder)["documents"], summary(encoder)["documents_set_aside"]) == (2, 1)
+    assert "mixed/b.txt: INVALID_ARGUMENT" in encoder.log
+    (kept,) = redis.client().xrange("{fusionkv:run:e}:aside")
+    assert b"tokens to encode; the model takes" in kept[1][b"reason"]
+
+
+def test_what_concerns_every_document_ends_the_encoder(encoders: Encoders) -> None:
+    nowhere = encoders.start("f", "none")
+    assert nowhere.wait() == 1
+    assert "no corpus 'none'" in nowhere.log
+    unfit = encoders.start("f", "one", "--recipe", "full_reuse")
+    assert unfit.wait() == 1
+    assert "needs no neighbours" in unfit.log
+    assert encoders.start("f").wait() == 0
+    other = encoders.start("f", "one")
+    assert other.wait() == 1
+    assert "another name" in other.log
+
+
+def test_a_redis_that_forgets_all_only_costs_time(encoders: Encoders, redis: RedisServer) -> None:
+    first = encoders.start("g", "--concurrency", "2", min_idle="1")
+    encoders.wait_for_work("g")
+    redis.client().flushall()
+    assert first.wait(120) == 0, first.log
+    assert summary(first)["documents"] <= DOCUMENTS
+    assert summary(first)["chunks_encoded"] == 0

@@ -1,0 +1,28 @@
+"""Many streams at a gateway at once: each is answered, or refused with a hint when to try again; nothing is left."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+STREAMS, PLACES = 80, 4
+# Answers that had to do without the cache, which may be late on a busy machine, count as well.
+ANSWERED = {"OK", "DEGRADED"}
+
+
+def test_streams_are_held_or_refused(root: Path) -> None:
+    command = [sys.executable, "-P", str(root / "bench/streams.py"), str(STREAMS), str(PLACES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    few, all_wait = map(json.loads, done.stdout.splitlines())
+    for found in (few, all_wait):
+        assert set(found["statuses"]) <= {*ANSWERED, "RESOURCE_EXHAUSTED"}
+        assert sum(found["statuses"].values()) == STREAMS
+        assert found["refused_without_hint"] == 0
+        assert found["files_after"] <= found["files_before"] + 24
+    assert "RESOURCE_EXHAUSTED" not in all_wait["statuses"]
+    assert few["statuses"]["RESOURCE_EXHAUSTED"] > 0
+    assert sum(few["statuses"].get(status, 0) for status in ANSWERED) >= PLACES
