@@ -68,9 +68,7 @@ def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it
         assert retry(lambda: client.ask("c", "back again?", max_tokens=1)).summary.tokens_generated == 1
 
 
-def test_the_same_chunks_go_to_the_same_worker_unless_it_is_busy(
-    launch: Launch, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_the_same_chunks_go_to_the_same_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     workers = [worker_of(launch, tiny_model).address for _ in range(2)]
     gateway = gateway_of(launch, tmp_path, workers)
     with Client(gateway.address, timeout=60) as client:
@@ -85,9 +83,10 @@ def test_the_same_chunks_go_to_the_same_worker_unless_it_is_busy(
         assert all(s.chunks_missed == 1 for s in first)
         again = [ask(i) for i in range(6)]
         assert all([(h.tier, h.chunks) for h in s.hits] == [("device", 1)] for s in again)
+        # One request more than the other worker has is worth it; how many are, test_affinity.py says.
         events = client.stream("c", "subject0?", recipe="full_reuse", top_k=1, max_tokens=1500)
         next(e for e in events if isinstance(e, Token))
-        assert ask(0).chunks_missed == 1  # by the other worker
+        assert ask(0).chunks_missed == 0
         events.close()  # type: ignore[attr-defined]
 
 

@@ -94,7 +94,9 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
             made = summaries["first"].chunks_missed
             received.wait_for(lambda: received.total("fusionkv-kvcache", "fusionkv.kvcache.puts") > made)
             # It takes so much of the pool that the chunks have to go, and are fetched for the next one.
-            left = client.stream("c", QUESTION, recipe="full_attention", max_tokens=230)
+            # Drawn from all tokens alike, it has no end before 230, a second later; greedily it would have four.
+            endless: dict[str, Any] = {"max_tokens": 230, "temperature": 100.0, "seed": 1}
+            left = client.stream("c", QUESTION, recipe="full_attention", **endless)
             next(left)
             next(left)
             left.close()
