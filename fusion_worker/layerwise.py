@@ -22,7 +22,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import cache_process, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece
 from fusionkv.fusion_worker.engine.placement import Placed, Stages
@@ -161,7 +161,7 @@ async def bench(model: models.Model, traffic: Traffic, repeats: int, console: Co
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = (4 * traffic.chunks * traffic.chunk_tokens + 2 * _STREAM_TOKENS) * model.kv.token_bytes
         async with cache_process(Path(directory), 2 * pool_bytes) as (address, _):
-            servicer = FusionServicer(WorkerConfig(cache=address, pool_bytes=pool_bytes), model)
+            servicer = FusionServicer(WorkerConfig(cache=address, pool_bytes=pool_bytes, **PATIENT), model)
             try:
                 await fill(servicer, traffic)
                 stand = Stand(servicer, model, traffic)

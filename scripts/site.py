@@ -25,6 +25,7 @@ ELSEWHERE = {
 # Whose docstrings are the interface to Python.
 MODULES = (
     "fusionkv.gateway.client",
+    "fusionkv.gateway.requests",
     "fusionkv.gateway.results",
     "fusionkv.protos.errors",
     "fusionkv.protos.tls",

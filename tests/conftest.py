@@ -26,7 +26,7 @@ _SERVING = re.compile(r"^(\S+) serving on (.+)$")
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same")
 # A busy machine is not a cache that fails, for any worker that a test starts without timeouts of its own.
-BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60"}
+BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60", "CACHE_SECONDS": "120"}
 os.environ.update({f"FUSIONKV_WORKER_{name}": seconds for name, seconds in BUSY.items()})
 
 

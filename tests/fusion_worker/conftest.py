@@ -166,7 +166,7 @@ async def start(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Start]:
         made = worker_models.wrap(family, ours, byte_tokenizer(), family.encode().ljust(32), max_tokens)
         made = replace(made) if replace else made
         # A busy machine is not a cache that fails.
-        busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0}
+        busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **config}
         servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, crew=crew)
         rigs.append(Rig(servicer, made, drawn, numbers, gates))

@@ -23,7 +23,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert find("a3+similarity_guided(3)").neighbours == 3
     assert (find("kvlink").links, find("kvlink+linked(0)").links, find("a3+linked").links) == (5, 0, 5)
     assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
-    assert find("trace+adaptive").adapt == Adaptive(0.33, 0.99)
+    assert find("trace+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 

@@ -26,7 +26,7 @@ LOOKUP, FETCH = 0.5, 2.0
 # What a busy machine may add to any of the times below, which without these limits were 40 s and more.
 MARGIN = 20.0
 # For workers whose cache service is slow for no other reason than that.
-PATIENT = ("--lookup-timeout", "30", "--fetch-timeout", "60")
+PATIENT = ("--lookup-timeout", "30", "--fetch-timeout", "60", "--cache-seconds", "120")
 TOKENS = 6
 
 
