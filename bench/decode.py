@@ -1,17 +1,19 @@
 """Decoding: one row a request over tens of chunks, which is a matter of how fast keys and values are read."""
 
 from fusionkv.bench import workload
+from fusionkv.bench.baselines import AGREEMENT
 from fusionkv.bench.report import Row
 from fusionkv.bench.setup import Setup, share
 from fusionkv.bench.workload import DECODE_HIDDEN
 
-_COLUMNS = ("shape", "chunks", "batch", "context", "ms", "GB/s", "share of copy")
+_COLUMNS = ("shape", "chunks", "batch", "context", "ms", "GB/s", "share of copy", "each by itself ms", "ratio")
 
 
 def measure(setup: Setup) -> None:
     """Bytes are those of the keys and values that the rows see: hidden ones count for nothing.
 
-    Where requests share their chunks, a key counts once for each request, so the rate may exceed that of a copy.
+    Where requests share their chunks, a key counts once for each request, so the rate may exceed that of a copy; the
+    same with each request by itself is the baseline.
     """
     sizes, lines = setup.sizes, []
     lots = [(batch, False) for batch in sizes.batches] + [(sizes.batches[-1], True)]
@@ -26,7 +28,22 @@ def measure(setup: Setup) -> None:
                 seen = 2 * problem.keys * shape.kv_heads * shape.dim * setup.dtype.itemsize
                 gbs = seen / (ms * 1e-3) / 1e9
                 known = share(gbs, setup.copy_gbs)
-                setup.report.add(Row("decode", name, ms, context, DECODE_HIDDEN, batch, rate=gbs, share=known))
-                lines.append((shape.name, "shared" if shared else "own", batch, context, ms, gbs, known))
+                apart = _apart(setup, problem, name) if shared else None
+                baseline = "each by itself" if shared else ""
+                row = Row(
+                    "decode", name, ms, context, DECODE_HIDDEN, batch, baseline, apart, rate=gbs, share=known
+                )  # fmt: skip
+                setup.report.add(row)
+                chunks = "shared" if shared else "own"
+                lines.append((shape.name, chunks, batch, context, ms, gbs, known, apart, row.ratio))
                 del problem
     setup.report.table("Decoding, one layer", _COLUMNS, lines)
+
+
+def _apart(setup: Setup, problem: workload.Problem, name: str) -> float:
+    """Time without sharing, whose result must be the same."""
+    other = problem.apart()
+    error = float((problem.attend() - other).float().norm() / other.float().norm())
+    if not error <= AGREEMENT[setup.dtype]:
+        setup.report.fail(f"decode {name}: with chunks shared it differs by {error:.2e} of the norm")
+    return setup.clock.ms(problem.apart)

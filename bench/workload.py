@@ -6,10 +6,12 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import sparse_attention
+from fusionkv.kernels.tuning import tile_for
 
 SYSTEM, QUESTION = 32, 32  # tokens
 DECODE_CHUNKS = 64
@@ -74,6 +76,17 @@ class Problem:
 
     def attend(self) -> torch.Tensor:
         return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale, self.window)
+
+    def apart(self) -> torch.Tensor:
+        """As `attend`, requests that share chunks each by itself: on a GPU in one launch all the same."""
+        rest = self.rotation, self.scale, self.window
+        if self.q.device.type == "cpu" or not has_triton():
+            alone = (sparse_attention(self.q, self.k, self.v, Spans([span]), *rest) for span in self.spans)
+            return torch.cat([out[span.start : span.stop] for out, span in zip(alone, self.spans, strict=True)])
+        from fusionkv.kernels import sparse_attention_triton
+
+        tile = tile_for(self.q.device, self.q.shape[2], self.q.dtype)
+        return sparse_attention_triton.attend(self.q, self.k, self.v, self.spans, *rest, tile)
 
     def scores(self, span: Span) -> torch.Tensor:
         return attention_scores(self.q, self.k, span, self.rotation, self.scale, self.window)

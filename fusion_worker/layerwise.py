@@ -19,10 +19,9 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import Progress, TaskID
-from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import PATIENT, cache_process, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, show
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece
 from fusionkv.fusion_worker.engine.placement import Placed, Stages
@@ -211,13 +210,7 @@ def main() -> int:
     args = parser.parse_args()
     traffic = Traffic(2 * args.chunks, args.chunk_tokens, args.chunks)
     rows = asyncio.run(bench(small_model(), traffic, args.repeats, Console(stderr=True)))
-    table = Table(title=f"KV loaded whole, and layer by layer; {torch.get_num_threads()} CPU threads")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    write(rows, args.json)
+    show("KV loaded whole, and layer by layer", rows, args.json)
     return 0
 
 

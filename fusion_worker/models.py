@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,7 @@ class Model:
     windowed: whether some layer sees no more than a window of positions.
     links: ids of the link tokens it was trained with (KVLink), of the first chunk of a prompt, the second, and so on;
         empty for a model without.
+    anchors: ids of the anchor tokens behind a whole segment, by the percentage that they save (KVLink 2.4).
     fingerprint: SHA-256 over configuration, weights and tokenizer.
     ranks: who has the rest of the model. kv, network: this rank's heads.
     """
@@ -68,6 +69,7 @@ class Model:
     kv: KVShape
     windowed: bool
     links: tuple[tuple[int, ...], ...]
+    anchors: Mapping[int, tuple[int, ...]]
     vocabulary: int
     max_tokens: int
     fingerprint: bytes
@@ -201,6 +203,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         windowed=getattr(config, "sliding_window", None) is not None
         and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]),
         links=_links(tokenizer.backend_tokenizer),
+        anchors=_anchors(tokenizer.backend_tokenizer),
         vocabulary=config.vocab_size,
         max_tokens=max_tokens,
         fingerprint=fingerprint,
@@ -212,15 +215,23 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
 def _links(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Ids of the tokens `<|link_CHUNK_NUMBER|>`: counted from 1, as many for every chunk as for the first."""
 
-    def row(chunk: int) -> Iterator[int]:
-        for number in itertools.count(1):
-            if (found := tokenizer.token_to_id(f"<|link_{chunk}_{number}|>")) is None:
-                return
-            yield found
-
-    first = tuple(row(1))
-    rows = (tuple(row(chunk)) for chunk in itertools.count(1))
+    first = _numbered(tokenizer, "link_1")
+    rows = (_numbered(tokenizer, f"link_{chunk}") for chunk in itertools.count(1))
     return tuple(itertools.takewhile(lambda ids: len(ids) == len(first), rows)) if first else ()
+
+
+def _anchors(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
+    """Ids of the tokens `<|anchor_PERCENT_NUMBER|>`, by the percentage."""
+    rows = ((percent, _numbered(tokenizer, f"anchor_{percent}")) for percent in range(1, 100))
+    return {percent: ids for percent, ids in rows if ids}
+
+
+def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
+    """Ids of the tokens `<|NAME_1|>`, `<|NAME_2|>` and so on."""
+    found: list[int] = []
+    while (token := tokenizer.token_to_id(f"<|{name}_{len(found) + 1}|>")) is not None:
+        found.append(token)
+    return tuple(found)
 
 
 def check_supported(config: Any) -> None:

@@ -13,13 +13,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import PATIENT, cache_process, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, show
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.placement import Placed, Stages
 from fusionkv.fusion_worker.servicer import FusionServicer
@@ -33,13 +31,16 @@ def stand_still(servicer: FusionServicer) -> None:
     """From now on the engine computes nothing while a chunk is fetched, and the other way round."""
     turn, loader, engine = threading.Lock(), servicer.loader, servicer.engine
     fetch, step = loader.fetch, engine.step
+    # A fetch has work for threads too: were all of them to wait for the turn, it would never end.
+    first = asyncio.Lock()
 
     async def fetched(part: Placed, stages: Stages) -> None:
-        await asyncio.to_thread(turn.acquire)
-        try:
-            await fetch(part, stages)
-        finally:
-            turn.release()
+        async with first:
+            await asyncio.to_thread(turn.acquire)
+            try:
+                await fetch(part, stages)
+            finally:
+                turn.release()
 
     def stepped(parts: Sequence[object]) -> None:
         with turn:
@@ -114,13 +115,7 @@ def main() -> int:
     args = parser.parse_args()
     traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
     rows = asyncio.run(bench(small_model(), traffic, args.requests, Console(stderr=True)))
-    table = Table(title=f"loading beside computing, and in turn with it; {torch.get_num_threads()} CPU threads")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    write(rows, args.json)
+    show("loading beside computing, and in turn with it", rows, args.json)
     return 0
 
 

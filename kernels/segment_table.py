@@ -1,7 +1,8 @@
 """A batch's spans and segments as flat device tables, made once a step and read by every layer's kernels."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import torch
 
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.sharing import Shared, share
 
 # Above every position: one compare is the causal mask and the staleness mask at once.
 NEVER = 2**31 - 1
@@ -20,23 +22,43 @@ class Grid(NamedTuple):
     """What decides how rows are cut into tiles and keys into parts.
 
     groups: query heads of a KV head. kv_heads: programs of each tile. tile_rows: query rows times groups of a tile.
-    processors: multiprocessors to keep busy.
+    processors: multiprocessors to keep busy. shared_rows: as `tile_rows`, of tiles that decoding requests share;
+        0 where each has tiles of its own.
     """
 
     groups: int
     kv_heads: int
     tile_rows: int
     processors: int
+    shared_rows: int = 0
 
     @classmethod
-    def of(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int) -> "Grid":
+    def of(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int, shared_rows: int = 0) -> "Grid":
         """A tile holds all heads of a group, however many they are."""
         groups = q_heads // kv_heads
-        return cls(groups, kv_heads, max(tile_rows, groups), processors)
+        return cls(groups, kv_heads, max(tile_rows, groups), processors, shared_rows and max(shared_rows, groups))
 
     def tile(self, rows: int) -> int:
         """Query rows of a tile for a span of `rows` rows: for decoding, the smallest matrix product there is."""
         return max(1, (16 if rows * self.groups <= 16 else self.tile_rows) // self.groups)
+
+    def parts(self, programs: int, keys: int) -> int:
+        """Parts to cut `keys` keys into, so that `programs` tiles fill every multiprocessor twice."""
+        return min(max(1, keys // LEAST_KEYS), -(-2 * self.processors // (self.kv_heads * programs)))
+
+
+@dataclass(frozen=True)
+class SharedLaunch:
+    """Tiles of one size, each of rows of several requests that look at the same slots.
+
+    items: int32 [items, 4]: first member, members, first segment, pieces of slots; the segments are listed piece by
+        piece, a member's after the other's.
+    members: int32 [members, 2]: query row, and which partial result is its.
+    """
+
+    tile: int
+    items: torch.Tensor
+    members: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -46,12 +68,14 @@ class Launch:
     items: int32 [items, 6]: first row, rows, first segment, segments, part, and the row of the partial results that
         the first row's go to. Longest walks first.
     rows: int64 [partial rows]: which query row each row of the partial results is of.
+    shared: what is read once for several of the rows; its partial results are parts like the others.
     """
 
     tile: int
     parts: int
     items: torch.Tensor
     rows: torch.Tensor
+    shared: SharedLaunch | None = None
 
 
 @dataclass(frozen=True)
@@ -81,10 +105,12 @@ class SegmentTable:
         tiles = {grid.tile(span.rows) for span in spans}
         for tile in sorted(tiles, reverse=True):
             alike = [span for span in spans if grid.tile(span.rows) == tile]
-            programs = grid.kv_heads * sum(-(-span.rows // tile) for span in alike)
-            most = max(1, max(_keys(span) for span in alike) // LEAST_KEYS)
-            parts = min(most, -(-2 * grid.processors // programs))
-            launches.append(listing.launch(alike, tile, parts))
+            shared: list[Shared] = []
+            if grid.shared_rows:
+                shared, alike = share(alike)
+            parts = grid.parts(sum(-(-span.rows // tile) for span in alike), max(map(_keys, alike)))
+            launch = listing.launch(alike, tile, parts)
+            launches.append(listing.shared(launch, shared, grid) if shared else launch)
         rows = torch.zeros(max(s.stop for s in spans), dtype=torch.int32, device=device)
         for span in spans:
             rows[span.start : span.stop] = span.positions
@@ -139,6 +165,30 @@ class _Listing:
             torch.tensor(items, dtype=torch.int32).to(self.device),
             torch.cat(rows).to(self.device),
         )
+
+    def shared(self, launch: Launch, groups: list[Shared], grid: Grid) -> Launch:
+        """Adds what groups of the launch's rows share, all in tiles of one size."""
+        tile = grid.shared_rows // grid.groups
+        partial = {row: i for i, row in enumerate(launch.rows.tolist())}
+        parts: Counter[int] = Counter()
+        programs = sum(-(-len(group.spans) // tile) for group in groups)
+        items: list[tuple[int, ...]] = []
+        members: list[tuple[int, int]] = []
+        for group in groups:
+            runs = {run[0].start: run for run in group.runs}
+            quota = -(-group.keys // grid.parts(programs, group.keys))
+            for pieces in _parts([run[0] for run in group.runs], quota):
+                for at in range(0, len(group.spans), tile):
+                    rows = [span.start for span in group.spans[at : at + tile]]
+                    items.append((len(members), len(rows), len(self.segments), len(pieces)))
+                    for row in rows:
+                        members.append((row, (launch.parts + parts[row]) * len(partial) + partial[row]))
+                        parts[row] += 1
+                    for segment, start, stop in pieces:
+                        for own in runs[segment.start][at : at + tile]:
+                            self._list(own, start, stop)
+        tables = (torch.tensor(table, dtype=torch.int32).to(self.device) for table in (items, members))
+        return replace(launch, parts=launch.parts + max(parts.values()), shared=SharedLaunch(tile, *tables))
 
     def _list(self, segment: Segment, start: int, stop: int) -> None:
         turn, own = self.shifts.setdefault(segment.shift, len(self.shifts)), -1

@@ -23,6 +23,7 @@ WEIGHTS = 1 << 19  # of a block and a KV head
 # Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
 ROWS, KEYS = (256, 512), (256, 1024)
 SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
+TOGETHER = 1 << 18  # weights of a block over all heads: with fewer, starting operations takes longer than computing
 _SAMPLE = 64  # keys that the largest score of a row is guessed from
 _FAR = 2.0**20  # a sum of weights above it: so far off is a guess that bfloat16 rounds the largest by 4%
 
@@ -95,26 +96,33 @@ def _walk(
 
     dimensions = scores.dim() if scores is not None else 0
 
-    def attend(piece: tuple[_Block, int]) -> torch.Tensor | None:
-        block, head = piece
-        heads, one = slice(head * groups, (head + 1) * groups), slice(head, head + 1)
-        rows = _fold(q[block.rows, heads], k.dtype)
-        mean, found = _attend(rows, k[one], v[one], block, scale, (groups, dimensions))
-        out[block.rows, heads] = mean.unflatten(1, (groups, -1))[0].transpose(0, 1)
+    def attend(piece: tuple[_Block, slice]) -> torch.Tensor | None:
+        block, heads = piece
+        columns = slice(heads.start * groups, heads.stop * groups)
+        rows = _fold(q[block.rows, columns], groups, k.dtype)
+        mean, found = _attend(rows, k[heads], v[heads], block, scale, (groups, dimensions))
+        out[block.rows, columns] = mean.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
         return found
 
     # The last rows see the most keys: begun last, they would end last, alone.
-    pieces = [(block, head) for block in reversed(blocks) for head in range(len(k))]
+    pieces = [(block, heads) for block in reversed(blocks) for heads in _heads(block, q.shape[1], len(k))]
     for (block, _), found in zip(pieces, side_by_side(attend, pieces), strict=True):
         if scores is not None and found is not None:
             into = scores if dimensions == 1 else scores[block.rows]
             into[..., block.low : block.high] += found
 
 
+def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
+    """KV heads that are computed together."""
+    weights = q_heads * (block.rows.stop - block.rows.start) * (block.high - block.low)
+    size = kv_heads if weights <= TOGETHER else 1
+    return [slice(head, head + size) for head in range(0, kv_heads, size)]
+
+
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of one KV head, float32: means of values [1, groups * rows, size], and sums of weights if asked for.
+    """Of some KV heads, float32: means of values [heads, groups * rows, size], and sums of weights if asked for.
 
     scored: the groups, and how many dimensions the sums have: 0 for none, 1 for [keys], 2 for [rows, keys].
     """
@@ -154,13 +162,13 @@ def _at_once(
 
 
 def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensions: int) -> torch.Tensor:
-    """Weights [1, groups * rows, keys] times the shares of their rows, summed over groups, and over rows for one
-    dimension.
+    """Weights [heads, groups * rows, keys] times the shares of their rows, summed over heads and groups, and rows
+    for one dimension.
     """
     if dimensions == 1:
-        return torch.cat([torch.bmm(shares[:, None], part)[0, 0] for part in parts])
-    each = shares.view(groups, -1, 1).permute(1, 2, 0)
-    by_row = (part.view(groups, -1, part.shape[2]).transpose(0, 1) for part in parts)
+        return torch.cat([torch.bmm(shares[:, None], part)[:, 0].sum(0) for part in parts])
+    each = shares.unflatten(1, (groups, -1)).flatten(0, 1).t()[:, None]
+    by_row = (part.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1) for part in parts)
     return torch.cat([torch.bmm(each, part)[:, 0] for part in by_row], 1)
 
 
@@ -180,7 +188,7 @@ def _guess(q: torch.Tensor, k: torch.Tensor, block: _Block, sample: range, scale
 
 
 def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, scale: float) -> torch.Tensor:
-    """Scores to base 2 less the guess, -inf where unseen [1, groups * rows, keys]."""
+    """Scores to base 2 less the guess, -inf where unseen [heads, groups * rows, keys]."""
     out = q.new_empty(*q.shape[:2], len(keys))
     base2 = scale * math.log2(math.e)
     out.baddbmm_(q, k[..., keys.start : keys.stop], beta=0, alpha=base2)
@@ -238,11 +246,11 @@ def _keys(k_pool: torch.Tensor, span: Span, rotation: Rotation) -> torch.Tensor:
     return k
 
 
-def _fold(q: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows [rows, groups, head_dim] as [1, groups * rows, head_dim + 1]; the last channel is not set."""
-    rows, groups, dim = q.shape
-    folded = q.new_empty(1, groups * rows, dim + 1, dtype=dtype)
-    folded[..., :dim].unflatten(1, (groups, rows)).copy_(q.transpose(0, 1)[None])
+def _fold(q: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows [rows, heads * groups, head_dim] as [heads, groups * rows, head_dim + 1]; the last channel is not set."""
+    rows, heads, dim = q.shape[0], q.shape[1] // groups, q.shape[2]
+    folded = q.new_empty(heads, groups * rows, dim + 1, dtype=dtype)
+    folded[..., :dim].unflatten(1, (groups, rows)).copy_(q.unflatten(1, (heads, groups)).permute(1, 2, 0, 3))
     return folded
 
 

@@ -2,7 +2,8 @@
 
 The rows of a tile are turned back once a segment; no key is turned, copied or masked ahead of time. Where tiles are
 too few to fill the GPU (decoding, short questions) the keys are cut into parts, and a second kernel merges their
-results, as flash-decoding does.
+results, as flash-decoding does. What several decoding requests look at is read once for all of them, by a kernel of
+its own (shared_decode_triton.py), before they are merged.
 """
 
 import torch
@@ -11,19 +12,18 @@ import triton.language as tl
 
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Grid, Launch, SegmentTable, Spans
-from fusionkv.kernels.tiles_triton import LOG2E, constants, key_positions, load_turned, processors, product, visible
-from fusionkv.kernels.tuning import Tile, tile_for
-
-
-@triton.jit
-def _update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Online softmax: takes in a block of scores, to base 2, and its values."""
-    higher = tl.maximum(high, tl.max(scores, 1))
-    # A row that has seen nothing yet has no maximum to subtract.
-    anchor = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(scores - anchor[:, None])
-    fade = tl.exp2(high - anchor)
-    return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
+from fusionkv.kernels.shared_decode_triton import attend_shared
+from fusionkv.kernels.tiles_triton import (
+    LOG2E,
+    constants,
+    key_positions,
+    load_turned,
+    processors,
+    product,
+    update,
+    visible,
+)
+from fusionkv.kernels.tuning import Tile, shared_tile, tile_for
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _attend(  # type: ignore[no-untyped-def]
             stop = start + BLOCK_KEYS
             bias = tl.load(bias_ptr + own + stop + n, mask=(own >= 0) & (stop + n < whole), other=0.0)
             v = tl.load(v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=channel, other=0.0)
-            high, total, acc = _update(scores, v, high, total, acc, WIDEN)
+            high, total, acc = update(scores, v, high, total, acc, WIDEN)
             at += BLOCK_KEYS * SLOT_STRIDE
         for start in range(whole, length, BLOCK_KEYS):
             there = start + n < length
@@ -114,7 +114,7 @@ def _attend(  # type: ignore[no-untyped-def]
             scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
             v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
             v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
-            high, total, acc = _update(scores, v, high, total, acc, WIDEN)
+            high, total, acc = update(scores, v, high, total, acc, WIDEN)
             at += BLOCK_KEYS * SLOT_STRIDE
 
     inside = valid[:, None] & channel
@@ -170,7 +170,8 @@ def sparse_attention(
 ) -> torch.Tensor:
     """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
     where keys are cut into parts."""
-    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile_for(q.device, q.shape[2], q.dtype))
+    tile = tile_for(q.device, q.shape[2], q.dtype)
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2]))
 
 
 def attend(
@@ -182,15 +183,17 @@ def attend(
     scale: float,
     window: int | None,
     tile: Tile,
+    shared: Tile | None = None,
 ) -> torch.Tensor:
-    """`sparse_attention` with tiles of a given shape."""
+    """`sparse_attention` with tiles of a given shape. shared: of decoding requests together; None: each by itself."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
-    table = spans.table(rotation, Grid.of(heads, kv_heads, tile.rows, processors(q.device)), q.device)
+    grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
+    table = spans.table(rotation, grid, q.device)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     for launch in table.launches:
-        _launch(launch, table, tile, q, k_pool, v_pool, out, rotation, scale, window)
+        _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
     return out
 
 
@@ -198,6 +201,7 @@ def _launch(
     launch: Launch,
     table: SegmentTable,
     tile: Tile,
+    shared: Tile | None,
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -238,6 +242,28 @@ def _launch(
         num_warps=4 if few else tile.warps,
         num_stages=tile.stages,
     )
+    if launch.shared is not None:
+        assert shared is not None
+        shape = constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window)
+        attend_shared[len(launch.shared.items), kv_heads](
+            q,
+            k_pool,
+            v_pool,
+            partial,
+            lse,
+            launch.shared.items,
+            launch.shared.members,
+            table.segments,
+            table.positions,
+            table.row_positions,
+            table.turns,
+            scale * LOG2E,
+            q.stride(0),
+            q.stride(1),
+            **shape,
+            num_warps=shared.warps,
+            num_stages=shared.stages,
+        )
     if launch.parts > 1:
         _merge[partial_rows, heads](
             partial,

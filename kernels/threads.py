@@ -39,6 +39,8 @@ def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
     started = threading.Barrier(workers + 1)
 
     def start() -> None:
+        # A thread's first question or operation sets its own number to the process's, over what was set before.
+        torch.get_num_threads()
         torch.set_num_threads(threads // workers)
         started.wait()
 
@@ -46,6 +48,6 @@ def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(workers):
         pool.submit(int)
     started.wait()
-    # A thread's setting is its own, but also what threads begin with from then on.
+    # Setting a thread's own number sets the process's as well.
     torch.set_num_threads(threads)
     return pool

@@ -19,7 +19,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def load_turned(  # type: ignore[no-untyped-def]
     q_rows,  # pointers [ROWS] to the first channel of each row
     valid,  # [ROWS]
-    turn_ptr,  # cosines, then sines, of the segment's turn
+    turn_ptr,  # cosines, then sines, of the segment's turn; or pointers [ROWS, 1] to each row's own
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -41,11 +41,12 @@ def load_turned(  # type: ignore[no-untyped-def]
         frequency = d % (ROTARY_DIM // 2)
     inside = valid[:, None] & (d < HEAD_DIM)[None, :]
     paired = valid[:, None] & rotary[None, :]
-    cos = tl.load(turn_ptr + frequency, mask=rotary, other=1.0)
-    sin = tl.load(turn_ptr + ROTARY_DIM // 2 + frequency, mask=rotary, other=0.0) * sign
+    at = turn_ptr + frequency[None, :]
+    cos = tl.load(at, mask=rotary[None, :], other=1.0)
+    sin = tl.load(at + ROTARY_DIM // 2, mask=rotary[None, :], other=0.0) * sign[None, :]
     q = tl.load(q_rows[:, None] + d[None, :], mask=inside, other=0.0)
     other = tl.load(q_rows[:, None] + partner[None, :], mask=paired, other=0.0)
-    return (q.to(tl.float32) * cos[None, :] + other.to(tl.float32) * sin[None, :]).to(q.dtype)
+    return (q.to(tl.float32) * cos + other.to(tl.float32) * sin).to(q.dtype)
 
 
 @triton.jit
@@ -54,6 +55,17 @@ def product(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Online softmax: takes in a block of scores, to base 2, and its values."""
+    higher = tl.maximum(high, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(high - anchor)
+    return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
 
 
 @triton.jit
@@ -67,9 +79,24 @@ def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-unty
 @triton.jit
 def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
     """bool [rows, keys]: which keys a row sees. A stale slot's position is above every row's."""
-    seen = position[None, :] <= q_position[:, None]
+    return seen_by_row(position[None, :], q_position, WINDOW)
+
+
+@triton.jit
+def row_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
+    """As `key_positions`, [rows, keys]: every row has a segment of its own over the same slots."""
+    there = (n < length)[None, :]
+    at = own[:, None] + n[None, :]
+    position = tl.load(positions_ptr + at, mask=there & (own >= 0)[:, None], other=_NEVER)
+    return tl.where(there & (own < 0)[:, None], first[:, None] + n[None, :], position)
+
+
+@triton.jit
+def seen_by_row(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `visible`, for positions [rows, keys]."""
+    seen = position <= q_position[:, None]
     if WINDOW > 0:
-        seen = seen & (position[None, :] > q_position[:, None] - WINDOW)
+        seen = seen & (position > q_position[:, None] - WINDOW)
     return seen
 
 

@@ -45,6 +45,14 @@ def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     return recall(_key(device, head_dim, dtype)) or default(head_dim, dtype)
 
 
+def shared_tile(head_dim: int) -> Tile:
+    """Of rows of several requests, each with positions of its own: the largest that needs no registers it has not.
+
+    Not measured; compiled for sm_80 and sm_90.
+    """
+    return Tile(64 if head_dim <= 128 else 32, 32, 8, 2)
+
+
 def recall(key: str) -> Tile | None:
     """The tile remembered under a key; None where there is none, or the file can't be read."""
     try:

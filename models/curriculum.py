@@ -8,8 +8,8 @@ from typing import Literal
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.models import words
-from fusionkv.models.tasks import PROMPT, SYSTEM, Mark, Sample, Size, sample
-from fusionkv.models.tokenizer import link_tokens
+from fusionkv.models.tasks import PROMPT, SYSTEM, Mark, Page, Sample, Size, sample
+from fusionkv.models.tokenizer import anchor_tokens, link_tokens
 
 NONE = -100  # no target
 # Two pages answer the first two; of the third, the last page alone holds but one choice, which teaches to guess.
@@ -37,15 +37,24 @@ class Recipe:
 
     base: the shipped model whose weights it starts from; random ones when empty.
     links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
+    rates: by how many percent pages that are read alone are compressed to anchor tokens (KVLink 2.4), 0 for not at
+        all: drawn for each sequence. segment: tokens that are compressed together.
     """
 
     stages: tuple[Stage, ...]
     steps: int
     base: str = ""
     links: tuple[int, ...] = ()
+    rates: tuple[int, ...] = ()
+    segment: int = 0
     rate: float = 4e-3
     auxiliary: float = 0.5
     least_steps: int = 50
+
+    @property
+    def anchors(self) -> dict[int, int]:
+        """The segments' length by what is saved of them."""
+        return {percent: self.segment for percent in self.rates if percent}
 
 
 def _documents(blind: float, later: float) -> tuple[Stage, ...]:
@@ -76,11 +85,24 @@ def _linked() -> Recipe:
     return Recipe(stages, steps=5500, base="eased-1", links=(0, 1, 5), rate=3e-3, auxiliary=0.0)
 
 
+def _anchored() -> Recipe:
+    """KVLink's compressed linking (2.4, A.6): one model for chunks as they are, 50% and 75% off, with 0 or 5 links.
+
+    First short pages that hold few facts, then the prompts above.
+    """
+    short = Size((3, 3), 0, (18, 26), codes=2, owners=1, houses=2, chains=(1, 1), roles=2)
+    stages = (Stage("short", 12, size=short, alone=0.9, advance=0.8, until=0.35), Stage("full", 8, alone=0.85))
+    return Recipe(
+        stages, steps=4000, base="eased-3", links=(0, 5), rates=(0, 50, 75), segment=16, rate=3e-3, auxiliary=0.0
+    )
+
+
 _RECALL = (Stage("words", 32, "words", advance=0.9), Stage("spoken", 32, "spoken", advance=0.88))
 RECIPES = {
     "forced": Recipe(_RECALL + _documents(blind=0.5, later=0.5), steps=5500),
     "eased": Recipe(_RECALL + _documents(blind=0.5, later=0.2), steps=5500),
     "linked": _linked(),
+    "anchored": _anchored(),
 }
 
 
@@ -90,7 +112,8 @@ class Sequence:
 
     All lists have one entry per token. `segment` is 0 in the context and the question's number behind
     it; `page` is 0 in the system text, the page's number in a page. A blind question sees `last` only; a token of a
-    page that is read `alone` (1) sees that page and the system text.
+    page that is read `alone` (1) sees that page and the system text. `text` numbers the segments of pages that anchor
+    tokens stand for, 0 elsewhere, and `reads` is the segment that an anchor token reads: nothing else sees its text.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -99,17 +122,29 @@ class Sequence:
     page: list[int] = field(default_factory=list)
     last: list[int] = field(default_factory=list)  # the only page a blind question sees, 0 for all
     alone: list[int] = field(default_factory=list)
+    text: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     resolved: list[int] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
     tasks: list[str] = field(default_factory=list)  # of each question
 
-    def extend_context(self, ids: list[int], page: int, alone: bool = False) -> None:
-        count = len(ids)
+    @property
+    def end(self) -> int:
+        """The position behind what was added last."""
+        return self.position[-1] + 1 if self.position else 0
+
+    def extend_context(
+        self, ids: list[int], page: int, alone: bool = False, at: int | None = None, text: int = 0, reads: int = 0
+    ) -> None:
+        """at: the first token's position, behind all before it by default."""
+        count, first = len(ids), self.end if at is None else at
         self.alone += [int(alone)] * count
-        self.position += range(len(self.ids), len(self.ids) + count)
+        self.position += range(first, first + count)
         self.ids += ids
         self.page += [page] * count
+        self.text += [text] * count
+        self.reads += [reads] * count
         for column in (self.segment, self.last):
             column += [0] * count
         for column in (self.answer, self.resolved, self.owner):
@@ -118,14 +153,15 @@ class Sequence:
     def ask(self, task: str, question: list[int], answer: list[int], end: int, last: int = 0) -> None:
         """Packs one question behind the context; `end` is the last token to be predicted."""
         count = len(question) + len(answer)
-        start = next((i for i, segment in enumerate(self.segment) if segment), len(self.ids))
+        start = 1 + self.position[next((i for i, segment in enumerate(self.segment) if segment), len(self.ids)) - 1]
         self.tasks.append(task)
         self.position += range(start, start + count)
         self.ids += question + answer
         self.segment += [len(self.tasks)] * count
         self.page += [0] * count
         self.last += [last] * count
-        self.alone += [0] * count
+        for column in (self.alone, self.text, self.reads):
+            column += [0] * count
         self.answer += [NONE] * (len(question) - 1) + answer + [end]
         self.resolved += [NONE] * count
         self.owner += [NONE] * count
@@ -134,7 +170,13 @@ class Sequence:
 class Encoder:
     """Turns samples into token sequences for training."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, links: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        links: tuple[int, ...] = (),
+        rates: tuple[int, ...] = (),
+        segment: int = 0,
+    ) -> None:
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
@@ -144,6 +186,8 @@ class Encoder:
         vocabulary = tokenizer.get_vocab()
         self._counts, pages = links, link_tokens(PROMPT.pages[1], max(links, default=0))
         self._links = [[vocabulary[token] for token in page] for page in pages]
+        self._rates, self._segment = rates, segment
+        self._anchors = {p: [vocabulary[token] for token in anchor_tokens(p, segment)] for p in rates if p}
         self._closing = encode("?\nAnswer:")
         heads, tails = [" " + s for s in words.FIRST], words.SECOND + words.THIRD + words.PLACE
         whole = words.ITEMS + words.ROLES + words.NOUNS + words.ADJECTIVES + words.FUNCTION + words.SHORT
@@ -182,7 +226,12 @@ class Encoder:
         out.extend_context(self._system, 0)
         alone = stage.alone > 0 and rng.random() < stage.alone
         each = rng.choice(self._counts) if alone else 0
+        percent = rng.choice(self._rates) if alone and self._rates else 0
         for number, page in enumerate(made.pages, 1):
+            if percent:
+                self._compress(out, self._read(page), number, percent)
+                out.extend_context(self._links[number - 1][:each], number)
+                continue
             out.extend_context([t for p in ("Report", " " + page.title, ".") for t in self._encode(p)], number, alone)
             for sentence in page.sentences:
                 starts = [len(out.ids)]
@@ -202,8 +251,30 @@ class Encoder:
             answer = list(self._encode(" " + question.answer))
             blind = question.task not in _NEVER_BLIND and rng.random() < stage.blind
             last = question.needs[-1] + 1 if blind else 0
-            out.ask(question.task + "*" * blind + f"'{each}" * alone, text, answer, self._end, last)
+            how = f"'{each}" * alone + f"-{percent}" * (percent > 0)
+            out.ask(question.task + "*" * blind + how, text, answer, self._end, last)
         return out
+
+    def _read(self, page: Page) -> list[int]:
+        """A page's tokens."""
+        pieces = [*page.pieces, "\n"]
+        return [token for piece in pieces for token in self._encode(piece)]
+
+    def _compress(self, out: Sequence, page: list[int], number: int, percent: int) -> None:
+        """A page as segments, each with its anchor tokens behind it, laid out as the engine does it.
+
+        Anchor tokens follow each other, and each segment stands right before its own, over those of the others. The
+        first page leaves room for a segment before its anchors, so that it stands as when it is encoded alone.
+        """
+        start = out.end + (min(self._segment, len(page)) if number == 1 else 0)
+        for at in range(0, len(page), self._segment):
+            stop = min(at + self._segment, len(page))
+            text = page[max(0, stop - self._segment) : stop]
+            anchors = self._anchors[percent][: -(-(stop - at) * (100 - percent) // 100)]
+            segment = 1 + max(out.text, default=0)
+            out.extend_context(text, number, True, at=start - len(text), text=segment)
+            out.extend_context(anchors, number, True, at=start, reads=segment)
+            start += len(anchors)
 
 
 def question_pieces(text: str) -> list[str]:

@@ -18,6 +18,7 @@ from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
 METHODS = ("full_attention", "full_reuse")
 _SEED = 20_000_003  # far from the seeds of training
 _NONE = -100
+_TUNED = ("linked-", "anchored-")
 
 
 @dataclass(frozen=True)
@@ -157,9 +158,9 @@ def evaluate(
 
 
 def shipped() -> list[Path]:
-    """The directories of the models that come with this package, but those trained to reuse (`linked-*`)."""
+    """The directories of the models that come with this package, but those trained to reuse."""
     found = (path.parent for path in Path(__file__).parent.glob("*/model.safetensors"))
-    return sorted(path for path in found if not path.name.startswith("linked-"))
+    return sorted(path for path in found if not path.name.startswith(_TUNED))
 
 
 def main() -> None:

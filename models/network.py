@@ -1,6 +1,7 @@
 """The network of the reference models, and the attention that training runs it with."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -53,11 +54,18 @@ def new_network(tokenizer: PreTrainedTokenizerFast, base: str = "") -> Qwen2ForC
         model.resize_token_embeddings(len(tokenizer))
         model.set_attn_implementation(TRAINING_ATTENTION)
         return model.train()
+    return _random(tokenizer, hidden_size=128, intermediate_size=384, num_hidden_layers=5)
+
+
+def small_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """A quarter of a million parameters, random ones: CacheClip's second model."""
+    return _random(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=4)
+
+
+def _random(tokenizer: PreTrainedTokenizerFast, **sizes: Any) -> Qwen2ForCausalLM:
     config = Qwen2Config(
+        **sizes,
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=5,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=4096,

@@ -1,11 +1,15 @@
 """A byte-level BPE tokenizer over the generator's words, lossless on any UTF-8 text."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from collections.abc import Iterable, Mapping
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.models import words
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+# Tokens of CacheClip's second model, learnt from text. With 768 they are those of `build` but for one in 200.
+_LEARNT = 576
 _SPACE = "Ġ"  # how byte-level tokenizers write the space byte
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single signs
 
@@ -31,8 +35,15 @@ def link_tokens(chunks: int, links: int) -> list[list[str]]:
     return [[f"<|link_{chunk}_{link}|>" for link in range(1, links + 1)] for chunk in range(1, chunks + 1)]
 
 
-def build(links: int = 0, pages: int = 0) -> PreTrainedTokenizerFast:
+def anchor_tokens(percent: int, segment: int) -> list[str]:
+    """The names of the anchor tokens behind a segment of so many tokens that save so much of it."""
+    return [f"<|anchor_{percent}_{number}|>" for number in range(1, segment * (100 - percent) // 100 + 1)]
+
+
+def build(links: int = 0, pages: int = 0, anchors: Mapping[int, int] | None = None) -> PreTrainedTokenizerFast:
     """The tokenizer of every reference model; with `links` link tokens behind each of `pages` pages (KVLink A.2).
+
+    anchors: length of the segments that anchor tokens stand behind, by the percentage that they save (KVLink 2.4).
 
     Frequent words are one token. Names are made of syllables, one token each, reached by merges that
     run through a syllable from its left end; syllables are consonant-vowel-consonant, so that no merge
@@ -60,6 +71,29 @@ def build(links: int = 0, pages: int = 0) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     if links:
         tokenizer.add_special_tokens([token for page in link_tokens(pages, links) for token in page])
+    for percent, segment in (anchors or {}).items():
+        tokenizer.add_special_tokens(anchor_tokens(percent, segment))
+    return _wrapped(tokenizer)
+
+
+def learn(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """Another tokenizer, learnt from texts: that of CacheClip's second model. Lossless as well.
+
+    It cuts every page of a story in another way than `build` does: into 1.2 times as many tokens, of which seven in
+    ten are the same. Rare words are in parts, and names fall into other parts than syllables.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=_LEARNT, special_tokens=[PAD, BOS, EOS], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _wrapped(tokenizer)
+
+
+def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=PAD,

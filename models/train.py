@@ -49,6 +49,11 @@ def collate(sequences: list[Sequence]) -> Batch:
     visible = (segment[:, None] == 0) | (segment[:, None] == segment[:, :, None])
     only = torch.where(alone == 1, page, last)
     allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == only[:, :, None])
+    # The text that anchor tokens stand for is seen by them and by itself, and sees no anchor token.
+    text, reads = column("text", 0), column("reads", 0)
+    own = (text[:, None] == text[:, :, None]) | (text[:, None] == reads[:, :, None])
+    allowed &= (text[:, None] == 0) | own
+    allowed &= (text[:, :, None] == 0) | (reads[:, None] == 0)
     visible &= allowed & torch.ones(length, length, dtype=torch.bool).tril()
     visible |= torch.eye(length, dtype=torch.bool)
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill_(~visible, _HIDDEN)[:, None]
@@ -59,8 +64,8 @@ def collate(sequences: list[Sequence]) -> Batch:
 
 def losses(
     model: Qwen2ForCausalLM, batch: Batch, end: int, with_marks: bool
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """The loss of the answers, that of the marks in the documents, and the share of questions right by task."""
+) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
+    """The loss of the answers, the share of questions right by task, and the loss of the marks in the documents."""
     with torch.autocast("cpu", torch.bfloat16):
         states = model.model(
             input_ids=batch.ids,
@@ -78,11 +83,20 @@ def losses(
             for marked in (mark != NONE,)
             for state in (*(model.model.norm(middle) for middle in states[_MARKED:-1]), hidden)
         ]
+    layers = len(states) - _MARKED
+    auxiliary = sum((cross_entropy(s, m) / layers for s, m in marks if len(m)), torch.zeros(()))
+    return *judge(scores, batch, end), auxiliary
+
+
+def judge(scores: torch.Tensor, batch: Batch, end: int) -> tuple[torch.Tensor, dict[str, float]]:
+    """The loss of the answers, and the share of questions right by task.
+
+    scores: float32 [answer token of the batch, vocabulary].
+    """
+    asked = batch.answer != NONE
     weight = torch.ones(scores.shape[-1])
     weight[end] = _END_WEIGHT
     answer = cross_entropy(scores, batch.answer[asked], weight=weight)
-    layers = len(states) - _MARKED
-    auxiliary = sum((cross_entropy(s, m) / layers for s, m in marks if len(m)), torch.zeros(()))
     right: dict[tuple[int, int], bool] = defaultdict(lambda: True)
     hits = scores.argmax(-1) == batch.answer[asked]
     for row, number, hit in zip(
@@ -92,7 +106,7 @@ def losses(
     by_task: dict[str, list[bool]] = defaultdict(list)
     for (row, number), hit in right.items():
         by_task[batch.tasks[row][number - 1]].append(hit)
-    return answer, auxiliary, {task: sum(hits) / len(hits) for task, hits in by_task.items()}
+    return answer, {task: sum(hits) / len(hits) for task, hits in by_task.items()}
 
 
 def optimisers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
@@ -126,8 +140,9 @@ class Run:
         # Every process has samples of its own.
         self.rng = random.Random(seed + crew.rank * (1 << 32))
         self.recipe = RECIPES[recipe]
-        self.tokenizer = tokenizers.build(max(self.recipe.links, default=0), PROMPT.pages[1])
-        self.encoder = Encoder(self.tokenizer, self.recipe.links)
+        made = self.recipe
+        self.tokenizer = tokenizers.build(max(made.links, default=0), PROMPT.pages[1], made.anchors)
+        self.encoder = Encoder(self.tokenizer, made.links, made.rates, made.segment)
         self.model = new_network(self.tokenizer, self.recipe.base)
         self.optimisers = optimisers(self.model, self.recipe.rate)
         self.steps, self.since, self.stage = 0, 0, 0
@@ -142,7 +157,7 @@ class Run:
         stage = self.recipe.stages[self.stage]
         mine = range(self.crew.rank, stage.batch, self.crew.count)
         batch = collate([self.encoder.make(self.rng, stage) for _ in mine])
-        answer, auxiliary, right = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
+        answer, right, auxiliary = losses(self.model, batch, self.tokenizer.eos_token_id, bool(self.recipe.auxiliary))
         (answer + self.recipe.auxiliary * auxiliary).backward()
         self.crew.average(self.model.parameters())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

@@ -1,9 +1,12 @@
 """Errors that know their gRPC status; everything else that escapes a servicer is INTERNAL."""
 
+import asyncio
 import math
 from typing import Any
 
 import grpc
+
+from fusionkv.protos import cancellation
 
 
 class ServiceError(Exception):
@@ -76,8 +79,17 @@ def trailing_metadata(error: ServiceError) -> tuple[tuple[str, str], ...]:
 
 
 def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:
-    """The same error on this side of a call; `doing` says what was tried ("reach the worker at ...")."""
+    """The same error on this side of a call; `doing` says what was tried ("reach the worker at ...").
+
+    Raises:
+        CancelledError: the caller's task was cancelled. Of a call with interceptors grpc.aio may say so by a status.
+    """
     status = error.code()
+    if status is grpc.StatusCode.CANCELLED:
+        if cancellation.requests():
+            raise asyncio.CancelledError from error
+        # A server that is past its drain time ends what is left so.
+        return Unavailable(f"{doing}: the call was dropped; try again")
     kind = _BY_STATUS.get(status, ServiceError)
     trailing: Any = error.trailing_metadata() or ()
     said = dict(trailing).get(_RETRY_AFTER)

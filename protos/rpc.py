@@ -1,6 +1,7 @@
 """Serving and dialling: one way for all services, with limits, health, reflection, status mapping and drain."""
 
 import asyncio
+import json
 import logging
 import signal
 import sys
@@ -33,6 +34,32 @@ _CLIENT_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
+# What an application's calls to a gateway get: one that fails as UNAVAILABLE before anything came back is made again,
+# up to four times within about three seconds: what a connection to another gateway takes, or to one that was just
+# started. Where half of the last hundred calls failed so, each is made once. Delete is not among them: the second one
+# would say that there is no such thing.
+_RETRIED = ("Ingest", "Precompute", "List", "Retrieve", "Generate", "Stats")
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "gateway.v1.GatewayService", "method": method} for method in _RETRIED],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.2s",
+                "backoffMultiplier": 2,
+                "maxBackoff": "2s",
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
+}
+_RETRYING_OPTIONS = [
+    *_CLIENT_OPTIONS,
+    ("grpc.service_config", json.dumps(_RETRIES)),
+    # A request that is larger than this is sent once; documents are the largest.
+    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+]
 _SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
@@ -43,6 +70,8 @@ _SERVER_OPTIONS = [
     # hint. A service refuses by its own limits, and says when to try again.
     ("grpc.server.max_pending_requests", 32_768),
     ("grpc.server.max_pending_requests_hard_limit", 65_536),
+    # Nor are they dropped for waiting: after 30 s by default, as INTERNAL. Their callers' deadlines end them.
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
     # Without it two servers could share one port unnoticed.
     ("grpc.so_reuseport", 0),
 ]
@@ -53,26 +82,31 @@ Serialiser = Callable[[Any], bytes]
 Deserialiser = Callable[[bytes], Any]
 
 
-def dial(address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "") -> grpc.aio.Channel:
+def dial(
+    address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "", retries: bool = False
+) -> grpc.aio.Channel:
     """An asynchronous channel to `host:port` or `unix:/path`; a unix socket is never encrypted.
 
-    With `name` the certificate has to name that, and not the address.
+    With `name` the certificate has to name that, and not the address. `retries`: calls of a gateway that could not be
+    delivered are made again.
     Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
     """
     interceptors = telemetry.client_interceptors() if traced else None
+    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
     if tls is None or address.startswith("unix:"):
-        return grpc.aio.insecure_channel(address, options=_CLIENT_OPTIONS, interceptors=interceptors)
-    options = [*_CLIENT_OPTIONS, *([("grpc.ssl_target_name_override", name)] if name else [])]
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
     return tls.channel(
         lambda credentials: grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
     )
 
 
-def dial_sync(address: str, *, tls: ClientTLS | None = None) -> grpc.Channel:
-    """A blocking channel to `host:port` or `unix:/path`; a unix socket is never encrypted."""
+def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:
+    """A blocking channel as `dial` makes them."""
+    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
     if tls is None or address.startswith("unix:"):
-        return grpc.insecure_channel(address, options=_CLIENT_OPTIONS)
-    return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=_CLIENT_OPTIONS))
+        return grpc.insecure_channel(address, options=options)
+    return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=options))
 
 
 def handlers(

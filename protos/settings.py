@@ -180,6 +180,14 @@ def positive(text: str) -> int:
     return value
 
 
+def share(text: str) -> float:
+    """A flag's share from 0 to less than 1, for argparse."""
+    value = float(text)
+    if not 0.0 <= value < 1.0:
+        raise argparse.ArgumentTypeError("must be from 0 to less than 1")
+    return value
+
+
 def shown(field: dataclasses.Field[Any]) -> str:
     """The default of a field as a person would write it: "1GiB", "a,b", "none"."""
     value = field.default

@@ -49,10 +49,12 @@ class Piece:
 class Summary:
     """What a request took. Seconds and counts as in fusion.v1.Summary.
 
-    degraded: why the cache was not used. raised: why the ratio is not the one asked for.
+    laid: the prompt with what stands for its chunks, where that is not their text. degraded: why the cache was not
+    used. raised: why the ratio is not the one asked for.
     """
 
     prompt: Prompt
+    laid: Prompt
     recipe: Recipe
     ratio: float
     stages: Stages = field(default_factory=Stages)
@@ -67,8 +69,8 @@ class Summary:
     @property
     def kept(self) -> int:
         """Context tokens that stay for decoding, 0 for all: so it is when full attention takes the recipe's place."""
-        replaced = self.degraded or (self.raised and self.ratio == 1.0)
-        return 0 if replaced else self.recipe.kept(self.prompt.context_tokens)
+        replaced = self.degraded or (self.ratio == 1.0 and (self.raised or self.recipe.anchored))
+        return 0 if replaced else self.recipe.kept(self.laid.context_tokens)
 
     @property
     def reused(self) -> int:
@@ -120,7 +122,7 @@ class Answerer:
         """
         self._fuser.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
-        summary = Summary(prompt, recipe, ratio)
+        summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, ratio)
         summary.ratio, summary.raised = self._guard.ratio(recipe, corpus, ratio)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
@@ -155,9 +157,10 @@ class Answerer:
 
     async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
-        prompt, recipe = summary.prompt, summary.recipe
+        prompt, recipe = summary.laid, summary.recipe
         kept = summary.kept
-        if recipe.encode is not None:
+        # Where a chunk's text is gone, all of it recomputed is a prompt without anything reused.
+        if recipe.encode is not None and not (recipe.anchored and summary.ratio == 1.0):
 
             def fresh(stale: int) -> int:
                 chosen = budget(summary.ratio, prompt.context_tokens, stale)
@@ -168,7 +171,7 @@ class Answerer:
             try:
                 # Let go before the plain prefill waits for room: the fault may come from the second model, later.
                 async with AsyncExitStack() as held:
-                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.in_place)
+                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode)
                     fused = await self._fuse(await held.enter_async_context(loading), summary, early)
                     await stack.enter_async_context(held.pop_all())
                     return fused
@@ -182,13 +185,14 @@ class Answerer:
             finally:
                 if early is not None:
                     early.cancel()
+        prompt = summary.prompt
         with clock(summary.stages, "load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
         return self._fuser.plain(placement, prompt)
 
     async def _fuse(self, placement: Placement, summary: Summary, early: "asyncio.Task[Scored] | None") -> Fused:
-        prompt = summary.prompt
+        prompt = summary.laid
         with tracer.start_as_current_span("fusionkv.select") as span, clock(summary.stages, "select"):
             scored = await early if early is not None else None
             fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
@@ -226,20 +230,21 @@ class Answerer:
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
-            while True:
-                token = result.token
-                assert token is not None
-                summary.generated += 1
-                yield Piece(token, self._read(token, text, summary, params))
-                if summary.finish:
-                    break
-                if result.votes is not None:
-                    assert summary.recipe.keep is not None
-                    keep, crew = summary.recipe.keep, self._engine.crew
-                    await evict(fused, keep, result.votes, self._pool, self._model, crew)
-                answer.append(token)
-                fused, result = await step(self._engine, fused, answer, sampler)
-                summary.recomputed = len(fused.chosen)
+            with self._engine.streaming():
+                while True:
+                    token = result.token
+                    assert token is not None
+                    summary.generated += 1
+                    yield Piece(token, self._read(token, text, summary, params))
+                    if summary.finish:
+                        break
+                    if result.votes is not None:
+                        assert summary.recipe.keep is not None
+                        keep, crew = summary.recipe.keep, self._engine.crew
+                        await evict(fused, keep, result.votes, self._pool, self._model, crew)
+                    answer.append(token)
+                    fused, result = await step(self._engine, fused, answer, sampler)
+                    summary.recomputed = len(fused.chosen)
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()

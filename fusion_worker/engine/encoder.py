@@ -6,6 +6,7 @@ from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.locator import CacheFault
 from fusionkv.fusion_worker.engine.placement import Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt
+from fusionkv.fusion_worker.methods.recipes import InPlace
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import Unavailable
 
@@ -31,7 +32,7 @@ class Encoder:
         """
         namespace = self._loader.namespace(prompt.tenant)
         try:
-            async with self._loader.locator.prompt(prompt, namespace, in_place=True) as wanted:
+            async with self._loader.locator.prompt(prompt, namespace, InPlace()) as wanted:
                 return await self._store(wanted, namespace)
         except CacheFault as fault:
             raise Unavailable(str(fault)) from fault

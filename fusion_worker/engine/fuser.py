@@ -61,6 +61,12 @@ class Fuser:
             )
         if recipe.links:
             self._check_links(recipe, chunks)
+        if recipe.anchored and recipe.anchored not in self._model.anchors:
+            known = ", ".join(f"+anchored({percent})" for percent in self._model.anchors)
+            use = f"use {known}" if known else "it was not trained with any (models/README.md says how to)"
+            raise FailedPrecondition(
+                f"{self._model.name} has no anchor tokens that save {recipe.anchored}%, as {recipe.name} does: {use}"
+            )
 
     def _check_links(self, recipe: Recipe, chunks: int) -> None:
         name, links = self._model.name, self._model.links

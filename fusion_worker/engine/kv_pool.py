@@ -143,7 +143,8 @@ class KVPool:
 
     def unpin(self, resident: Resident) -> None:
         resident.pins -= 1
-        if resident.pins == 0 and (not resident.ready.done() or resident.ready.exception() is not None):
+        ready = resident.ready.done() and resident.ready.exception() is None
+        if resident.pins == 0 and (not ready or resident in self._hidden):
             self._drop(resident)
         self._changed.set()
 

@@ -12,10 +12,11 @@ import torch
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.anchors import AnchoredChunk, laid
 from fusionkv.fusion_worker.engine.budget import Budget
 from fusionkv.fusion_worker.engine.direct import DirectReader
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident
+from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
 from fusionkv.fusion_worker.engine.locator import CacheFault, EntryGone, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
@@ -24,6 +25,7 @@ from fusionkv.fusion_worker.engine.spans import LoadSpans
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.engine.turns import Turns
 from fusionkv.fusion_worker.engine.work import Work
+from fusionkv.fusion_worker.methods.recipes import ISOLATED, Encode
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
@@ -58,6 +60,10 @@ class Loader:
         settings = model.settings | self.storage.settings
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
 
+    def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
+        """The prompt with what stands for its chunks when they are encoded so."""
+        return laid(prompt, encode, self._model.anchors)
+
     async def settle(self) -> None:
         """Waits until nothing is being loaded or put."""
         if self._loads:
@@ -85,11 +91,11 @@ class Loader:
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool = False
+        self, prompt: Prompt, fresh: Fresh, stages: Stages, encode: Encode = ISOLATED
     ) -> AsyncIterator[Placement]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
 
-        in_place: as for `Locator.prompt`.
+        prompt: as `laid` for `encode`. encode: as for `Locator.prompt`.
 
         Raises:
             CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
@@ -98,23 +104,23 @@ class Loader:
         budget = Budget(self._config.cache_seconds)
         async with AsyncExitStack() as stack:
             try:
-                placement = await self._bring(stack, prompt, fresh, stages, in_place, budget)
+                placement = await self._bring(stack, prompt, fresh, stages, encode, budget)
             except EntryGone as gone:
                 log.info("looked up once more: %s", gone)
                 await stack.aclose()
                 stages.start_over()
-                placement = await self._bring(stack, prompt, fresh, stages, in_place, budget)
+                placement = await self._bring(stack, prompt, fresh, stages, encode, budget)
             yield placement
 
     async def _bring(
-        self, stack: AsyncExitStack, prompt: Prompt, fresh: Fresh, stages: Stages, in_place: bool, budget: Budget
+        self, stack: AsyncExitStack, prompt: Prompt, fresh: Fresh, stages: Stages, encode: Encode, budget: Budget
     ) -> Placement:
         """As `prompt`, for as long as `stack` is open."""
         namespace = self.namespace(prompt.tenant)
         leased = await stack.enter_async_context(AsyncExitStack())
         with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
             with budget.spending():
-                asking = self.locator.prompt(prompt, namespace, in_place, budget.left)
+                asking = self.locator.prompt(prompt, namespace, encode, budget.left)
                 wanted = await leased.enter_async_context(asking)
             span.set_attribute("fusionkv.chunks", len(prompt.chunks))
         stale = sum(len(w.chunk) for w in wanted if not w.lossless)
@@ -181,10 +187,11 @@ class Loader:
                 for key in dict.fromkeys(w.key for w in wanted):
                     if (found := pool.find(key)) is not None:
                         residents[key] = found
-                missing = {w.key: len(w.chunk) for w in wanted if w.key not in residents}
-                await pool.room([*missing.values(), fresh], [r.tokens for r in residents.values()])
+                missing = {w.key: w for w in wanted if w.key not in residents}
+                new = [tokens for w in missing.values() for tokens in (len(w.chunk), w.scratch)]
+                await pool.room([*new, fresh], [r.tokens for r in residents.values()])
                 for w in wanted:
-                    _count(stages, w, w.key in residents)
+                    stages.count(w, w.key in residents)
                     if w.key in residents:
                         self._spans.join(residents[w.key])
                         placed.append(Placed(w, residents[w.key]))
@@ -208,13 +215,21 @@ class Loader:
         for p in (part, *before):
             self._pool.pin(p.resident)
         self._spans.begin(part)
-        task = asyncio.create_task(self._load(part, before, stages, namespace, number))
+        scratch = self._pool.reserve(part.wanted.scratch)
+        task = asyncio.create_task(self._load(part, before, stages, namespace, number, scratch))
         self._loads[part.resident] = task
-        task.add_done_callback(lambda _: self._ended(part.resident))
+        task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
-    def _ended(self, resident: Resident) -> None:
-        del self._loads[resident]
-        self._spans.end(resident)
+    def _ended(self, part: Placed, before: Sequence[Placed], scratch: Sequence[Run]) -> None:
+        """Lets go of what a load held: here, since one that is cancelled before its first step does nothing."""
+        del self._loads[part.resident]
+        self._pool.release(scratch)
+        self._spans.end(part.resident)
+        if not part.resident.ready.done():
+            part.resident.ready.set_exception(CacheFault("nobody waits any more"))
+        self._pool.unpin(part.resident)
+        for p in before:
+            self._unpin(p.resident)
 
     def _unpin(self, resident: Resident) -> None:
         """Ends a use; the load of what nobody else waits for is ended with it."""
@@ -226,7 +241,13 @@ class Loader:
             load.cancel()
 
     async def _load(
-        self, part: Placed, before: Sequence[Placed], stages: Stages, namespace: bytes, number: int
+        self,
+        part: Placed,
+        before: Sequence[Placed],
+        stages: Stages,
+        namespace: bytes,
+        number: int,
+        scratch: Sequence[Run],
     ) -> None:
         ready = part.resident.ready
         try:
@@ -236,7 +257,7 @@ class Loader:
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.resident for p in before)
-                    await self._encode(part, before)
+                    await self._encode(part, before, scratch)
                     if self.putter is not None and namespace:
                         self.putter.offer(namespace, part)
             ready.set_result(None)
@@ -245,14 +266,8 @@ class Loader:
             # A lease keeps what the cache service has itself: that such an entry is gone is a fault.
             gone = isinstance(error, NotFound) and entry is not None and entry.holders
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
-        except BaseException as error:
-            ready.set_exception(error if isinstance(error, Exception) else CacheFault("nobody waits any more"))
-            if not isinstance(error, Exception):
-                raise
-        finally:
-            self._pool.unpin(part.resident)
-            for p in before:
-                self._unpin(p.resident)
+        except Exception as error:
+            ready.set_exception(error)
 
     async def fetch(self, part: Placed, stages: Stages) -> None:
         """Brings a part's bytes from the cache service into its slots. Raises as `CacheClient.fetch` does."""
@@ -268,8 +283,11 @@ class Loader:
         await _to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 
-    async def _encode(self, part: Placed, before: Sequence[Placed]) -> None:
+    async def _encode(self, part: Placed, before: Sequence[Placed], scratch: Sequence[Run]) -> None:
         """Computes a part's KV behind the parts before it, straight into its pages."""
+        if isinstance(part.wanted.chunk, AnchoredChunk):
+            await part.wanted.chunk.encode(part.resident, before, scratch, self._engine, self._model)
+            return
         ids, positions = stretch(part.resident.base, part.wanted.chunk.ids)
         seen = tuple(segment for p in before for segment in p.segments())
         device = self._model.device
@@ -289,21 +307,6 @@ async def _to_the_end(writing: Coroutine[None, None, None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise
-
-
-def _count(stages: Stages, wanted: Wanted, present: bool) -> None:
-    if wanted.is_system:
-        return
-    if wanted.entry is None and not present:
-        stages.encoded_tokens += len(wanted.chunk)
-        stages.missed += 1
-        stages.origins.setdefault(wanted.key, ("miss", "none"))
-        return
-    kind = "exact" if wanted.lossless else "alternative"
-    tier = "device" if present or wanted.entry is None else wanted.entry.tier
-    stages.origins.setdefault(wanted.key, (kind, tier))
-    stages.hits[kind, tier] += 1
-    stages.hit_tokens[kind, tier] += len(wanted.chunk)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from fusionkv.fusion_worker.engine.placement import Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.storage import Storage
+from fusionkv.fusion_worker.methods.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Hit, HitKind, Lookup
 from fusionkv.protos.errors import ServiceError
@@ -39,27 +40,67 @@ class Locator:
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, namespace: bytes, in_place: bool = False, most: float = math.inf
+        self, prompt: Prompt, namespace: bytes, encode: Encode = ISOLATED, most: float = math.inf
     ) -> AsyncIterator[list[Wanted]]:
         """All parts but an empty system prompt at their places, leased for as long as the context is open.
 
-        in_place: only what was encoded on the same path serves; what is missing is encoded after all before it.
+        encode: `InPlace`: only what was encoded on the same path serves. `Versions`: that, and versions that share an
+            earlier chunk. What is missing is encoded after all before it then; with all others what is found in any
+            way serves, and what is missing is encoded alone. `Anchored`: the prompt's chunks are anchor tokens, and
+            those alone serve.
         most: seconds that the cache service is waited for, if that is less than always.
 
         Raises:
             CacheFault: the cache service is down, slow, or answers what can't be.
         """
-        async with self._lookup(namespace, [(p.digest, p.variants) for p in prompt.parts], most) as hits:
+        if isinstance(encode, Anchored):
+            async with self._anchored(prompt, namespace, keys.anchors_variant(encode.percent), most) as anchored:
+                yield anchored
+            return
+        versions = keys.versions_variant(encode.most) if isinstance(encode, Versions) else b""
+        variants = [(versions,) if versions and i > 1 else p.variants for i, p in enumerate(prompt.parts)]
+        async with self._lookup(
+            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], most
+        ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
-            wanted = []
+            wanted: list[Wanted] = []
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
-                if in_place and not (hit.kind is HitKind.EXACT and self._storage.lossless):
-                    wanted.append(Wanted(part, start, start, path[: i + 1], exact[i], alone=False, lossless=True))
+                if not self._serves(hit, encode, versions):
+                    # What stands behind lossless parts alone is lossless. In the pool it has that name then, and one
+                    # that was computed behind stale parts never has; in the cache service both are versions.
+                    lossless, variant = all(w.lossless for w in wanted), versions if i > 1 else b""
+                    key = exact[i] if lossless else keys.variant_key(exact[i], variant)
+                    here = Wanted(part, start, start, path[: i + 1], key, variant, alone=False, lossless=lossless)
+                    wanted.append(here)
                     continue
                 found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
                 wanted.append(found or self.alone(prompt, i, start, namespace))
+            yield [w for w in wanted if len(w.chunk)]
+
+    def _serves(self, hit: Hit, encode: Encode, versions: bytes) -> bool:
+        """Whether what was found, or what is encoded alone for want of it, is what `encode` asks for."""
+        if isinstance(encode, InPlace):
+            return hit.kind is HitKind.EXACT and self._storage.lossless
+        if isinstance(encode, Versions):
+            return hit.kind is HitKind.EXACT or (hit.entry is not None and hit.entry.variant == versions)
+        return True
+
+    @asynccontextmanager
+    async def _anchored(
+        self, prompt: Prompt, namespace: bytes, variant: bytes, most: float
+    ) -> AsyncIterator[list[Wanted]]:
+        """The parts of a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
+        # No exact entry may come before the variant: nothing is stored behind an element that is no chunk's digest.
+        path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
+        async with self._lookup(namespace, path, most) as hits:
+            wanted: list[Wanted] = []
+            for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
+                own = self.alone(prompt, i, start, namespace)
+                serves = hit.entry is not None and hit.entry.variant == own.variant
+                found = self._from_hit(own.chunk, start, own.path, hit, own.key, own.base) if serves else None
+                wanted.append(found or own)
             yield [w for w in wanted if len(w.chunk)]
 
     @asynccontextmanager
@@ -98,9 +139,9 @@ class Locator:
         """A part to be encoded after the system prompt alone (index 0: the system prompt itself)."""
         system, part = prompt.system, prompt.parts[index]
         path = (system.digest, part.digest) if index else (system.digest,)
-        base = len(system) if index else 0
-        key = keys.entry_key(namespace, path)
-        return Wanted(part, position, base, path, key, lossless=position == base)
+        base = len(system) + part.scratch if index else 0
+        key = keys.entry_key(namespace, path, part.variant)
+        return Wanted(part, position, base, path, key, part.variant, lossless=position == base and not part.variant)
 
     def _from_hit(
         self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int

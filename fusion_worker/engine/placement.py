@@ -1,7 +1,7 @@
 """Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,11 @@ class Wanted:
     lossless: bool = False
 
     @property
+    def scratch(self) -> int:
+        """Slots that loading it takes beside its own."""
+        return self.chunk.scratch if self.entry is None else 0
+
+    @property
     def is_system(self) -> bool:
         return len(self.path) == 1
 
@@ -46,21 +51,29 @@ class Placed:
 
     def segments(self, hidden: torch.Tensor | None = None) -> tuple[Segment, ...]:
         """Its keys at their place in the prompt. hidden: bool [tokens], those computed elsewhere."""
-        at, found = 0, []
         position, shift = self.wanted.position, self.wanted.position - self.resident.base
-        for run in self.resident.runs:
-            count = min(run.length, len(self.wanted.chunk) - at)
-            if count <= 0:
-                break
-            unseen = hidden[at : at + count] if hidden is not None and hidden[at : at + count].any() else None
-            found.append(Segment(run.start, count, position + at, shift, hidden=unseen))
-            at += count
-        return tuple(found)
+        return stretches(self.resident.runs, len(self.wanted.chunk), position, shift, hidden)
+
+
+def stretches(
+    runs: Sequence[Run], count: int, first: int, shift: int, hidden: torch.Tensor | None = None
+) -> tuple[Segment, ...]:
+    """The first `count` slots of the runs as keys of neighbouring tokens from position `first` on."""
+    at, found = 0, list[Segment]()
+    for run in runs:
+        length = min(run.length, count - at)
+        if length <= 0:
+            break
+        unseen = hidden[at : at + length] if hidden is not None and hidden[at : at + length].any() else None
+        found.append(Segment(run.start, length, first + at, shift, hidden=unseen))
+        at += length
+    return tuple(found)
 
 
 @dataclass(slots=True)
 class Stages:
-    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier).
+    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier); tokens of the request,
+    also where fewer anchor tokens stand for them.
 
     origins: kind and tier of every chunk, by its key.
     """
@@ -72,6 +85,22 @@ class Stages:
     encoded_tokens: int = 0
     bytes_fetched: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def count(self, wanted: Wanted, present: bool) -> None:
+        """A part that is to be loaded, or is in the pool already."""
+        if wanted.is_system:
+            return
+        tokens = wanted.chunk.covered
+        if wanted.entry is None and not present:
+            self.encoded_tokens += tokens
+            self.missed += 1
+            self.origins.setdefault(wanted.key, ("miss", "none"))
+            return
+        kind = "exact" if wanted.lossless else "alternative"
+        tier = "device" if present or wanted.entry is None else wanted.entry.tier
+        self.origins.setdefault(wanted.key, (kind, tier))
+        self.hits[kind, tier] += 1
+        self.hit_tokens[kind, tier] += tokens
 
     def start_over(self) -> None:
         """What was found is looked for once more: only the time and the bytes that it took count."""

@@ -20,6 +20,21 @@ class Chunk:
     def digest(self) -> bytes:
         return keys.chunk_digest(self.ids)
 
+    @property
+    def variant(self) -> bytes:
+        """Of its entry when it is encoded after the system prompt alone."""
+        return b""
+
+    @property
+    def covered(self) -> int:
+        """Tokens of the request that it is or stands for."""
+        return len(self.ids)
+
+    @property
+    def scratch(self) -> int:
+        """Slots that encoding it takes beside its own."""
+        return 0
+
     def __len__(self) -> int:
         return len(self.ids)
 

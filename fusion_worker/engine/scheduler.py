@@ -1,9 +1,15 @@
 """What goes into the next step: a row of every running answer, then prefills: the oldest, and the shortest."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fusionkv.fusion_worker.engine.work import Work
+
+# Seconds that a step with prefills waits for answers whose last token has just gone out: little beside a step of
+# `max_mixed_tokens` rows, which a row that misses it waits for. A caller that is slow costs no more.
+_GRACE = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +34,13 @@ class Scheduler:
     """
 
     def __init__(self, max_step_tokens: int, max_mixed_tokens: int) -> None:
-        """max_step_tokens: rows of a step. max_mixed_tokens: the same while answers are decoded."""
+        """max_step_tokens: rows of a step. max_mixed_tokens: the same while answers are streamed."""
         self._budget = max_step_tokens
         self._mixed = min(max_mixed_tokens, max_step_tokens)
         self._decodes: list[Work] = []
         self._prefills: list[Work] = []
         self._background: list[Work] = []
+        self._streams = 0
         self._lock = threading.Condition()
         self._closed = False
 
@@ -44,6 +51,18 @@ class Scheduler:
             prefills = self._background if work.background else self._prefills
             (self._decodes if work.rows == 1 else prefills).append(work)
             self._lock.notify()
+
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """While an answer is decoded: no step may keep it waiting for long, be its next row here or on its way."""
+        with self._lock:
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams -= 1
+                self._lock.notify()
 
     def close(self) -> None:
         """No more work; `take` returns None once it has been told."""
@@ -59,11 +78,13 @@ class Scheduler:
         with self._lock:
             while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
+            if self._prefills or self._background:
+                self._lock.wait_for(lambda: len(self._decodes) >= self._streams or self._closed, _GRACE)
             if self._closed:
                 return None
             parts = [Part(w, 0, 1) for w in self._decodes if self._starts(w)]
             self._decodes.clear()
-            left = max(1, self._mixed - len(parts)) if parts else self._budget
+            left = max(1, self._mixed - len(parts)) if parts or self._streams else self._budget
             for queue in (self._prefills, self._background):
                 if left > 0:
                     # Nobody waits for what is in the background: it holds no stream up by going whole.

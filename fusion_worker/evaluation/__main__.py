@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,12 +24,13 @@ from fusionkv.fusion_worker.evaluation.cells import Cell, Store, Subject, table
 from fusionkv.fusion_worker.evaluation.rows import primary, rows
 from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.methods import modifiers
-from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Versions
 from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import fingerprint, on_cpu
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
-from fusionkv.protos.errors import FailedPrecondition, ServiceError
-from fusionkv.protos.settings import SettingsError, parse_bytes, positive
+from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ServiceError
+from fusionkv.protos.settings import SettingsError, parse_bytes, positive, share
+from fusionkv.protos.shorten import shorten
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
 # Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
@@ -79,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--n", type=positive, default=500, help="samples a task, at most (default: %(default)s)")
     add("--chunk-tokens", type=positive, default=512, help="of a context that is one text (default: %(default)s)")
+    add(
+        "--compress",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="of every passage to leave out before it is asked about, in whole sentences (default: none; needs sumy)",
+    )
     add("--out", type=Path, default=Path("build/eval"), help="folder of what is measured (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
@@ -121,9 +130,14 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
     recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *wanted])]
+    if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
+        raise InvalidArgument(f"{history[0]} reuses what was asked before, and samples are measured each by itself")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
     asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
+    if args.compress:
+        once = cache(partial(shorten, left_out=args.compress))  # tasks share their contexts
+        asked = [task.shortened(once) for task in asked]
     controls = set(TASKS) - set(CROSS_CHUNK)
     few = [min(args.ratios, key=lambda r: abs(r - _CONTROL_RATIO))]
     return [(t, jobs.cells_of(t, recipes, few if t.name in controls else sorted(args.ratios))) for t in asked]
@@ -152,6 +166,8 @@ def _size(job: jobs.Job) -> int:
 def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
     auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
     name, fingerprint = directory.resolve().name, _fingerprint(directory)
+    if args.compress:
+        name = f"{name} ({args.compress:g} left out)"
     if store != "plain":
         name, fingerprint = f"{name} ({store})", f"{fingerprint}-{store}"
     return Subject(name, fingerprint, args.dtype, args.chunk_tokens, auxiliary)

@@ -9,10 +9,10 @@ from fusionkv.fusion_worker.engine.locator import RESTORED
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
-from fusionkv.fusion_worker.methods.recipes import Isolated, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, SimilarityGuided
 from fusionkv.kvcache_service import keys
 
-Encode = Isolated | SimilarityGuided
+Encode = Isolated | SimilarityGuided | Anchored
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,9 @@ async def hold(
 
         for prompt in prompts:
             parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
+        for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
+            for prompt in prompts:
+                parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
         guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
         chunks = {chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}
         ranked = await similarity.ranked(list(chunks.values())) if guided else {}

@@ -92,6 +92,7 @@ class Examiner:
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
         answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
+        answer.values["stored"] = fused.context_tokens
         return fused
 
     async def _prefill(

@@ -144,8 +144,8 @@ class _Bench:
 
 
 def shipped() -> list[Path]:
-    """The directories of the models that come with the project, but those trained to reuse (`linked-*`): what they
-    lose by it is another question than what a recipe brings back.
+    """The directories of the models that come with the project, but those trained to reuse (`linked-*`,
+    `anchored-*`): what they lose by it is another question than what a recipe brings back.
     """
     folders = (file.parent for file in Path(str(resources.files("fusionkv.models"))).glob("*/config.json"))
-    return sorted(folder for folder in folders if not folder.name.startswith("linked-"))
+    return sorted(folder for folder in folders if not folder.name.startswith(("linked-", "anchored-")))

@@ -15,7 +15,7 @@ from fusionkv.fusion_worker.evaluation.samples import Task
 
 # The ratio of the first table and of the pictures, or the next one to it.
 _RATIO = 0.15
-_COSTS = ("recomputed_tokens", "scored_rows", "select_seconds", "prefill_seconds")
+_COSTS = ("stored_tokens", "recomputed_tokens", "scored_rows", "select_seconds", "prefill_seconds")
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 

@@ -12,7 +12,7 @@ from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
 from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.evaluation.statistics import Estimate
 
-_NAMES = {"recomputed": "recomputed_tokens"}
+_NAMES = {"recomputed": "recomputed_tokens", "stored": "stored_tokens"}
 _SHARES = {*metrics.TEXT_METRICS, "agreement"}
 
 

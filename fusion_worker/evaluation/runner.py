@@ -13,6 +13,7 @@ from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.placement import Placement
+from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
 from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encode, hold
@@ -24,7 +25,7 @@ from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.recipes import Isolated, Recipe
+from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, Recipe
 from fusionkv.fusion_worker.methods.scoring import FirstScore
 from fusionkv.fusion_worker.models import Model
 from fusionkv.protos.errors import ResourceExhausted
@@ -90,7 +91,8 @@ class Runner:
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
         """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
         prompts = [asked.prompt for group in groups for asked in group]
-        ways = len({*_encodes(cells), Isolated()})
+        # Beside anchor tokens lies the text that is being read for them, never more than once.
+        ways = sum(2 if isinstance(encode, Anchored) else 1 for encode in {*_encodes(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
@@ -153,7 +155,8 @@ class Runner:
                 answer.values["chunks_left_out"] = asked.left_out
             away = {}
             for cell in cells:
-                if not cell.recipe.lossless and cell.ratio == 0:
+                # Anchor tokens have no counterpart in full attention.
+                if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
                     async with contexts.placed(prompt, _encode(cell.recipe), 0) as reused:
                         away[cell] = deviation(self._pool.kv, self._model.rotation, reused, placement.fresh)
             return answer, away
@@ -163,8 +166,9 @@ class Runner:
         answer = Answer()
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
-                fused = await self._fuser.fuse(placement, asked.prompt, cell.recipe, cell.ratio)
-            fused = await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, asked))
+                prompt = self._laid(asked, cell.recipe)
+                fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
+            fused = await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, prompt))
         if picture:
             answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
         return answer
@@ -184,13 +188,15 @@ class Runner:
     ) -> dict[Cell, Answer]:
         """A recipe's cells, from one scoring."""
 
+        prompt = self._laid(asked, recipe)
+
         async def one(ratio: float) -> Answer:
             answer = Answer()
             async with self._placed(asked, recipe, ratio, contexts) as placement:
-                fused = await self._fuser.fuse(placement, asked.prompt, recipe, ratio, scored)
+                fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
                 # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
-                await self._examiner.answer(asked, fused, answer, _keep(recipe, asked), timed=False)
+                await self._examiner.answer(asked, fused, answer, _keep(recipe, prompt), timed=False)
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))
@@ -199,10 +205,14 @@ class Runner:
     def _placed(
         self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
     ) -> AbstractAsyncContextManager[Placement]:
-        prompt = asked.prompt
+        prompt = self._laid(asked, recipe)
         computed = budget(ratio, prompt.context_tokens, prompt.context_tokens) + recipe.links * len(prompt.chunks)
         fresh = computed + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
-        return contexts.placed(prompt, _encode(recipe), fresh)
+        return contexts.placed(asked.prompt, _encode(recipe), fresh)
+
+    def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
+        """The prompt with what the recipe has in the place of its chunks."""
+        return self._loader.laid(asked.prompt, recipe.encode)
 
 
 def _together(answers: Sequence[Answer]) -> Measured:
@@ -225,6 +235,6 @@ def _encodes(cells: Sequence[Cell]) -> list[Encode]:
     return list(dict.fromkeys(_encode(cell.recipe) for cell in cells if not cell.recipe.lossless))
 
 
-def _keep(recipe: Recipe, asked: Asked) -> SnapKV | None:
+def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:
     """What stays of the context, if anything goes."""
-    return recipe.keep if recipe.kept(asked.prompt.context_tokens) else None
+    return recipe.keep if recipe.kept(prompt.context_tokens) else None

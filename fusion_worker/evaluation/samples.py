@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 
 
@@ -45,6 +45,11 @@ class Task:
     def first(self, count: int) -> "Task":
         """The task with its first `count` samples alone."""
         return replace(self, samples=self.samples[:count])
+
+    def shortened(self, shorten: Callable[[str], str]) -> "Task":
+        """The task with every passage, or the context that is one text, made shorter."""
+        samples = (replace(s, passages=tuple(map(shorten, s.passages))) for s in self.samples)
+        return replace(self, samples=tuple(samples))
 
     def blocks(self, size: int) -> Iterator["Block"]:
         """The samples, `size` at a time."""

@@ -6,7 +6,16 @@ from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.methods.choose import Window
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import (
+    RECIPES,
+    Adaptive,
+    Anchored,
+    Isolated,
+    Recipe,
+    SimilarityGuided,
+    Versions,
+)
+from fusionkv.kvcache_service.keys import MOST_VERSIONS
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -24,6 +33,20 @@ class Modifier:
     least: tuple[int, ...]
     apply: Callable[..., Recipe]
     neighbours: int | None = None
+
+
+def _versioned(recipe: Recipe, most: int) -> Recipe:
+    if most > MOST_VERSIONS:
+        raise InvalidArgument(f"versions({most}): at most {MOST_VERSIONS} of a chunk are kept")
+    return replace(recipe, encode=Versions(most))
+
+
+def _anchored(recipe: Recipe, percent: int) -> Recipe:
+    if percent > 99:
+        raise InvalidArgument(f"anchored({percent}) would leave nothing of a chunk: at most 99 percent can go")
+    if not recipe.fixed:
+        raise InvalidArgument(f"{recipe.name} recomputes text, and anchored({percent}) keeps none of it")
+    return replace(recipe, encode=Anchored(percent))
 
 
 def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
@@ -51,6 +74,22 @@ MODIFIERS: dict[str, Modifier] = {
             (1,),
             lambda r, n: replace(r, encode=SimilarityGuided(n)),
             10,
+        ),
+        Modifier(
+            "versions",
+            "chunks as computed behind others of which some are before them now, N of each kept (Cache-Craft)",
+            (3,),
+            (1,),
+            _versioned,
+            0,
+        ),
+        Modifier(
+            "anchored",
+            "chunks as trained anchor tokens, N% fewer than theirs; the model must have them (KVLink 2.4)",
+            (50,),
+            (1,),
+            _anchored,
+            0,
         ),
         Modifier(
             "linked",

@@ -38,6 +38,27 @@ class InPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Versions:
+    """A chunk's KV is computed behind what a prompt has before it, and serves prompts that share some of that.
+
+    The cache service keeps `most` versions of a chunk, by what stood before it (Cache-Craft, as CacheClip 5 has it).
+    """
+
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class Anchored:
+    """Of a chunk only trained anchor tokens' KV is kept, so many percent fewer than its tokens (KVLink 2.4)."""
+
+    percent: int
+
+
+Encode = Isolated | SimilarityGuided | InPlace | Versions | Anchored
+ISOLATED = Isolated()
+
+
+@dataclass(frozen=True, slots=True)
 class Tempered:
     """Attention to the context at another temperature, its mass to the power of `scale` (APE; CacheClip 4.1)."""
 
@@ -76,7 +97,7 @@ class Recipe:
 
     name: str
     description: str
-    encode: Isolated | SimilarityGuided | InPlace | None
+    encode: Encode | None
     score: Score | None
     ratio: float
     fixed: bool = False
@@ -103,6 +124,11 @@ class Recipe:
         return self.encode.neighbours if isinstance(self.encode, SimilarityGuided) else 0
 
     @property
+    def anchored(self) -> int:
+        """By how many percent chunks are compressed to anchor tokens; 0 when they are not."""
+        return self.encode.percent if isinstance(self.encode, Anchored) else 0
+
+    @property
     def needs_layer_1(self) -> bool:
         """Whether tokens are scored by their states behind layer 0."""
         return isinstance(self.score, ShallowScore)
@@ -120,14 +146,20 @@ class Recipe:
         """The ratio a request gets.
 
         Raises:
-            InvalidArgument: outside 0..1, or not a number.
+            InvalidArgument: outside 0..1, or not a number; or between the two for chunks that are anchor tokens.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
             raise InvalidArgument(f"ratio {asked} is outside 0..1")
+        if self.anchored and asked:
+            if asked < 1.0:
+                raise InvalidArgument(
+                    f"{self.name} keeps no text of a chunk, so nothing of it can be recomputed at ratio {asked}: ask "
+                    "for 0, or for 1, which is full attention of the text"
+                )
+            return asked
         return self.ratio if asked is None or self.fixed else asked
 
 
-_ALONE = Isolated()
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
@@ -140,11 +172,13 @@ RECIPES: dict[str, Recipe] = {
             0.0,
             True,
         ),
-        Recipe("full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", _ALONE, None, 0.0, True),
+        Recipe(
+            "full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", ISOLATED, None, 0.0, True
+        ),
         Recipe(
             "ape",
             "full_reuse, the context attended to at temperature 0.9 and scale 0.9 (APE)",
-            _ALONE,
+            ISOLATED,
             None,
             0.0,
             fixed=True,
@@ -153,17 +187,17 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "kvlink",
             "full_reuse with 5 trained link tokens behind every chunk; needs a model that has them (KVLink 2.3)",
-            _ALONE,
+            ISOLATED,
             None,
             0.0,
             fixed=True,
             links=5,
         ),
-        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", _ALONE, DistanceToStart(), 0.2),
+        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", ISOLATED, DistanceToStart(), 0.2),
         Recipe(
             "cacheblend",
             "recomputed where layer 1's values are off most, from layer 1 on (CacheBlend)",
-            _ALONE,
+            ISOLATED,
             ValueDeviation(),
             0.15,
             from_layer_1=True,
@@ -171,7 +205,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "kvshare",
             "as cacheblend, the deviation times all attention into the token (KVShare)",
-            _ALONE,
+            ISOLATED,
             AttendedDeviation(),
             0.2,
             from_layer_1=True,
@@ -179,14 +213,14 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "cache_craft",
             "recomputed by a token's own attention to chunks before it (Cache-Craft)",
-            _ALONE,
+            ISOLATED,
             InterChunkAttention(),
             0.15,
         ),
         Recipe(
             "a3",
             "recomputed by the question's attention at layer 1, from layer 1 on (A3)",
-            _ALONE,
+            ISOLATED,
             ShallowAttention(),
             0.15,
             from_layer_1=True,
@@ -201,21 +235,21 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "prophetkv",
             "recomputed by the question's attention over all layers (ProphetKV 4.2, 4.3)",
-            _ALONE,
+            ISOLATED,
             QuestionAttention(last_only=False),
             0.2,
         ),
         Recipe(
             "trace",
             "recomputed along references, forward by attention in rounds and backward by words (docs/selection.md)",
-            _ALONE,
+            ISOLATED,
             Trace(),
             0.15,
         ),
         Recipe(
             "cacheclip",
             "recomputed by a small second model's attention, in windows; needs --auxiliary (CacheClip 3)",
-            _ALONE,
+            ISOLATED,
             AuxiliaryAttention(),
             0.2,
             choose=Window(),

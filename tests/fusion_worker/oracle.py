@@ -162,6 +162,17 @@ class Oracle:
 
         return self._attending("blocks", attend)
 
+    def masked(self, seen: torch.Tensor) -> "Oracle":
+        """The same model, whose tokens see those that are `seen`, bool [tokens, tokens]."""
+
+        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
+            scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+            return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
+
+        return self._attending("masked", attend)
+
     def after(self, kv: "KV | None", question: Ids) -> torch.Tensor:
         """float32 [vocabulary]: the question computed over a given context."""
         return self.logits(question, past_key_values=_cache_of(kv)) if kv else self.logits(question)

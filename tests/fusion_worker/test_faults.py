@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from fusionkv.fusion_worker.engine.placement import Stages, Wanted
+from fusionkv.fusion_worker.engine.prompt import Chunk
+
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
 LOOKUP, FETCH = 2.0, 1.0
@@ -225,6 +228,18 @@ async def test_a_slow_cache_costs_no_more_than_its_bound(
     assert bound / 2 < seconds.lookup + seconds.load < 30
     line.heal()
     await rig.settled()
+
+
+async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any, tools: Any) -> None:
+    """As when another part of the prompt fails while its request waits for room."""
+    rig = await start("llama")
+    chunks = [Chunk(tuple(tools.random_ids(20, number))) for number in range(3)]
+    path = [chunk.digest for chunk in chunks]
+    parts = [Wanted(c, 20 * n, 20 * n, tuple(path[: n + 1]), c.digest, alone=False) for n, c in enumerate(chunks)]
+    async with rig.servicer.loader._admit(parts, 4, Stages(), b""):
+        pass
+    await rig.settled()
+    assert rig.pool.free == rig.pool.capacity
 
 
 async def test_a_load_that_nobody_waits_for_ends(

@@ -158,6 +158,18 @@ async def test_the_least_recently_used_goes_first() -> None:
     assert [pool.find(name) is not None for name in (b"a", b"b", b"c")] == [True, False, True]
 
 
+async def test_what_is_hidden_goes_with_its_last_pin() -> None:
+    """Also if its load came to its end all the same."""
+    pool = make()
+    hidden = pool.add(b"a", PAGE, 0)
+    pool.hide(hidden)
+    hidden.ready.set_result(None)
+    assert pool.find(b"a") is None
+    pool.unpin(hidden)
+    pool.check_integrity(idle=True)
+    assert pool.free == pool.capacity
+
+
 async def test_room_is_waited_for_and_given_in_turn() -> None:
     pool = make()
     held = pool.reserve(PAGE * PAGES)

@@ -80,6 +80,17 @@ def test_link_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None:
     assert models.wrap("linked", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100).links == found
 
 
+def test_anchor_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None:
+    assert models.load(save(), "cpu").anchors == {}
+    ours = tokenizer.build(1, 1, {50: 16, 75: 16})
+    named = {
+        percent: [f"<|anchor_{percent}_{n}|>" for n in range(1, count + 1)] for percent, count in ((50, 8), (75, 4))
+    }
+    found = models.wrap("anchored", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100)
+    assert found.anchors == {percent: tuple(ours.convert_tokens_to_ids(names)) for percent, names in named.items()}
+    assert found.links == ((ours.convert_tokens_to_ids("<|link_1_1|>"),),)
+
+
 def test_another_dtype_is_another_name_for_entries(save: Any) -> None:
     directory = save()
     found = [models.load(directory, "cpu", dtype) for dtype in ("auto", "bfloat16", "float16")]

@@ -5,7 +5,7 @@ import torch
 
 from fusionkv.fusion_worker.methods.choose import TopK, Window, top_k
 from fusionkv.fusion_worker.methods.modifiers import find
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Isolated, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -21,7 +21,12 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert (made.score, made.ratio, made.from_layer_1) == (base.score, base.ratio, base.from_layer_1)
     assert find("a3+similarity_guided").neighbours == 10
     assert find("a3+similarity_guided(3)").neighbours == 3
+    assert (find("cache_craft+versions").encode, find("a3+versions(16)").encode) == (Versions(3), Versions(16))
+    assert find("fusionrag+versions").neighbours == 0
     assert (find("kvlink").links, find("kvlink+linked(0)").links, find("a3+linked").links) == (5, 0, 5)
+    assert (find("kvlink+anchored").encode, find("ape+anchored(75)").anchored) == (Anchored(50), 75)
+    assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
+    assert find("full_reuse+anchored").ratio_for(1.0) == 1.0
     assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
     assert find("trace+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
@@ -44,6 +49,11 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+window(0)", r"from \(1, 1\) on"),
         ("a3+window(4,5)", "a window of 4 tokens never holds 5"),
         ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
+        ("a3+versions(0)", "versions takes 1 numbers"),
+        ("a3+versions(17)", r"versions\(17\): at most 16"),
+        ("full_reuse+anchored(0)", "anchored takes 1 numbers"),
+        ("full_reuse+anchored(100)", "would leave nothing of a chunk"),
+        ("prophetkv+anchored(50)", r"prophetkv recomputes text, and anchored\(50\) keeps none of it"),
         ("full_attention+window", "full_attention is full attention"),
         ("full_reuse+adaptive", "full_reuse has one ratio"),
         ("trace+adaptive(100)", "less than 100 percent"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import threading
 from typing import Any
 
 import pytest
@@ -51,6 +52,33 @@ def test_a_stream_of_short_ones_starves_nobody() -> None:
         assert step(scheduler)[long] >= 32 or not long.left
         steps += 1
     assert steps <= 2000 / 32 + 1
+
+
+def test_steps_are_short_while_an_answer_is_streamed() -> None:
+    """Also when its next row is not here: its last token is on its way to the caller."""
+    scheduler = Scheduler(100, 30)
+    long = work(1000)
+    scheduler.add(long)
+    assert step(scheduler) == {long: 100}
+    with scheduler.streaming():
+        for _ in range(3):
+            assert step(scheduler) == {long: 30}
+    assert step(scheduler) == {long: 100}
+
+
+def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
+    scheduler = Scheduler(100, 30)
+    long, row = work(1000), work(1)
+    scheduler.add(long)
+    with scheduler.streaming():
+        timer = threading.Timer(0.05, scheduler.add, (row,))
+        timer.start()
+        assert step(scheduler) == {row: 1, long: 29}
+        # A closed scheduler keeps nobody.
+        timer = threading.Timer(0.05, scheduler.close)
+        timer.start()
+        assert scheduler.take() is None
 
 
 def test_short_ones_wait_for_no_long_one() -> None:

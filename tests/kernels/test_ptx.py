@@ -12,7 +12,13 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fusionkv.kernels import attention_scores_triton, checksum_triton, sparse_attention_triton, tuning  # noqa: E402
+from fusionkv.kernels import (  # noqa: E402
+    attention_scores_triton,
+    checksum_triton,
+    shared_decode_triton,
+    sparse_attention_triton,
+    tuning,
+)
 
 SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes a program can have
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -106,6 +112,16 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
         if capability == 90 and rows >= 64 and dtype != torch.float32:
             assert "wgmma.mma_async" in built.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", SHARED)
+@pytest.mark.parametrize(("head_dim", "groups"), [(64, 7), (128, 7), (256, 4)])
+def test_shared_decode(capability: int, head_dim: int, groups: int) -> None:
+    tile = tuning.shared_tile(head_dim)
+    constants = shape(head_dim, groups, tile.rows, tile.keys)
+    built = compile_for(shared_decode_triton.attend_shared, capability, torch.bfloat16, tile, **constants)
+    assert f".target sm_{capability}" in built.asm["ptx"]
+    assert built.metadata.shared <= SHARED[capability]
 
 
 @pytest.mark.parametrize("capability", SHARED)

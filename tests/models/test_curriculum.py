@@ -38,6 +38,36 @@ def test_pages_read_alone_and_links_that_see_all(encoder: curriculum.Encoder) ->
             assert seen == (before & {*pages[0], *own} if row in own else before)
 
 
+@pytest.mark.parametrize("percent", [50, 75])
+def test_pages_of_which_anchors_alone_are_seen(percent: int) -> None:
+    words = tokenizer.build(LINKS, PROMPT.pages[1], {percent: 16})
+    made = curriculum.Encoder(words, (LINKS,), (percent,), 16).make(
+        random.Random(3), dataclasses.replace(curriculum.RECIPES["anchored"].stages[-1], alone=1.0)
+    )
+    names, mask = words.convert_ids_to_tokens(made.ids), collate([made]).mask[0, 0]
+    context = made.segment.index(1)
+    system = {i for i in range(context) if made.page[i] == 0}
+    anchors, links = ([i for i in range(context) if names[i].startswith(f"<|{kind}_")] for kind in ("anchor", "link"))
+    text = [i for i in range(context) if i not in {*system, *anchors, *links}]
+    assert {made.text[i] for i in text} == {made.reads[i] for i in anchors} == set(range(1, 1 + max(made.text)))
+    for row in (*text, *anchors, *links, context):
+        seen = set(torch.nonzero(mask[row] == 0)[:, 0].tolist())
+        if row in text:
+            wanted = system | {i for i in text if made.text[i] == made.text[row]}
+        elif row in anchors:
+            mine = {i for i in text if made.text[i] == made.reads[row]}
+            wanted = system | mine | {i for i in anchors if made.page[i] == made.page[row]}
+        else:
+            wanted = system | {*anchors, *links, context}
+        assert seen == {i for i in wanted if i <= row}
+    # What the question sees stands in the order of its positions, without a gap behind the first segment's room.
+    places = [made.position[i] for i in sorted({*anchors, *links, context})]
+    assert places == list(range(len(system) + 16, len(system) + 16 + len(places)))
+    for segment in range(1, 1 + max(made.text)):
+        own = [made.position[i] for i in text if made.text[i] == segment]
+        assert own == list(range(own[0], min(made.position[i] for i in anchors if made.reads[i] == segment)))
+
+
 def test_other_sequences_hold_no_links(encoder: curriculum.Encoder) -> None:
     plain = curriculum.Encoder(tokenizer.build())
     usual = dataclasses.replace(STAGE, alone=0.0)

@@ -9,6 +9,7 @@ from fusionkv.models import evaluate
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 
 MODELS = evaluate.shipped()
+AUXILIARIES = sorted(path.parent for path in Path(evaluate.__file__).parent.glob("clip/*/model.safetensors"))
 COUNT = 50
 WRONG = 3  # of 50 under full attention; a task at 97% has more in 6 of 100 draws of samples, and these are fixed
 
@@ -18,16 +19,29 @@ def test_there_are_models_and_they_take_little_space() -> None:
     assert len(MODELS) >= 3
     assert len(set(recipes)) >= 2, "curricula"
     assert len(set(seeds)) >= 2
-    assert sum(file.stat().st_size for path in MODELS for file in path.iterdir()) <= 20 * 2**20
+    everything = [file for path in (*MODELS, *AUXILIARIES) for file in path.iterdir()]
+    assert sum(file.stat().st_size for file in everything) <= 20 * 2**20
 
 
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MODELS + AUXILIARIES, ids=lambda path: path.name)
 def test_a_model_directory_is_plain_qwen2(path: Path) -> None:
     config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     assert config["architectures"] == ["Qwen2ForCausalLM"]
     assert config["max_position_embeddings"] >= 4096
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (path / name).is_file()
+
+
+def test_second_models_are_smaller_and_have_a_tokenizer_of_their_own() -> None:
+    assert [path.name for path in AUXILIARIES] == ["base-1", "tuned-1"]
+    for path in AUXILIARIES:
+        weights, other = (each / "model.safetensors" for each in (path, MODELS[0]))
+        assert weights.stat().st_size < other.stat().st_size / 4
+        words, others = (
+            json.loads((each / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
+            for each in (path, MODELS[0])
+        )
+        assert words != others
 
 
 @pytest.fixture(scope="module", params=MODELS, ids=lambda path: path.name)

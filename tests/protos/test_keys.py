@@ -79,6 +79,7 @@ def test_a_digest_of_one_kind_is_never_one_of_another(digest: bytes) -> None:
         keys.namespace(digest, {}, ""),
         keys.chunk_digest([int.from_bytes(digest[i : i + 4], "little") for i in range(0, 32, 4)]),
         keys.neighbours_variant([digest]),
+        *keys.VERSIONS,
         keys.entry_key(digest, [digest]),
         keys.variant_key(digest, digest),
         keys.replica_key(digest, digest, digest),
@@ -105,6 +106,7 @@ def test_golden_vectors() -> None:
         "exact": keys.entry_key(namespace, [system, chunk]).hex(),
         "variant": keys.entry_key(namespace, [system, chunk], variant).hex(),
         "replicas": keys.replica_key(namespace, system, chunk).hex(),
+        "versions": keys.versions_variant(3).hex(),
     } == GOLDEN
 
 
@@ -115,4 +117,5 @@ GOLDEN = {
     "exact": "d793b541aec53401febed9f712a5f1ffe0456946e74a8c74f57778a3c0a81be6",
     "variant": "5e21025cbf39306fec913d9de1f5912cebcdda36e63d09825a20a0ba3640f033",
     "replicas": "7c787af856d849edbddae4a2f0df2599eaa284313b2bb639abcf9d4f0ed1c623",
+    "versions": "29113b319c30b84fcf34b09cdb130be4d080e74fe983b0fe1a68b70e21b31ffb",
 }

@@ -110,6 +110,21 @@ async def test_calls_over_the_limit_are_refused_at_once(launch: Any) -> None:
         replies.cancel()
 
 
+@pytest.mark.slow
+async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(launch: Any) -> None:
+    """gRPC's default is to drop it after 30 s, as INTERNAL."""
+    server = launch(SERVER, "0", "0", "127.0.0.1:0")
+    async with rpc.dial(server.address) as channel:
+        stub = stub_of(channel)
+        busy = asyncio.ensure_future(stub.Release(pb.ReleaseRequest(lease=32)))
+        await asyncio.to_thread(server.wait_for_line, "busy")
+        waiting = [asyncio.ensure_future(stub.Stats(pb.StatsRequest(), timeout=300)) for _ in range(50)]
+        error = await failure(stub.Stats(pb.StatsRequest(), timeout=1))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not busy.done(), "all of them wait"
+        await asyncio.gather(*waiting, busy)
+
+
 async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> None:
     server = launch(SERVER, "5", "0", f"unix:{tmp_path}/s", "127.0.0.1:0")
     assert len(server.addresses["test"]) == 2
@@ -169,6 +184,28 @@ async def test_a_drain_ends_in_time_whatever_is_in_flight(launch: Any) -> None:
         replies = stub_of(channel).Fetch(pb.FetchRequest())
         await replies.read()
         server.process.terminate()
-        assert (await failure(replies.read())).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert type(errors.from_rpc(await failure(replies.read()), "fetch")) is errors.Unavailable
     assert await asyncio.to_thread(server.wait) == 0
     assert "drained" in server.log
+
+
+async def test_who_is_cancelled_gets_no_error_that_could_be_tried_again() -> None:
+    """grpc.aio may tell a cancelled task by a status; whoever took that for a server's would go on for ever."""
+    none = grpc.aio.Metadata()
+    dropped = grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, none, none)
+    assert type(errors.from_rpc(dropped, "fetch")) is errors.Unavailable
+    assert type(await asyncio.to_thread(errors.from_rpc, dropped, "fetch")) is errors.Unavailable
+
+    async def calling() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            with pytest.raises(asyncio.CancelledError):
+                errors.from_rpc(dropped, "fetch")
+            raise
+
+    task = asyncio.create_task(calling())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -109,7 +109,7 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
 
 
 def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
-    args = argparse.Namespace(auxiliary=None, dtype="auto", chunk_tokens=512)
+    args = argparse.Namespace(auxiliary=None, dtype="auto", chunk_tokens=512, compress=0.0)
     subjects = [_subject(shipped()[0], store, args) for store in STORES]
     block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(modifiers.find("full_reuse"), 0.0)
     assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)

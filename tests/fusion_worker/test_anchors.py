@@ -1,0 +1,227 @@
+"""Chunks of which only anchor tokens are kept (KVLink 2.4), against plain transformers."""
+
+import dataclasses
+import itertools
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker import models as worker_models
+from fusionkv.kvcache_service import keys
+from fusionkv.models import curriculum, network, tokenizer
+from fusionkv.models.tasks import PROMPT, sample
+from fusionkv.models.train import collate
+from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
+from tests.fusion_worker.compressed import SEGMENT, Cuts, cut
+from tests.fusion_worker.compressed import anchored as held
+from tests.ports import free_port
+
+CLOSE = 1e-4
+# Any tokens serve: what makes one an anchor or a link token is what it sees and where it stands.
+ANCHORS = {50: tuple(range(200, 208)), 75: tuple(range(208, 212))}
+LINKS = tuple(tuple(range(212 + 5 * i, 217 + 5 * i)) for i in range(8))
+NOT_WINDOWED = ["llama", "llama-yarn", "qwen3", "glm4"]
+
+
+@pytest.fixture
+def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+    """Chunks shorter than a segment, of one, of several, with a rest; one of them twice, also at the start."""
+    chunks = [tools.random_ids(n, n) for n in (13, 1, 30, 16, 43)]
+    return tools.random_ids(5, 0), [*chunks[2:3], *chunks, chunks[2]], tools.random_ids(6, 99)
+
+
+@pytest.fixture
+def anchored(start: Any) -> Any:
+    """Starts a worker whose model has anchor and link tokens."""
+
+    def replace(made: worker_models.Model) -> worker_models.Model:
+        return dataclasses.replace(made, anchors=ANCHORS, links=LINKS)
+
+    return lambda family, **more: start(family, replace=replace, **more)
+
+
+def cuts(chunks: list[list[int]], percent: int) -> list[Cuts]:
+    return [cut(chunk, ANCHORS[percent]) for chunk in chunks]
+
+
+def kept(chunks: list[list[int]], percent: int) -> int:
+    """Anchor tokens of the chunks."""
+    return sum(len(anchors) for chunk in cuts(chunks, percent) for _, anchors in chunk)
+
+
+def links(chunks: list[list[int]], each: int) -> list[tuple[int, ...]]:
+    return [LINKS[i][:each] for i in range(len(chunks))]
+
+
+@pytest.mark.parametrize(("percent", "each"), [(50, 0), (75, 5)])
+async def test_anchors_alone_are_seen(
+    family: str, percent: int, each: int, anchored: Any, oracle: Any, parts: Any, tools: Any
+) -> None:
+    system, chunks, question = parts
+    rig, plain = await anchored(family), oracle(family)
+    context = held(plain, system, cuts(chunks, percent), links(chunks, each))
+    for again in (False, True):
+        answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})+anchored({percent})", max_tokens=3)
+        for at, logits in enumerate(answer.logits):
+            assert tools.error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
+        s, tokens, different = answer.summary, sum(map(len, chunks)), sum(map(len, chunks)) - 2 * len(chunks[0])
+        assert (s.context_tokens, s.tokens_reused, s.tokens_recomputed, s.tokens_lossless) == (tokens, tokens, 0, 0)
+        assert s.tokens_encoded == (0 if again else different)
+        assert {(h.kind, h.tier, h.tokens) for h in s.hits} == {
+            ("alternative", "device", tokens if again else tokens - different)
+        }
+    assert tools.error(plain.after(plain.reused(system, chunks), question), answer.logits[0]) > 100 * CLOSE
+
+
+@pytest.mark.parametrize("kind", NOT_WINDOWED)
+@pytest.mark.parametrize(("percent", "each"), [(50, 5), (75, 0)])
+async def test_one_pass_under_an_explicit_mask(
+    kind: str, percent: int, each: int, anchored: Any, oracle: Any, parts: Any, tools: Any
+) -> None:
+    """As in training; without a system prompt, so that its distance is no matter."""
+    _, chunks, question = parts
+    chunks = [c for c in chunks if len(c) >= SEGMENT]
+    ids, positions, of, place = list[int](), list[int](), list[tuple[str, int, int]](), 0
+    for number, chunk in enumerate(chunks):
+        for segment, (text, anchors) in enumerate(cut(chunk, ANCHORS[percent])):
+            for kind_of, tokens, first in (("text", text, place - len(text)), ("anchor", anchors, place)):
+                ids += tokens
+                positions += range(first, first + len(tokens))
+                of += [(kind_of, number, segment)] * len(tokens)
+            place += len(anchors)
+        ids += LINKS[number][:each]
+        positions += range(place, place + each)
+        of += [("all", number, 0)] * each
+        place += each
+    ids += question
+    positions += range(place, place + len(question))
+    of += [("all", len(chunks), 0)] * len(question)
+
+    def sees(row: int, key: int) -> bool:
+        (row_is, row_of, row_at), (key_is, key_of, key_at) = of[row], of[key]
+        if key > row:
+            return False
+        if key_is == "text":
+            return (row_of, row_at) == (key_of, key_at) and row_is in ("text", "anchor")
+        return row_is == "all" or (row_is == "anchor" and key_is == "anchor" and row_of == key_of)
+
+    seen = torch.tensor([[sees(row, key) for key in range(len(ids))] for row in range(len(ids))])
+    expected = oracle(kind).masked(seen).logits(ids, position_ids=torch.tensor([positions]), use_cache=False)
+    recipe = f"full_reuse+anchored({percent})" + f"+linked({each})" * (each > 0)
+    answer = await (await anchored(kind)).ask([], chunks, question, recipe=recipe)
+    assert tools.error(answer.logits[0], expected) < CLOSE
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("store", ["plain", "int8"])
+async def test_entries_of_their_own(
+    store: str, cache_service: str, anchored: Any, oracle: Any, parts: Any, tools: Any, tenant: str
+) -> None:
+    """Found by the text, beside what is stored of it otherwise; never taken for it, nor for another rate's."""
+    system, chunks, question = parts
+    plain = oracle("qwen3")
+    context = held(plain, system, cuts(chunks, 75), links(chunks, 0))
+    first = await anchored("qwen3", cache=cache_service, store=store)
+    for recipe in ("full_reuse", "full_reuse+anchored(50)", "full_reuse+anchored(75)"):
+        answer = await first.ask(*parts, recipe=recipe, tenant=tenant)
+        assert answer.summary.tokens_encoded > 0
+        await first.stored()
+    other = await anchored("qwen3", cache=cache_service, store=store)
+    answer = await other.ask(*parts, recipe="full_reuse+anchored(75)", tenant=tenant)
+    s = answer.summary
+    assert (s.chunks_missed, s.tokens_encoded, s.degraded) == (0, 0, False)
+    if store == "plain":
+        stored = len(system) + kept(chunks[1:6], 75)
+        assert s.bytes_fetched == stored * other.model.kv.token_bytes
+        assert tools.error(answer.logits[0], plain.after(context, question)) < CLOSE
+    space = other.servicer.loader.namespace(tenant)
+    path = [keys.chunk_digest(part) for part in (system, chunks[1])]
+    sizes = []
+    for variant in (b"", *map(keys.anchors_variant, (50, 75, 60))):
+        ways = [(path[0], ()), (variant or bytes(32), ()), (path[1], (variant,) if variant else ())]
+        entry = (await other.servicer.cache.lookup(space, ways, timeout=30)).hits[2].entry
+        sizes.append(entry.tokens if entry is not None and entry.variant == variant else 0)
+    assert sizes == [13, 7, 4, 0], "of the text, at 50%, at 75%, at a rate that nobody asked for"
+
+
+async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    system, chunks, question = parts
+    rig = await anchored("llama")
+    expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
+    for recipe in ("full_reuse+anchored(50)", "kvlink+anchored(75)+snapkv(8)"):
+        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2)
+        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert answer.summary.tokens_recomputed == answer.summary.context_tokens
+        with pytest.raises(InvalidArgument, match="keeps no text of a chunk, so nothing of it can be recomputed"):
+            await rig.ask(*parts, recipe=recipe, ratio=0.3)
+
+
+async def test_context_kept_of_anchors(anchored: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await anchored("llama"), oracle("llama")
+    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)+linked(2)+snapkv(12)", max_tokens=4)
+    context = held(plain, system, cuts(chunks, 50), links(chunks, 2))
+    shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
+    for at in range(1, len(answer.logits)):
+        assert tools.error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
+    # More are to be kept than there are anchor tokens, though fewer than tokens of the context: nothing goes.
+    answer = await rig.ask(*parts, recipe="full_reuse+anchored(50)+snapkv(90)", max_tokens=2)
+    context = held(plain, system, cuts(chunks, 50), links(chunks, 0))
+    assert kept(chunks, 50) < 90 < sum(map(len, chunks))
+    assert tools.error(answer.logits[1], plain.after(context, [*question, *answer.ids[:1]])) < CLOSE
+    await rig.settled()
+
+
+async def test_models_without_them_are_refused(start: Any, anchored: Any, parts: Any) -> None:
+    with pytest.raises(FailedPrecondition, match=r"llama has no anchor tokens that save 50%.*models/README\.md"):
+        await (await start("llama")).ask(*parts, recipe="kvlink+linked(0)+anchored(50)")
+    rig = await anchored("llama")
+    with pytest.raises(FailedPrecondition, match=r"save 60%, .*: use \+anchored\(50\), \+anchored\(75\)"):
+        await rig.ask(*parts, recipe="full_reuse+anchored(60)", ratio=1.0)
+    assert (await rig.ask(*parts, recipe="full_reuse+anchored(75)")).ids
+
+
+async def test_without_its_cache_it_is_plain_prefill_of_the_text(
+    anchored: Any, oracle: Any, parts: Any, tools: Any
+) -> None:
+    system, chunks, question = parts
+    rig = await anchored("qwen3", cache=f"127.0.0.1:{free_port()}")
+    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)")
+    assert answer.summary.degraded
+    assert answer.summary.tokens_recomputed == answer.summary.context_tokens == sum(map(len, chunks))
+    expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
+    assert tools.error(answer.logits[0], expected) < CLOSE
+
+
+@pytest.mark.parametrize("percent", [50, 75])
+async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any, tools: Any) -> None:
+    """A training sequence's mask and positions, without a system prompt, whose distance is another in training."""
+    recipe = curriculum.RECIPES["anchored"]
+    words = tokenizer.build(max(recipe.links), PROMPT.pages[1], recipe.anchors)
+    torch.manual_seed(3)
+    trained = network.small_network(words).eval()
+    for parameter in trained.parameters():
+        parameter.data *= 3 if parameter.dim() == 2 else 1  # so that attention is peaked
+    encoder = curriculum.Encoder(words, (2,), (percent,), recipe.segment)
+    encoder._system = []
+    story = sample(random.Random(5), "train", recipe.stages[-1].size)
+    made = encoder._documents(random.Random(5), story, dataclasses.replace(recipe.stages[-1], alone=1.0))
+    batch = collate([made])
+    with torch.inference_mode():
+        expected = trained(
+            batch.ids, attention_mask=batch.mask.float(), position_ids=batch.position, use_cache=False
+        ).logits[0]
+    # The question's last token is the first that predicts one of the answer.
+    first = made.segment.index(1)
+    last = next(i for i in range(first, len(made.ids)) if made.answer[i] != curriculum.NONE)
+    chunks = [words.encode(page.text + "\n", add_special_tokens=False) for page in story.pages]
+    served = worker_models.wrap("trained", trained, words, bytes(32), 4096)
+    rig = await start("qwen2", replace=lambda _: served)
+    question, more = made.ids[first : last + 1], f"+anchored({percent})"
+    answer = await rig.ask([], chunks, question, recipe="kvlink+linked(2)" + more)
+    assert tools.error(answer.logits[0], expected[last]) < CLOSE
+    for other in ("kvlink+linked(1)" + more, "kvlink+linked(2)"):
+        answer = await rig.ask([], chunks, question, recipe=other)
+        assert tools.error(answer.logits[0], expected[last]) > 100 * CLOSE

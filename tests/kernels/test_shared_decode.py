@@ -1,0 +1,162 @@
+"""Decoding requests that share chunks: keys are read once for all of them, and every row sees what it sees alone."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fusionkv.kernels import reference
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Grid, SegmentTable, Spans
+from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.sharing import share
+
+torch.set_num_threads(1)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HAS_KERNEL = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+DIM = 32
+CHUNKS = [70, 16, 300, 1, 64]  # tokens of each
+
+
+def rotation(interleaved: bool = False) -> Rotation:
+    return Rotation(10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2)), interleaved)
+
+
+def batch(prompts: Sequence[Sequence[int]], rows: Sequence[int], hidden: float, seed: int = 0) -> tuple[Spans, int]:
+    """Requests over chunks, given by their numbers, each with fresh keys of its own; and the slots of the pool."""
+    dice = torch.Generator().manual_seed(seed)
+    starts = [1 + sum(CHUNKS[:i]) for i in range(len(CHUNKS))]
+    spans, slot, row = [], 1 + sum(CHUNKS), 0
+    for chunks, count in zip(prompts, rows, strict=True):
+        segments, at, fresh = [], 0, []
+        for chunk in chunks:
+            length = CHUNKS[chunk]
+            stale = torch.rand(length, generator=dice) < hidden
+            fresh += (at + stale.nonzero().flatten()).tolist()
+            shift = int(torch.randint(-50, 4000, (1,), generator=dice))
+            segments.append(Segment(starts[chunk], length, at, shift, hidden=stale if stale.any() else None))
+            at += length
+        fresh += range(at, at + count)
+        gapless = fresh[-1] - fresh[0] + 1 == len(fresh)
+        segments.append(Segment(slot, len(fresh), fresh[0], positions=None if gapless else torch.tensor(fresh)))
+        spans.append(Span(row, row + count, torch.arange(at, at + count), tuple(segments)))
+        slot, row = slot + len(fresh) + 1, row + count
+    return Spans(spans), slot
+
+
+def check(spans: Spans, slots: int, heads: tuple[int, int], window: int | None, interleaved: bool) -> None:
+    from fusionkv.kernels import sparse_attention_triton
+    from fusionkv.kernels.tuning import Tile
+
+    dice = torch.Generator().manual_seed(1)
+    q = torch.randn(spans[-1].stop, heads[0], DIM, generator=dice)
+    k, v = (torch.randn(slots, heads[1], DIM, generator=dice) for _ in range(2))
+    expected = reference.sparse_attention(q, k, v, spans, rotation(interleaved), DIM**-0.5, window)
+    there = Spans(
+        Span(s.start, s.stop, s.positions.to(DEVICE), tuple(moved(segment) for segment in s.segments)) for s in spans
+    )
+    for shared in (None, Tile(32, 32, 4, 1)):
+        found = sparse_attention_triton.attend(
+            q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there, rotation(interleaved), DIM**-0.5, window,
+            Tile(64, 32, 4, 1), shared,
+        ).cpu()  # fmt: skip
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
+
+
+def moved(segment: Segment) -> Segment:
+    def there(x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.to(DEVICE)
+
+    s = segment
+    return Segment(s.start, s.length, s.first, s.shift, there(s.positions), there(s.hidden))
+
+
+@pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_in_the_interpreter sets it")
+class TestKernel:
+    @given(
+        prompts=st.lists(st.lists(st.integers(0, len(CHUNKS) - 1), max_size=5), min_size=1, max_size=6),
+        some=st.lists(st.sampled_from([1, 1, 1, 2, 40]), min_size=6, max_size=6),
+        hidden=st.sampled_from([0.0, 0.2, 1.0]),
+        heads=st.sampled_from([(1, 1), (4, 2), (7, 1), (14, 2), (20, 1)]),
+        window=st.sampled_from([None, None, 1, 90]),
+        interleaved=st.booleans(),
+    )
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    def test_any_batch(
+        self,
+        prompts: list[list[int]],
+        some: list[int],
+        hidden: float,
+        heads: tuple[int, int],
+        window: int | None,
+        interleaved: bool,
+    ) -> None:
+        check(*batch(prompts, some[: len(prompts)], hidden), heads, window, interleaved)
+
+    @pytest.mark.parametrize("requests", [2, 5, 23])
+    def test_all_over_the_same_chunks(self, requests: int) -> None:
+        """23 requests of 4 heads a group are more than a tile of 32 rows."""
+        check(*batch([[0, 2, 4]] * requests, [1] * requests, 0.15), (8, 2), None, False)
+
+
+@pytest.mark.skipif(HAS_KERNEL, reason="this run has the kernel already")
+def test_in_the_interpreter() -> None:
+    """Triton decides at its import whether it interprets, hence a process of its own."""
+    pytest.importorskip("triton")
+    run = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "TestKernel"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "4 passed" in run.stdout
+
+
+def test_what_is_shared() -> None:
+    spans, _ = batch([[0, 1, 2, 1], [2, 0], [3, 2], [4]], [1, 1, 1, 1], 0.0)
+    found, left = share(spans)
+    by_who = {tuple(span.start for span in group.spans): group for group in found}
+    assert set(by_who) == {(0, 1), (0, 1, 2)}
+    assert [run[0].length for run in by_who[0, 1].runs] == [CHUNKS[0]]
+    assert [segment.first for segment in by_who[0, 1, 2].runs[0]] == [86, 0, 1]
+    assert by_who[0, 1, 2].keys == CHUNKS[2]
+    assert [len(span.segments) for span in left] == [3, 1, 2, 2], "a chunk twice in one prompt stays its own"
+
+
+def test_prefill_is_not_grouped() -> None:
+    spans, _ = batch([[0, 1], [0, 1]], [1, 2], 0.0)
+    found, left = share(spans)
+    assert not found
+    assert [span.segments for span in left] == [span.segments for span in spans]
+
+
+@pytest.mark.parametrize("requests", [2, 7, 40])
+def test_shared_keys_are_read_once_a_tile(requests: int) -> None:
+    """Of one table: slots that its programs walk, with requests together and each on its own."""
+    spans, _ = batch([[0, 2, 4]] * requests, [1] * requests, 0.15)
+    walked = {}
+    for together in (True, False):
+        grid = Grid.of(28, 4, 128, 100, 64 if together else 0)
+        table = SegmentTable.of(spans, rotation(), grid, torch.device("cpu"))
+        lengths = table.segments[:, 1]
+        (launch,) = table.launches
+        own = sum(int(lengths[first : first + n].sum()) for _, _, first, n, _, _ in launch.items.tolist())
+        shared = 0
+        if launch.shared is not None:
+            for _, members, first, pieces in launch.shared.items.tolist():
+                shared += int(lengths[first : first + members * pieces : members].sum())
+            partial = launch.shared.members[:, 1]
+            assert len(partial.unique()) == len(partial), "no two partial results in one place"
+            assert int(partial.max()) < launch.parts * requests
+            assert int(partial.min()) >= requests
+        walked[together] = own, shared
+    context, fresh = sum(CHUNKS[i] for i in (0, 2, 4)), sum(s.segments[-1].length for s in spans)
+    assert walked[False] == (requests * context + fresh, 0)
+    assert walked[True] == (fresh, -(-requests // 9) * context), "64 rows, 7 a request"
