@@ -5,6 +5,7 @@ buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memc
 limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream,
 "fetch extent" reads the disk tier's files; the limit of the second is preadv of as many bytes of a file. These and
 their limits wait for nobody, and are given in processor time, which depends little on what else the machine does.
+Over TCP, entries of 8 MiB and more are also fetched from a Redis, if there is a redis-server on this machine.
 """
 
 import argparse
@@ -18,23 +19,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from fusionkv.kvcache_service.bench_floor import FloorClient, Redis, memcpy, preadv, serve
 from fusionkv.kvcache_service.client import CacheClient, Entry
-from fusionkv.protos import frames, rpc
 from fusionkv.protos.checksum import checksum
 
 KIB, MIB = 1 << 10, 1 << 20
 SYSTEM = hashlib.sha256(b"system prompt").digest()
 NAMESPACE = hashlib.sha256(b"bench").digest()
+# Bytes of an entry, and how many at once.
+SIZES = [(64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +55,12 @@ class Row:
     cpu_s_per_gb: float
     """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
     grpc_cpu_s_per_gb: float
+    redis_gb_per_s: float | None = None
+    """GET of as many bytes by as many calls, copied into the same buffers."""
 
     @property
     def of_grpc(self) -> float:
         return self.gb_per_s / self.grpc_gb_per_s
-
-
-class Floor(grpc.GenericRpcHandler):
-    """The bare server: `/floor/get` streams as many bytes as it is asked for, `/floor/put` drops them."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(64 * MIB))
-
-    def service(self, details: grpc.HandlerCallDetails) -> Any:
-        if details.method == "/floor/get":
-            return grpc.unary_stream_rpc_method_handler(self._get, response_serializer=frames.encode_frame)
-        return grpc.stream_unary_rpc_method_handler(self._put)
-
-    async def _get(self, request: bytes, _: object) -> AsyncIterator[memoryview]:
-        for frame in frames.split(self._buffer[: int(request)]):
-            yield frame
-
-    async def _put(self, requests: AsyncIterator[bytes], _: object) -> bytes:
-        async for _request in requests:
-            pass
-        return b""
-
-
-async def serve_floor(addresses: Sequence[str]) -> None:
-    frames.keep_freed_memory()
-    await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
 
 
 class Bench:
@@ -98,7 +76,8 @@ class Bench:
         self.pids = pids
         self.service = CacheClient(service)
         self.disk_service = CacheClient(disk_service)
-        self.channel = grpc.aio.insecure_channel(floor, options=[("grpc.max_receive_message_length", 4 * MIB)])
+        self.floor = FloorClient(floor)
+        self.redis = Redis() if transport == "tcp" and Redis.here() else None
         self.rounds = rounds
         self.source = memoryview(os.urandom(64 * MIB))
         self.count = 0
@@ -109,7 +88,9 @@ class Bench:
     async def close(self) -> None:
         await self.service.close()
         await self.disk_service.close()
-        await self.channel.close()
+        await self.floor.close()
+        if self.redis is not None:
+            await self.redis.close()
         self.file.close()
 
     async def warm_up(self) -> None:
@@ -126,27 +107,39 @@ class Bench:
         on_disk, here = tier in ("disk", "extent"), tier in ("shared", "extent")
         self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
-        run, floor_run = (self._put, self._floor_put) if operation == "put" else (self._fetch, self._floor_get)
+        run = self._put if operation == "put" else self._fetch
+        redis = self.redis if (operation, tier) == ("fetch", "memory") and size >= 8 * MIB else None
+        if redis is not None:
+            for n in range(at_once):
+                await redis.put(b"%d" % n, self.source[:size])
         entries = [] if operation == "put" else await self._entries(size, at_once, tier)
         pid, floor_pid = self.pids[on_disk], self.pids[2]
-        speeds, floor_speeds, memcpy, cpu, floor_cpu = [], [], [], 0.0, 0.0
+        speeds, floor_speeds, copies, redis_speeds, cpu, floor_cpu = [], [], [], [], 0.0, 0.0
         for i in range(self.rounds + 1):
             before, floor_before = _cpu(pid), _cpu(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
             took = await self._timed(work, time.process_time if here else time.perf_counter)
-            floor_took = await self._timed(floor_run(size, into[n]) for n in range(at_once))
+            floor_took = await self._timed(
+                self.floor.put(self.source[:size]) if operation == "put" else self.floor.get(buffer)
+                for buffer in into
+            )
             if i:  # the first round warms up
                 speeds.append(size * at_once / took / 1e9)
                 floor_speeds.append(size * at_once / floor_took / 1e9)
-                memcpy.append(_preadv(into, self.file.fileno()) if tier == "extent" else _memcpy(into, self.source))
+                copies.append(preadv(into, self.file.fileno()) if tier == "extent" else memcpy(into, self.source))
                 cpu += _cpu(pid) - before
                 floor_cpu += _cpu(floor_pid) - floor_before
-        gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, memcpy))
+            if redis is not None:
+                redis_took = await self._timed(redis.get(b"%d" % n, buffer) for n, buffer in enumerate(into))
+                redis_speeds.append(size * at_once / redis_took / 1e9)
+        gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, copies))
+        redis_gb = statistics.median(redis_speeds[1:]) if redis_speeds else None
         if self.lease:
             await self.client.release(self.lease)
         moved = size * at_once * self.rounds / 1e9
         name = f"{operation} {tier}".strip()
-        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, cpu / moved, floor_cpu / moved)
+        cpus = cpu / moved, floor_cpu / moved
+        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, *cpus, redis_gb)
 
     async def _timed(self, work: Any, clock: Callable[[], float] = time.perf_counter) -> float:
         tasks = list(work)
@@ -188,40 +181,11 @@ class Bench:
         assert entry is not None
         await self.client.fetch(entry, into, timeout=60)
 
-    async def _floor_get(self, size: int, into: memoryview) -> None:
-        at = 0
-        get: Callable[..., Any] = self.channel.unary_stream("/floor/get")
-        async for message in get(str(size).encode(), timeout=60):
-            data = frames.decode_frame(message)
-            into[at : at + len(data)] = data
-            at += len(data)
-
-    async def _floor_put(self, size: int, _: object = None) -> None:
-        put: Callable[..., Any] = self.channel.stream_unary("/floor/put", request_serializer=frames.encode_frame)
-        await put(frames.split(self.source[:size]), timeout=60)
-
 
 def _cpu(pid: int) -> float:
     """Processor seconds of a process so far, in steps of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _memcpy(into: Sequence[memoryview], data: memoryview) -> float:
-    """Fills the same buffers by plain copies, each from other bytes as far as there are any; in processor time."""
-    start = time.process_time()
-    for n, buffer in enumerate(into):
-        at = n * len(buffer) % (len(data) - len(buffer) + 1)
-        buffer[:] = data[at : at + len(buffer)]
-    return sum(map(len, into)) / (time.process_time() - start) / 1e9
-
-
-def _preadv(into: Sequence[memoryview], file: int) -> float:
-    """Fills the same buffers from a file, each from another place as far as there is one; in processor time."""
-    start, size = time.process_time(), os.fstat(file).st_size
-    for n, buffer in enumerate(into):
-        os.preadv(file, [buffer], n * len(buffer) % (size - len(buffer) + 1))
-    return sum(map(len, into)) / (time.process_time() - start) / 1e9
 
 
 def _hashing(data: memoryview) -> float:
@@ -233,12 +197,12 @@ def _hashing(data: memoryview) -> float:
 async def measure(
     addresses: dict[str, tuple[str, ...]], pids: Sequence[int], rounds: int, done: Callable[[], None]
 ) -> list[Row]:
-    """All rows: 64 MiB and 6 MiB alone, 6 MiB and 100 KiB sixteen at once."""
+    """A row for every size, transport and operation."""
     rows = []
     for transport, at in addresses.items():
         bench = Bench(transport, at[0], at[1], at[2], pids, rounds)
         await bench.warm_up()
-        for size, at_once in [(64 * MIB, 1), (6 * MIB, 1), (6 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]:
+        for size, at_once in SIZES:
             shared = [("fetch", "shared"), ("fetch", "extent")] if transport == "unix" else []
             for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk"), *shared]:
                 rows.append(await bench.row(operation, size, at_once, tier))
@@ -260,10 +224,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve-floor", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.serve_floor:
-        asyncio.run(serve_floor(options.serve_floor))
+        asyncio.run(serve(options.serve_floor))
         return 0
     with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
-        task = progress.add_task("rows", total=40)
+        task = progress.add_task("rows", total=8 * len(SIZES))
         processes, addresses = [], []
         try:
             for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
@@ -293,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _show(rows: Sequence[Row]) -> None:
     hashing = statistics.median(_hashing(memoryview(bytearray(64 * MIB))) for _ in range(5))
     table = Table(title=f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s")
-    numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare")
+    numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare", "Redis")
     for title in ("operation", "over", *numbers):
         table.add_column(title, justify="left" if title in ("operation", "over") else "right")
     for row in rows:
@@ -303,8 +267,9 @@ def _show(rows: Sequence[Row]) -> None:
             f"{row.grpc_gb_per_s:.2f}", f"{row.of_grpc:.0%}", f"{row.memcpy_gb_per_s:.1f}",
             f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
             f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
+            "" if row.redis_gb_per_s is None else f"{row.redis_gb_per_s:.2f}",
         )  # fmt: skip
-    Console(width=max(Console().width, 112)).print(table)
+    Console(width=max(Console().width, 124)).print(table)
 
 
 if __name__ == "__main__":

@@ -278,8 +278,6 @@ class CacheClient:
         return self._stubs[method](request, timeout=timeout, **more)
 
     def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
-        if error.code() is grpc.StatusCode.CANCELLED:
-            return self._lost(doing)
         return from_rpc(error, f"{doing} the cache service at {self.address}")
 
     def _lost(self, doing: str) -> Unavailable:

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index import common
-from fusionkv.kvcache_service.keys import entry_key, path_keys
+from fusionkv.kvcache_service.index import common, likeness
+from fusionkv.kvcache_service.keys import VERSIONS, entry_key, path_keys
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.shared_index import Member
 
-Rank = tuple[int, ...]
+Rank = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,9 @@ class Choice:
             return ()
         if record.variant and record.variant not in self._variants:
             return ()
+        if record.variant in VERSIONS:
+            alike, shared = likeness(record.trail, self._near)
+            return (True, self._variants[record.variant], alike, shared) if alike else ()
         shared = common(record.trail, self._near)
         # Where nothing but the chunk is shared, one encoded without other chunks before it carries nothing of theirs.
         alone = shared == 1 and record.depth == 2

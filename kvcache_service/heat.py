@@ -28,6 +28,15 @@ def again(heat: float, now: float, half_life: float, times: int = 1) -> float:
     return high + math.log2(1.0 + 2.0 ** max(low - high, -1000.0))
 
 
+def stored(value: bytes | None) -> float:
+    """Heat as a tier keeps it, a little-endian double; the coldest for what is none.
+
+    No checksum covers it, and the queue below orders heats by their bits: one below zero, or none, would never go.
+    """
+    found: float = _FLOAT.unpack(value)[0] if value is not None and len(value) == _FLOAT.size else 0.0
+    return found if 0.0 < found < math.inf else 0.0
+
+
 class ColdQueue:
     """The rows of one tier, the coldest first. A row is in the tier when it has a place there.
 

@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.keys import DIGEST_BYTES, path_keys, replica_key, variant_key
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, path_keys, replica_key, variant_key
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.rows import Rows
 from fusionkv.kvcache_service.table import Table
@@ -89,8 +89,9 @@ class Index:
         """What there is for each element of `path`: how it was found, its row, and the key of an exact entry.
 
         `variants[i]` are those preferred for element i, best first. An exact entry comes first, then the variants,
-        then the plain entry with the longest common suffix. The system prompt, element 0, is found exactly or not at
-        all.
+        then the plain entry with the longest common suffix. Of versions, which are few, the one whose earlier chunks
+        are most alike is found, and none that shares no earlier chunk. The system prompt, element 0, is found exactly
+        or not at all.
         """
         found: list[tuple[HitKind, int | None, bytes]] = []
         for i, key in enumerate(path_keys(namespace, path)):
@@ -103,11 +104,11 @@ class Index:
         return found
 
     def replicas(self, record: Record) -> list[int]:
-        """The rows of all plain entries of a record's chunk behind its system prompt."""
-        group = _group_of(record.namespace, record.system, record.chunk, b"")
+        """The rows of all entries of a record's chunk behind its system prompt, encoded in the same way."""
+        group = _group(record)
         if group in self._crowds:
             return [row for _, row in self._crowds[group]]
-        row = self._only(group, record.namespace, record.system, record.chunk, b"")
+        row = self._only(group, record.namespace, record.system, record.chunk, record.variant)
         return [] if row is None else [row]
 
     def _alternative(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> int | None:
@@ -115,6 +116,8 @@ class Index:
             group = _group_of(namespace, path[0], path[-1], variant)
             crowd = self._crowds.get(group)
             row = _nearest(crowd, path) if crowd else self._only(group, namespace, path[0], path[-1], variant)
+            if row is not None and variant in VERSIONS:
+                row = _most_alike(crowd or [(self.rows.record(row).trail, row)], path)
             if row is not None:
                 return row
         return None
@@ -165,6 +168,23 @@ def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
         if at < len(crowd) and crowd[at][0] == alone:
             row = crowd[at][1]
     return row
+
+
+def _most_alike(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
+    near = b"".join(reversed(path))
+    (shared, _), row = max((likeness(trail, near), row) for trail, row in versions)
+    return row if shared else None
+
+
+def likeness(a: bytes, b: bytes) -> tuple[float, int]:
+    """How alike the chunks before the last are in two trails: the share of all that are in both, and `common`."""
+    one, other = ({trail[i : i + DIGEST_BYTES] for i in _between(trail)} for trail in (a, b))
+    return len(one & other) / max(1, len(one | other)), common(a, b)
+
+
+def _between(trail: bytes) -> range:
+    """Where digests begin that are neither the chunk's nor the system prompt's."""
+    return range(DIGEST_BYTES, len(trail) - DIGEST_BYTES, DIGEST_BYTES)
 
 
 def common(a: bytes, b: bytes) -> int:

@@ -33,6 +33,16 @@ def neighbours_variant(neighbours: Iterable[bytes]) -> bytes:
     return _digest(b"neighbours", list(neighbours))
 
 
+def versions_variant(most: int) -> bytes:
+    """Variant digest of chunks computed in a prompt, of which `most` are kept by what stood before (Cache-Craft)."""
+    return _digest(b"versions", [most.to_bytes(8, "little")])
+
+
+def anchors_variant(percent: int) -> bytes:
+    """Variant digest of chunks of which anchor tokens alone are kept, so many percent fewer (KVLink 2.4)."""
+    return _digest(b"anchors", [percent.to_bytes(8, "little")])
+
+
 def entry_key(namespace: bytes, path: Sequence[bytes], variant: bytes = b"") -> bytes:
     """Key of an entry: a path of chunk digests, the system prompt first, and how its last chunk was encoded."""
     return variant_key(path_keys(namespace, path)[-1], variant)
@@ -69,3 +79,11 @@ def _digest(tag: bytes, parts: Sequence[bytes]) -> bytes:
 @lru_cache(maxsize=16)
 def _framed(tag: bytes) -> bytes:
     return len(tag).to_bytes(8, "little") + tag
+
+
+MOST_VERSIONS = 16
+VERSIONS = {versions_variant(most): most for most in range(1, MOST_VERSIONS + 1)}
+"""How many versions of a chunk behind one system prompt are kept, by their variant.
+
+The variant names the bound, so it holds wherever an entry comes to lie, and no request cuts what another one keeps.
+"""

@@ -45,7 +45,9 @@ class Publisher:
     @property
     def waiting(self) -> int:
         """Changes that others do not see yet, those among them that are being written just now."""
-        return len(self._waiting) + self._under_way if self.complete else max(len(self._residents), 1)
+        if self.complete and self.announced:
+            return len(self._waiting) + self._under_way
+        return max(len(self._residents), 1)
 
     def published(self, record: Record) -> None:
         """An entry turned visible."""

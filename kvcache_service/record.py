@@ -12,6 +12,8 @@ _VERSION = 1
 _VARIANT, _OFFERED = 1, 2
 # version, elements of the path, flags, size, tokens, base, checksum, place
 _HEAD = struct.Struct("<BHBQII16sQ")
+# What the table in memory has room for; a longer entry is refused anyway, and no tier is as large.
+_MOST_BYTES, _MOST_OFFSET = 2**32 - 1, 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +87,10 @@ def place(key: bytes, value: bytes) -> tuple[int, int] | None:
     if len(value) < _HEAD.size + 8 or xxhash.xxh3_64_digest(key + value[:-8]) != value[-8:]:
         return None
     version, depth, flags, size, *_, offset = _HEAD.unpack_from(value)
+    if not _possible(key, version, depth, size, offset):
+        return None
     names = DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
-    return (offset, size) if version == _VERSION and len(value) == _HEAD.size + names + 8 else None
+    return (offset, size) if len(value) == _HEAD.size + names + 8 else None
 
 
 def decode(key: bytes, value: bytes) -> tuple[Record, int]:
@@ -100,8 +104,13 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
         raise ValueError("a damaged index record")
     version, depth, flags, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
     names, has_variant = body[_HEAD.size :], flags & _VARIANT
-    if version != _VERSION or len(names) != DIGEST_BYTES * (1 + has_variant + depth):
-        raise ValueError(f"an index record of version {version}, expected {_VERSION}")
+    if not _possible(key, version, depth, size, offset) or len(names) != DIGEST_BYTES * (1 + has_variant + depth):
+        raise ValueError(f"an index record of version {version} that none of version {_VERSION} can be")
     at = DIGEST_BYTES * (1 + has_variant)
     namespace, variant, trail = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:]
     return Record(key, namespace, trail, variant, size, tokens, base, digest, bool(flags & _OFFERED)), offset
+
+
+def _possible(key: bytes, version: int, depth: int, size: int, offset: int) -> bool:
+    known = version == _VERSION and depth > 0 and len(key) == DIGEST_BYTES
+    return known and size <= _MOST_BYTES and offset <= _MOST_OFFSET

@@ -16,7 +16,7 @@ from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.shared_index import SharedIndex, group_of
 from fusionkv.kvcache_service.store import Store
-from fusionkv.protos.errors import ServiceError, Unavailable
+from fusionkv.protos.errors import Unavailable
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
 
@@ -40,6 +40,8 @@ class Replica:
         self._publisher = Publisher(store.residents, shared)
         self._mover = Mover(store, self._serving, tls)
         self._state = "serving"
+        self._resumed = 0
+        """Failures of Redis until the publisher last went on."""
         self._seen: dict[bytes, Counter[tuple[bytes, bool]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._moving: asyncio.Task[None] | None = None
@@ -161,21 +163,29 @@ class Replica:
 
     async def _beat(self) -> None:
         seen, self._seen = self._seen, {}
-        before, failed = set(self._serving()), not self._shared.reachable
+        before = set(self._serving())
+        serving = self._state == "serving"
         try:
-            known, asked = await self._shared.beat(self._publisher.mark, self._mover.own, self._state, seen)
+            known, asked = await self._shared.beat(
+                self._publisher.mark, self._mover.own, self._state, seen,
+                announced=serving and self._publisher.announced,
+            )  # fmt: skip
         except Unavailable:
             self._store.counters.add("shared_index.failures")
             return
         for key, times, exact in asked:
             self._store.seen(key, times, exact=exact)
-        if not known and self._publisher.announced and self._state == "serving":
+        if not known and self._publisher.announced and serving:
             # Silent for too long, or Redis lost all it had: nobody trusts the old mark any more.
             self._publisher.start_over()
-            with contextlib.suppress(ServiceError):
+            with contextlib.suppress(Unavailable):
                 await self._shared.beat(self._publisher.mark, self._mover.own, self._state, {})
-        self._publisher.announced = True
-        if failed:
+                self._publisher.announced = True
+        else:
+            self._publisher.announced = True
+        # Others may have failed while this call was under way, and it did not: then too nothing else resumes.
+        if self._shared.reachable and self._shared.failures != self._resumed:
+            self._resumed = self._shared.failures
             self._publisher.resume()
         if set(self._serving()) != before:
             self._mover.members_changed()

@@ -72,6 +72,8 @@ class Residents:
         self._counters = counters
         self._seen: weakref.WeakValueDictionary[int, Resident] = weakref.WeakValueDictionary()
         self._leaving: set[Resident] = set()
+        self.replaced: weakref.WeakValueDictionary[bytes, Resident] = weakref.WeakValueDictionary()
+        """Invisible entries in whose place another serves; whoever has a lease on one may still fetch it."""
         self._reserved: dict[tuple[str, int], int] = {}
         rows = self.index.rows
         self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
@@ -101,7 +103,7 @@ class Residents:
         ]
 
     def replicas(self, record: Record) -> list[Resident]:
-        """All plain entries of a record's chunk behind its system prompt."""
+        """All entries of a record's chunk behind its system prompt, encoded in the same way."""
         return [self._resident(row) for row in self.index.replicas(record)]
 
     def count(self, tier: Tier) -> int:

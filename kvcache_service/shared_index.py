@@ -18,6 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, replica_key
 from fusionkv.kvcache_service.record import Record
+from fusionkv.protos import cancellation
 from fusionkv.protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -40,18 +41,24 @@ _FAILURES = (RedisError, RedisClusterException, OSError, TimeoutError)
 # Each script has one key, so that all of it is in one slot of a Redis Cluster. Times are the server's.
 
 # KEYS members; ARGV mark, address, "serving" or "leaving" or "left", milliseconds to live, milliseconds that the dead
-# are remembered. Gives whether the mark was alive, the living as (mark, state, address)..., the marks of the dead.
+# are remembered, whether the mark was announced before: one that died since stays dead, as what was published under
+# it may be given up. Gives whether the mark was alive, the living as (mark, state, address)..., and the marks of the
+# dead. What is no member's is removed.
 _BEAT = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 local own = redis.call('HGET', KEYS[1], ARGV[1])
-local alive = own and tonumber(own:match('^%d+')) > now and 1 or 0
+local alive = own and (tonumber(own:match('^%d+')) or 0) > now and 1 or 0
 local ends = ARGV[3] == 'left' and now or now + ARGV[4]
-redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s %s', ends, ARGV[3], ARGV[2]))
+if alive == 1 or ARGV[6] == '0' then
+  redis.call('HSET', KEYS[1], ARGV[1], string.format('%.0f %s %s', ends, ARGV[3], ARGV[2]))
+end
 local living, dead, all = {}, {}, redis.call('HGETALL', KEYS[1])
 for i = 1, #all, 2 do
   local till, state, address = all[i + 1]:match('^(%d+) (%S+) (.*)$')
-  if tonumber(till) > now then
+  if not till or #all[i] ~= 8 then
+    redis.call('HDEL', KEYS[1], all[i])
+  elseif tonumber(till) > now then
     for _, part in ipairs({all[i], state, address}) do living[#living + 1] = part end
   elseif tonumber(till) + ARGV[5] < now or #all > 2000 then
     redis.call('HDEL', KEYS[1], all[i])
@@ -74,10 +81,10 @@ local all = redis.call('HGETALL', KEYS[1])
 local count, held = #all / 2, nil
 for i = 1, #all, 2 do
   local field, value = all[i], all[i + 1]
-  local n, kept, own = value:byte(1), '', field:sub(1, 32) == ARGV[1]
+  local n, kept, own = value:byte(1) or 0, '', field:sub(1, 32) == ARGV[1]
   for j = 2, 8 * n, 8 do
     local mark = value:sub(j, j + 7)
-    if not (own and mark == ARGV[2]) and not dead(mark) then kept = kept .. mark end
+    if #mark == 8 and not (own and mark == ARGV[2]) and not dead(mark) then kept = kept .. mark end
   end
   if field == ARGV[3] then
     held = kept
@@ -139,23 +146,32 @@ class SharedIndex:
         self._redis: Any = (RedisCluster if cluster else redis.Redis).from_url(url, **options)
         self._slots = asyncio.Semaphore(_CONNECTIONS)
         self.reachable = False
+        self.failures = 0
+        """Calls that failed so far."""
         self.members: dict[bytes, Member] = {}
         self._dead = b""
 
     async def beat(
-        self, mark: bytes, address: str, state: str, seen: Mapping[bytes, Mapping[tuple[bytes, bool], int]]
+        self,
+        mark: bytes,
+        address: str,
+        state: str,
+        seen: Mapping[bytes, Mapping[tuple[bytes, bool], int]],
+        *,
+        announced: bool = False,
     ) -> tuple[bool, list[tuple[bytes, int, bool]]]:
         """Says that this service lives, learns who else does, and closes the circuit.
 
         `seen` says how often keys were found here that are held elsewhere, and whether by their exact path, by the
-        holders' marks. Gives whether Redis
-        knew `mark` (if not, it lost what was published, or the mark's time was over), and what others saw of it.
+        holders' marks. Gives whether Redis knew `mark`, and what others saw of it. If it did not know one that was
+        `announced`, it lost what was published, or the mark's time was over: then the mark stays unknown.
 
         Raises:
             Unavailable: Redis is out of reach, or late.
         """
         pipe = self._redis.pipeline(transaction=False)
-        pipe.execute_command("EVAL", _BEAT, 1, _MEMBERS, mark, address, state, self._expiry_ms, _DEAD_MS)
+        arguments = (mark, address, state, self._expiry_ms, _DEAD_MS, int(announced))
+        pipe.execute_command("EVAL", _BEAT, 1, _MEMBERS, *arguments)
         pipe.lpop(_SEEN + mark, _NOTES)
         for holder, keys in seen.items():
             pipe.rpush(_SEEN + holder, b"".join(_NOTE.pack(key, exact, n) for (key, exact), n in keys.items()))
@@ -166,7 +182,8 @@ class SharedIndex:
             raise self._failed(RedisError(f"{_MEMBERS.decode()} holds something else"))
         alive, living, dead = known
         members = [living[i : i + 3] for i in range(0, len(living), 3)]
-        self.members = {m: Member(m, at.decode(), how == b"leaving") for m, how, at in members}
+        # An address that is no text is a stranger's: nobody is found there.
+        self.members = {m: Member(m, at.decode(errors="replace"), how == b"leaving") for m, how, at in members}
         self._dead = b"".join(dead[-_MOST_DEAD:])
         if not self.reachable:
             log.info("Redis answers: %d services share the index", len(self.members))
@@ -223,7 +240,8 @@ class SharedIndex:
         """The answers; None for a command that met a key which is not what it should be."""
         try:
             async with asyncio.timeout(self._timeout), self._slots:
-                done: list[Any] = await pipe.execute(raise_on_error=False)
+                with cancellation.heeded():
+                    done: list[Any] = await pipe.execute(raise_on_error=False)
             for i, answer in enumerate(done):
                 if isinstance(answer, Exception):
                     if not _spoilt(answer):
@@ -241,6 +259,7 @@ class SharedIndex:
         if self.reachable:
             log.warning("Redis is out of reach (%s): only this service's own entries are found", reason)
         self.reachable = False
+        self.failures += 1
         return Unavailable(f"the shared index in Redis is out of reach: {reason}")
 
 

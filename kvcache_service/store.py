@@ -13,6 +13,7 @@ from fusionkv.kvcache_service import heat
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.demand import Demand
 from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.keys import VERSIONS
 from fusionkv.kvcache_service.leases import Leases
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.reading import Reader
@@ -212,6 +213,14 @@ class Store:
             and self._demand.count(other.record.key) <= 1
         ]
 
+    def crowded_out(self, entry: Resident) -> list[Resident]:
+        """The coldest versions, above what their variant allows once `entry`, one of them, is published."""
+        most = VERSIONS.get(entry.record.variant)
+        if most is None:
+            return []
+        others = sorted(self.residents.replicas(entry.record), key=lambda other: other.heat, reverse=True)
+        return others[most - 1 :]
+
     async def withdraw(self, entries: Sequence[Resident]) -> None:
         """Deletes entries: invisible at once, the places free only after the home tier has forgotten who was there.
 
@@ -236,8 +245,8 @@ class Store:
         Raises:
             NotFound: there is no such entry.
         """
-        entry = self.residents.get(key)
-        if entry is None:
+        entry = self.residents.get(key) or self.residents.replaced.get(key)
+        if entry is None or not (entry.visible or entry.leases):
             raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
         return Reader(self, entry)
 

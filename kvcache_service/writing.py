@@ -121,8 +121,9 @@ class Writer:
                 await store.in_thread(finish, places[home])
                 for tier in list(places):
                     residents.settle(self._entry, tier, places.pop(tier))
-                replaced = store.replaced_by(self._entry)
+                replaced = [*store.replaced_by(self._entry), *store.crowded_out(self._entry)]
                 residents.publish(self._entry)
+                residents.replaced.update((other.record.key, other) for other in replaced)
                 with contextlib.suppress(OSError):  # they come back with the next start, and go with the next Put
                     await store.withdraw(replaced)
             return stored

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import lmdb
 
+from fusionkv.kvcache_service import heat
 from fusionkv.kvcache_service.record import Record, decode, encode, place
 from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED
 
@@ -45,9 +46,9 @@ class Ledger:
 
     def put(self, entries: Iterable[tuple[Record, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:
-            for record, offset, heat in entries:
+            for record, offset, warmth in entries:
                 txn.put(record.key, encode(record, offset), db=self._records)
-                txn.put(record.key, _HEAT.pack(heat), db=self._heats)
+                txn.put(record.key, _HEAT.pack(warmth), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
         """Deletes keys that are recorded at the given offset still, or that are unreadable."""
@@ -61,20 +62,20 @@ class Ledger:
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
         """Notes the heat of those keys that are recorded."""
         with self._errors(), self._env.begin(write=True) as txn:
-            for key, heat in heats:
+            for key, warmth in heats:
                 if txn.get(key, db=self._records) is not None:
-                    txn.put(key, _HEAT.pack(heat), db=self._heats)
+                    txn.put(key, _HEAT.pack(warmth), db=self._heats)
 
     def load(self) -> Iterator[tuple[bytes, tuple[Record, int] | None, float]]:
         """Key, (record, offset) or None where it is unreadable, and heat (0 when there is none)."""
         with self._errors(), self._env.begin() as txn:
             for key, value in txn.cursor(db=self._records):
-                heat = txn.get(key, db=self._heats)
+                warmth = heat.stored(txn.get(key, db=self._heats))
                 try:
                     known = decode(key, value)
                 except ValueError:
                     known = None
-                yield key, known, _HEAT.unpack(heat)[0] if heat and len(heat) == _HEAT.size else 0.0
+                yield key, known, warmth
 
     def places(self) -> Iterator[tuple[int, int]]:
         """Offset and size of each record, in the order of `load`; (-1, 0) for an unreadable one."""

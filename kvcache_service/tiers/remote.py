@@ -23,6 +23,7 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from fusionkv.kvcache_service import heat
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
@@ -113,10 +114,10 @@ class RemoteTier(Tier):
         with self._errors():
             known = self._known([key for key, _ in heats])
             with self._redis.pipeline(transaction=False) as asked:
-                for key, heat in heats:
+                for key, warmth in heats:
                     if key in known:
                         offset, size, value = known[key]
-                        asked.set(self._key(key), value + _HEAT.pack(heat), px=self._ttl, xx=True)
+                        asked.set(self._key(key), value + _HEAT.pack(warmth), px=self._ttl, xx=True)
                         for block, _, _ in _blocks(offset, size):
                             asked.pexpire(self._block(block), self._ttl)
                 asked.execute()
@@ -128,13 +129,13 @@ class RemoteTier(Tier):
             for key, value in self._load():
                 with contextlib.suppress(ValueError):
                     record, offset = records.decode(key, value[: -_HEAT.size])
-                    found.append((record, offset, _HEAT.unpack(value[-_HEAT.size :])[0]))
+                    found.append((record, offset, heat.stored(value[-_HEAT.size :])))
         starts = np.array([offset for _, offset, _ in found], np.int64)
         sizes = np.array([record.size for record, _, _ in found], np.int64)
         good = self._extents.fit(starts, sizes)
         _drop_overlapping(starts, sizes, good)
         self._extents.restore(starts[good], sizes[good])
-        placed = [Recovered(record, Place(offset, record.size), heat) for record, offset, heat in found]
+        placed = [Recovered(record, Place(offset, record.size), warmth) for record, offset, warmth in found]
         self.forget([(e.record.key, e.place) for e, keep in zip(placed, good, strict=True) if not keep])
         yield from (e for e, keep in zip(placed, good, strict=True) if keep)
 

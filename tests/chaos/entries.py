@@ -52,7 +52,7 @@ class Entries:
         """The entries that this service says it holds; none while it does not answer."""
         held, client = set(), self.world.cache_clients[number]
         with contextlib.suppress(*UPSET):
-            for name in self.stored:
+            for name in sorted(self.stored):  # others may be put meanwhile
                 entry = await _find(client, name, SHORT_SECONDS)
                 if entry is not None and not entry.holders:
                     held.add(name)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.chaos.network import Network
 from tests.chaos.oracle import Oracle
-from tests.chaos.process import Clock, Process, Wrong
+from tests.chaos.process import Process, Wrong
 from tests.chaos.world import CACHES, WORKERS, World
 
 
@@ -68,14 +68,8 @@ class Fault:
     needs: str
 
     def possible(self, world: World) -> str:
-        """Empty, or what this machine lacks for it."""
-        if self.needs == "network" and world.network is None:
-            return "no network namespaces"
-        if self.needs == "mount" and not world.mounted:
-            return "no mounts"
-        if self.needs == "clock" and not Clock.preload:
-            return "no libfaketime"
-        return ""
+        """Empty, or what is lacking for it here."""
+        return world.lacks.get(self.needs, "")
 
 
 FAULTS: list[Fault] = []

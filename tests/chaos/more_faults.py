@@ -44,10 +44,29 @@ async def redis_flushed(scene: Scene) -> AsyncIterator[None]:
     yield
 
 
+@fault("redis", 2)
+@contextlib.asynccontextmanager
+async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
+    """Its replica is promoted, and the address that all know leads there; sometimes without the last writes."""
+    world = scene.world
+    replica = await asyncio.to_thread(world.redis.replica)
+    try:
+        if scene.dice.random() < 0.5:
+            # What is written from now on, the replica never sees.
+            await asyncio.to_thread(replica.promote)
+            await asyncio.gather(*(scene.oracle.entries.put_one() for _ in range(3)))
+    finally:
+        world.redis.kill9()
+        world.redis = replica
+    yield
+    await asyncio.to_thread(replica.promote)
+    world.relay.aim(replica.url.removeprefix("redis://"))
+
+
 @fault("redis")
 @contextlib.asynccontextmanager
 async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
-    """As a failover does: some of what was published is not there any more."""
+    """Some of what was published is not there any more."""
     with scene.world.redis.client() as client:
         names = sorted(await asyncio.to_thread(client.keys, "fusionkv:*"))
         lost = [name for name in names if scene.dice.random() < 0.5]

@@ -19,11 +19,12 @@ _NET = "10.213.7"
 
 @dataclass(frozen=True)
 class Place:
-    """An address, what to put before a command that is to run there, and the link that leads there."""
+    """An address, what to put before a command that is to run there, and the link and namespace that it is behind."""
 
     address: str
     before: tuple[str, ...] = ()
     link: str = ""
+    namespace: str = ""
 
     def listen(self) -> str:
         """Host and port to serve on, for good."""
@@ -50,6 +51,14 @@ class Network:
             raise RuntimeError(f"no network of its own: {getattr(error, 'stderr', '') or error}") from error
         self.here = Place(f"{_NET}.1", link="br0")
         self._places = 1
+        self.no_shapes = ""
+        """Why `narrow` and `lose` can't be had here; empty where they can."""
+        try:
+            self._limit(["tc"], "br0", 1000)
+            self._drop(["tc"], "br0", 0.1)
+            self._clear(["tc"], "br0")
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.no_shapes = f"tc can't: {getattr(error, 'stderr', '') or error}".strip()
 
     def place(self) -> Place:
         self._places += 1
@@ -61,7 +70,7 @@ class Network:
         _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _run("ip", "-n", name, "link", "set", device, "up")
-        return Place(address, ("nsenter", f"--net=/run/netns/{name}"), link)
+        return Place(address, ("nsenter", f"--net=/run/netns/{name}"), link, name)
 
     def cut(self, place: Place) -> None:
         """Nothing comes or goes there any more; nobody is told."""
@@ -74,6 +83,44 @@ class Network:
         """None of these reaches another of them, while all reach everybody else."""
         for place in places:
             _run("bridge", "link", "set", "dev", place.link, "isolated", "on" if parted else "off")
+
+    def narrow(self, place: Place, kilobits: int) -> None:
+        """So many kilobits a second pass, each way. The rest waits, up to half a second's worth; more is dropped."""
+        for tc, device in _ends(place):
+            self._limit(tc, device, kilobits)
+
+    def lose(self, place: Place, share: float) -> None:
+        """That share of all packets is lost, each way."""
+        for tc, device in _ends(place):
+            self._drop(tc, device, share)
+
+    def sound(self, place: Place) -> None:
+        """Ends both."""
+        for tc, device in _ends(place):
+            self._clear(tc, device)
+
+    @staticmethod
+    def _limit(tc: list[str], device: str, kilobits: int) -> None:
+        how = ("tbf", "rate", f"{kilobits}kbit", "burst", "4kb", "latency", "500ms")
+        _run(*tc, "qdisc", "add", "dev", device, "root", *how)
+
+    @staticmethod
+    def _drop(tc: list[str], device: str, share: float) -> None:
+        _run(*tc, "qdisc", "add", "dev", device, "clsact")
+        # Not every kernel has netem; a classic BPF program needs nothing else. It loads a random number (32 bits at
+        # SKF_AD_RANDOM), and returns TC_ACT_UNSPEC if that is large enough, else TC_ACT_SHOT.
+        program = f"4,32 0 0 4294963256,53 0 1 {int(share * 2**32)},6 0 0 4294967295,6 0 0 2"
+        _run(*tc, "filter", "add", "dev", device, "egress", "bpf", "da", "bytecode", program)
+
+    @staticmethod
+    def _clear(tc: list[str], device: str) -> None:
+        for kind in ("root", "clsact"):  # one of them may not be there
+            subprocess.run([*tc, "qdisc", "del", "dev", device, kind], check=False, capture_output=True)
+
+
+def _ends(place: Place) -> list[tuple[list[str], str]]:
+    """Both ends of a place's link: the command that shapes it, and the device."""
+    return [(["tc"], place.link), (["tc", "-n", place.namespace], "eth0")]
 
 
 def enter() -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tests.chaos.network import Place
+from tests.chaos.versions import Version
 from tests.conftest import Service
 
 _START_SECONDS = 300
@@ -73,17 +74,19 @@ class Process:
         now = self._service.log if self._service else ""
         return "\n---\n".join([*self._logs, now])[-_MOST_LOG:]
 
-    def begin(self) -> Service:
+    def begin(self, version: Version | None = None) -> Service:
+        """A process of this version, or of another one."""
         if self._service is not None:
             self._logs = [self.log]
+        env = {**self._env, **(version.environment if version else {})}
         self._service = Service(
-            self._module, "--listen", self.address, *self._flags, env=self._env, before=self.place.before
+            self._module, "--listen", self.address, *self._flags, env=env, before=self.place.before
         )
         return self._service
 
-    async def start(self) -> None:
+    async def start(self, version: Version | None = None) -> None:
         """Raises AssertionError, with its output, if it does not come to serve."""
-        service = self.begin()
+        service = self.begin(version)
         await asyncio.to_thread(service.wait_until_serving, 1, _START_SECONDS)
 
     def kill9(self) -> None:

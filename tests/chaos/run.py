@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import signal
 import sys
@@ -24,12 +25,13 @@ sys.path.append(str(ROOT))
 
 from rich.console import Console  # noqa: E402
 
-from tests.chaos import disk_faults, more_faults, network  # noqa: E402
+from tests.chaos import disk_faults, link_faults, more_faults, network, secret_faults, version_faults  # noqa: E402
 from tests.chaos.faults import FAULTS, Fault, Scene, targets  # noqa: E402
 from tests.chaos.oracle import Oracle  # noqa: E402
+from tests.chaos.versions import Version  # noqa: E402
 from tests.chaos.world import World  # noqa: E402
 
-_LISTED = (disk_faults, more_faults)  # they add theirs to FAULTS
+_LISTED = (disk_faults, link_faults, more_faults, secret_faults, version_faults)  # they add theirs to FAULTS
 _AT_ONCE = (1, 1, 1, 2, 2, 3)
 _FEWER_PAGES = 0.6
 _CHECK_ALL_EVERY = 10
@@ -39,9 +41,13 @@ _EPISODE_SECONDS = 900
 class Run:
     """Faults one after the other, and what was counted."""
 
-    def __init__(self, seed: int, faults: int, report: Path, console: Console) -> None:
+    def __init__(
+        self, seed: int, faults: int, first: list[str], report: Path, console: Console, about: dict[str, object]
+    ) -> None:
+        """`first`: faults to begin with, one after the other; `about` goes into the report."""
         self._dice = random.Random(seed)
         self._seed, self._wanted, self._report, self._console = seed, faults, report, console
+        self._first, self._about = first, about
         self.struck: Counter[str] = Counter()
         self.seen: Counter[str] = Counter()
         self.failures: list[dict[str, object]] = []
@@ -49,10 +55,10 @@ class Run:
         self.slowest = 0.0
         self._began = time.monotonic()
 
-    async def run(self, model: Path, net: network.Network | None) -> None:
+    async def run(self, model: Path, net: network.Network | None, other: Version | None, secured: bool) -> None:
         while self.struck.total() < self._wanted:
             with tempfile.TemporaryDirectory(prefix="chaos", ignore_cleanup_errors=True) as folder:
-                async with World(Path(folder), model, net) as world:
+                async with World(Path(folder), model, net, other, secured) as world:
                     oracle = Oracle(world, self._dice)
                     try:
                         await oracle.answers.prepare()
@@ -72,9 +78,11 @@ class Run:
             chosen = self._choose(possible)
             names = " + ".join(f"{f.name} {number}" for f, number in chosen)
             began = time.monotonic()
+            last = self.struck.total() + len(chosen) >= self._wanted
+            thorough = last or episode % _CHECK_ALL_EVERY == _CHECK_ALL_EVERY - 1
             try:
                 async with asyncio.timeout(_EPISODE_SECONDS):
-                    await self._episode(world, oracle, chosen, episode % _CHECK_ALL_EVERY == _CHECK_ALL_EVERY - 1)
+                    await self._episode(world, oracle, chosen, thorough)
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
                     raise
@@ -89,6 +97,11 @@ class Run:
 
     def _choose(self, possible: list[Fault]) -> list[tuple[Fault, int]]:
         """One fault or a few, at different services."""
+        while self._first:
+            name = self._first.pop(0)
+            for fault in possible:
+                if fault.name == name:
+                    return [(fault, self._dice.randrange(targets(fault.who)))]
         chosen: list[tuple[Fault, int]] = []
         for _ in range(self._dice.choice(_AT_ONCE)):
             fault = self._dice.choices(possible, [f.weight for f in possible])[0]
@@ -114,7 +127,10 @@ class Run:
     def _failed(self, world: World, names: str, error: BaseException) -> None:
         logs = {process.name: process.log for process in world.processes}
         about = f"{type(error).__name__}: {error}"
-        self.failures.append({"after": self.struck.total(), "faults": names, "error": about, "logs": logs})
+        busy = f"{os.getloadavg()[0]:.1f} processes wanted to run"
+        self.failures.append(
+            {"after": self.struck.total(), "faults": names, "error": about, "load": busy, "logs": logs}
+        )
         self._say(f"WRONG {names}: {about}")
 
     def save(self, oracle: Oracle | None = None) -> None:
@@ -122,6 +138,7 @@ class Run:
         seen = self.seen + oracle.seen if oracle else self.seen
         made = {
             "seed": self._seed,
+            **self._about,
             "faults": self.struck.total(),
             "minutes": round((time.monotonic() - self._began) / 60, 1),
             "failures": self.failures,
@@ -142,23 +159,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--faults", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
+    parser.add_argument("--first", default="", help="names of faults that strike first, one by one, with commas")
     parser.add_argument("--model", type=Path, default=ROOT / "models/eased-1", help="a reference model")
     parser.add_argument("--json", type=Path, default=ROOT / "build/chaos.json", help="the report")
+    parser.add_argument("--other", default="", help="commit of the other version (before the protocol last changed)")
+    parser.add_argument("--secured", action="store_true", help="TLS that asks for certificates, and encrypted disks")
     args = parser.parse_args()
     reason = network.enter()
     console = Console(stderr=True)
-    net = None
+    net = other = None
     try:
         net = network.Network()
     except RuntimeError as error:
         console.print(f"without links that can be cut: {reason or error}")
-    run = Run(args.seed, args.faults, args.json.resolve(), console)
+    versions = tempfile.TemporaryDirectory(prefix="chaos", ignore_cleanup_errors=True)
+    try:
+        other = Version.made(ROOT, Path(versions.name), args.other)
+    except RuntimeError as error:
+        console.print(str(error))
+    about: dict[str, object] = {"other version": other.commit if other else None, "secured": args.secured}
+    first = [name.strip() for name in args.first.split(",") if name]
+    if unknown := set(first) - {fault.name for fault in FAULTS}:
+        parser.error(f"no faults: {', '.join(sorted(unknown))}; there are {', '.join(f.name for f in FAULTS)}")
+    run = Run(args.seed, args.faults, first, args.json.resolve(), console, about)
     # As the first process of its namespace, this one is not ended by a signal that it does not handle; and in the
     # background of a shell Python does not handle this one.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run.run(args.model.resolve(), net))
+    with versions, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run.run(args.model.resolve(), net, other, args.secured))
     run.save()
     console.print(f"{run.struck.total()} faults of seed {args.seed}, {len(run.failures)} wrong; {args.json}")
     console.print(json.dumps(dict(sorted(run.seen.items())), indent=1), markup=False, highlight=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import WorkerClient
@@ -11,13 +12,15 @@ from fusionkv.protos.errors import DeadlineExceeded, Unavailable
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
 from tests.chaos.network import Network, Place, Relay, mounted, unmounted
 from tests.chaos.process import Clock, Process
+from tests.chaos.secured import Secured
+from tests.chaos.versions import Version
 from tests.system.redis_process import RedisServer
 
 CACHES, WORKERS = 3, 2
 DISK_MIB, MOUNT_MIB = 48, 96
 # Little more than the largest prompt: what was used is evicted soon, and has to be fetched.
 POOL_TOKENS = 1024
-LOOKUP_SECONDS, FETCH_SECONDS, EXPIRY_SECONDS, LEASE_MS = 0.5, 2.0, 2.0, 4000
+LOOKUP_SECONDS, FETCH_SECONDS, CACHE_SECONDS, EXPIRY_SECONDS, LEASE_MS = 0.5, 2.0, 6.0, 2.0, 4000
 # A machine that others use as well must not look like a slow Redis all the time.
 REDIS_MS = 300
 
@@ -25,8 +28,12 @@ REDIS_MS = 300
 class World:
     """All of them; `async with` starts them. They end with the process that started them."""
 
-    def __init__(self, folder: Path, model: Path, network: Network | None) -> None:
-        self.folder, self.model, self.network = folder, model, network
+    def __init__(
+        self, folder: Path, model: Path, network: Network | None, other: Version | None, secured: bool
+    ) -> None:
+        """`other`: a version that services may be replaced by. `secured`: with TLS and encrypted disks."""
+        self.folder, self.model, self.network, self.other = folder, model, network, other
+        self.secured = Secured(folder / "secrets") if secured else None
         self.caches: list[Process] = []
         self.workers: list[Process] = []
         self.clocks: dict[str, Clock] = {}
@@ -48,11 +55,12 @@ class World:
             await self._start_worker(number)
         addresses = ",".join(worker.address for worker in self.workers)
         data = ("--data-dir", str(self.folder / "gateway"), "--request-seconds", "60")
-        self.gateway = Process("gateway", self._place(), "fusionkv.gateway", "--workers", addresses, *data)
+        self.gateway = self._process("gateway", "fusionkv.gateway", "--workers", addresses, *data)
         await self.gateway.start()
-        self.cache_clients = [CacheClient(cache.address) for cache in self.caches]
-        self.worker_clients = [WorkerClient(worker.address) for worker in self.workers]
-        self.client = AsyncClient(self.gateway.address)
+        tls = self.secured.tls if self.secured else None
+        self.cache_clients = [CacheClient(cache.address, tls) for cache in self.caches]
+        self.worker_clients = [WorkerClient(worker.address, tls) for worker in self.workers]
+        self.client = AsyncClient(self.gateway.address, tls=tls)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -67,6 +75,19 @@ class World:
             unmounted(self.data(number).parent)
 
     @property
+    def lacks(self) -> dict[str, str]:
+        """By what a fault may need: why that is not there, or nothing."""
+        none = "no network namespaces"
+        return {
+            "network": "" if self.network else none,
+            "tc": self.network.no_shapes if self.network else none,
+            "mount": "" if self.mounted else "no mounts",
+            "clock": "" if Clock.preload else "no libfaketime",
+            "history": "" if self.other else "no other version",
+            "secured": "" if self.secured else "not --secured",
+        }
+
+    @property
     def processes(self) -> list[Process]:
         return [*self.caches, *self.workers, self.gateway]
 
@@ -75,7 +96,7 @@ class World:
         return self.folder / f"disk{number}" / "data"
 
     async def settled(self, timeout: float) -> None:
-        """Waits until every cache service knows all others and has published all that it holds.
+        """Waits until every cache service knows all others and has published all that it holds, and workers answer.
 
         Raises:
             TimeoutError: they don't come to that; the message says what is missing.
@@ -97,10 +118,19 @@ class World:
                 said.append(error)
                 return False
         shared = [found for found in said if isinstance(found, kvcache_pb2.SharedIndexStats)]
-        return all(found.reachable and found.members == CACHES and not found.waiting for found in shared)
+        if not all(found.reachable and found.members == CACHES and not found.waiting for found in shared):
+            return False
+        # A connection to one that was killed is made anew after up to some seconds.
+        said += [await client.answers(timeout=5) for client in self.worker_clients]
+        return all(said[CACHES:])
 
     def _place(self) -> Place:
         return self.network.place() if self.network else Place("127.0.0.1")
+
+    def _process(self, name: str, module: str, *flags: str, env: Mapping[str, str] | None = None) -> Process:
+        place = self._place()
+        own = self.secured.flags(name, place) if self.secured else ()
+        return Process(name, place, module, *own, *flags, env=env)
 
     def _clock(self, name: str) -> Clock:
         self.clocks[name] = Clock(self.folder / f"{name}.clock")
@@ -109,8 +139,9 @@ class World:
     async def _start_cache(self, number: int) -> None:
         self.mounted &= mounted(self.data(number).parent, MOUNT_MIB)
         name = f"cache{number}"
-        made = Process(
-            name, self._place(), "fusionkv.kvcache_service", "--data-dir", str(self.data(number)),
+        made = self._process(
+            name, "fusionkv.kvcache_service", *(self.secured.disk if self.secured else ()),
+            "--data-dir", str(self.data(number)),
             "--memory-bytes", "2MiB", "--disk-bytes", f"{DISK_MIB}MiB", "--lease-ms", str(LEASE_MS),
             "--redis-url", f"redis://{self.relay.address}", "--redis-timeout-ms", str(REDIS_MS),
             "--redis-expiry-seconds", str(EXPIRY_SECONDS), "--drain-seconds", "6",
@@ -123,11 +154,11 @@ class World:
         shape = json.loads((self.model / "config.json").read_text())
         head = shape["hidden_size"] // shape["num_attention_heads"]
         token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
-        made = Process(
-            f"worker{number}", self._place(), "fusionkv.fusion_worker", "--model", str(self.model),
+        made = self._process(
+            f"worker{number}", "fusionkv.fusion_worker", "--model", str(self.model),
             "--device", "cpu", "--dtype", "float32", "--threads", "1", "--pool-bytes", str(POOL_TOKENS * token),
             "--cache", self.caches[number].address, "--lookup-timeout", str(LOOKUP_SECONDS),
-            "--fetch-timeout", str(FETCH_SECONDS),
+            "--fetch-timeout", str(FETCH_SECONDS), "--cache-seconds", str(CACHE_SECONDS),
         )  # fmt: skip
         self.workers.append(made)
         await made.start()

@@ -1,8 +1,10 @@
 """Heat orders entries as the decayed frequency does, at any time; the queue gives the coldest first."""
 
 import math
+import struct
 from array import array
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,3 +75,16 @@ def test_a_queue_forgets_what_left() -> None:
     assert len(queue._notes) <= 2 * 10 + 64
     assert list(queue.coldest(lambda _: True)) == list(range(10))
     queue.check_integrity()
+
+
+NO_HEATS = (None, b"", b"1234567", *(struct.pack("<d", number) for number in (-1.0, -0.0, math.nan, math.inf)))
+
+
+@pytest.mark.parametrize("kept", NO_HEATS)
+def test_what_is_no_heat_is_the_coldest(kept: bytes | None) -> None:
+    assert math.copysign(1, heat.stored(kept)) == 1
+    assert heat.stored(kept) == 0
+
+
+def test_heat_is_kept() -> None:
+    assert heat.stored(struct.pack("<d", 2.5)) == 2.5

@@ -1,7 +1,6 @@
 """The Redis of a shared index fails over: its replica is promoted, and the address that all know leads there."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,36 +16,13 @@ from tests.waiting import until
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 
 
-def replica_of(folder: Path, primary: RedisServer) -> RedisServer:
-    return RedisServer(folder, "--replicaof", "127.0.0.1", str(primary.port))
-
-
-def info(server: RedisServer) -> dict[str, Any]:
-    with server.client() as client:
-        found: dict[str, Any] = client.info("replication")
-    return found
-
-
 def where(server: RedisServer) -> str:
     return server.url.removeprefix("redis://")
 
 
-async def eventually(condition: Callable[[], bool]) -> None:
-    await until(lambda: asyncio.to_thread(condition))
-
-
-def promote(server: RedisServer) -> None:
-    with server.client() as client:
-        client.execute_command("REPLICAOF", "NO", "ONE")
-
-
 @pytest.mark.parametrize("lost", [False, True], ids=["nothing lost", "last writes lost"])
 async def test_services_go_on_with_the_replica(launch: Any, tmp_path: Path, lost: bool) -> None:
-    folders = [tmp_path / name for name in ("primary", "replica")]
-    for folder in folders:
-        folder.mkdir()
-    primary = RedisServer(folders[0])
-    replica = replica_of(folders[1], primary)
+    primary = replica = RedisServer(tmp_path)
     relay = Relay(f"127.0.0.1:{free_port()}", where(primary))
     await relay.start()
     services = Services(launch, tmp_path, f"redis://{relay.address}")
@@ -62,14 +38,13 @@ async def test_services_go_on_with_the_replica(launch: Any, tmp_path: Path, lost
             await services.settled(2)
 
         await stored(range(20))
-        await eventually(lambda: info(replica)["master_link_status"] == "up")
-        await eventually(lambda: info(replica)["slave_repl_offset"] == info(primary)["master_repl_offset"])
+        replica = await asyncio.to_thread(primary.replica)
         if lost:
             # What is written from now on, the replica never sees.
-            await asyncio.to_thread(promote, replica)
+            await asyncio.to_thread(replica.promote)
             await stored(range(20, 40))
         primary.kill9()
-        await asyncio.to_thread(promote, replica)
+        await asyncio.to_thread(replica.promote)
         relay.aim(where(replica))
 
         async def all_found() -> bool:
@@ -93,6 +68,6 @@ async def test_services_go_on_with_the_replica(launch: Any, tmp_path: Path, lost
         for service in services.services:
             service.kill9()
         await relay.close()
-        replica.kill9()
-        if primary.process.poll() is None:
-            primary.kill9()
+        for server in {primary, replica}:
+            if server.process.poll() is None:
+                server.kill9()

@@ -53,10 +53,10 @@ async def test_a_killed_service_is_a_miss_and_comes_back_with_what_it_had(cluste
         await put(cluster.clients[0], i, payload(i, 5000))
     await cluster.settled()
     lost = [i for i in names if cluster.home(i) == 2]
-    cluster.services[2].kill9()
     client = cluster.clients[0]
     entry = (await find(client, lost[0])).hits[1].entry
     assert entry is not None
+    cluster.services[2].kill9()
     with pytest.raises(errors.NotFound, match="no holder of entry"):
         await client.fetch(entry, memoryview(bytearray(entry.size)), timeout=10)
     # The client knows at once, the others when its time is over.

@@ -1,0 +1,127 @@
+"""Decoders of bytes from a disk, a socket or Redis, and what holds of each, whatever the bytes are.
+
+Each is called with inputs that hypothesis makes up (test_decoders.py), and that atheris grows towards code that was
+not reached before (guided.py). What it raises is a bug.
+"""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import xxhash
+from google.protobuf.message import DecodeError
+
+from fusionkv.kvcache_service import answers, checks, record
+from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.kvcache_service.shared_index import Member, SharedIndex
+from fusionkv.protos import frames
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+
+KEY = bytes(range(32))
+GOOD = record.make(bytes([0]) * 32, [bytes([1]) * 32, bytes([2]) * 32], b"", 5, 1, 0, bytes(16))
+MEMBERS = {bytes([n]) * 8: Member(bytes([n]) * 8, "a:1", False) for n in range(3)}
+_ARENA = memoryview(bytes(1000))
+_put_message = frames.frame_or(pb.PutRequest.FromString)
+
+
+def _shared_index() -> SharedIndex:
+    index = SharedIndex("redis://127.0.0.1:1", cluster=False, password=None, timeout=1, expiry=1)
+    index.members = MEMBERS
+    return index
+
+
+_INDEX = _shared_index()
+
+
+def sealed(body: bytes) -> bytes:
+    """An index record with the right checksum, so that what stands within is looked at."""
+    return body + xxhash.xxh3_64_digest(KEY + body)
+
+
+def index_record(body: bytes) -> None:
+    """Of the disk tier, behind its checksum."""
+    value = sealed(body)
+    try:
+        found, offset = record.decode(KEY, value)
+    except ValueError:
+        assert record.place(KEY, value) is None
+        return
+    assert record.place(KEY, value) == (offset, found.size)
+    assert record.decode(KEY, record.encode(found, offset)) == (found, offset)
+
+
+def torn_record(value: bytes) -> None:
+    """Of the disk tier, with a checksum that is wrong."""
+    if len(value) >= 8 and xxhash.xxh3_64_digest(KEY + value[:-8]) == value[-8:]:
+        return
+    assert record.place(KEY, value) is None
+    with pytest.raises(ValueError, match="damaged"):
+        record.decode(KEY, value)
+
+
+def frame(message: bytes) -> None:
+    """KV bytes on a stream."""
+    try:
+        data = bytes(frames.decode_frame(message))
+    except ValueError:
+        return
+    assert frames.decode_frame(frames.encode_frame(data)) == data
+
+
+def put_message(message: bytes) -> None:
+    """The first message of a Put."""
+    try:
+        said = checks.header(_put_message(message))
+        made = checks.record(said, 256)
+    except (DecodeError, ValueError, InvalidArgument):
+        return
+    assert record.decode(made.key, record.encode(made, 0)) == (made, 0)
+
+
+def answered_hit(message: bytes) -> None:
+    """Of a cache service of any version: an entry, or a miss."""
+    try:
+        found = pb.Hit.FromString(message)
+    except DecodeError:
+        return
+    hit = answers.hit(found, 7, _ARENA)
+    if hit.entry is not None and hit.entry.shared is not None:
+        assert len(hit.entry.shared) == hit.entry.size
+    assert hit.kind in answers.HitKind
+
+
+def shared_entries(found: Mapping[bytes, bytes]) -> None:
+    """A group of entries in Redis, to which a stranger may write."""
+    for entry, holders in _INDEX._living(dict(found)):
+        assert holders
+        assert len(entry.key) <= DIGEST_BYTES
+
+
+def shared_entry(data: bytes) -> None:
+    """One of them: its field and, behind that, its value with the right checksum or with any."""
+    field, value = data[:48], data[48:]
+    shared_entries({field: value})
+    end = 1 + 8 * value[0] if value else 1
+    shared_entries({field: value[:end] + value[end:] + xxhash.xxh3_64_digest(field[:32] + value[end:])})
+
+
+_PUT = pb.PutRequest(
+    header=pb.PutHeader(
+        namespace=GOOD.namespace, path=[GOOD.system, GOOD.chunk], size_bytes=5, tokens=1, checksum=GOOD.checksum
+    )
+)
+_HIT = pb.Hit(
+    kind=pb.HIT_KIND_EXACT,
+    entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950, holders=["a:1"]),
+)
+_SHARED = GOOD.key + GOOD.checksum + b"\x01" + next(iter(MEMBERS)) + record.encode(GOOD, 0)[:-8]
+
+GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
+    "index_record": (index_record, (record.encode(GOOD, 0)[:-8], b"")),
+    "torn_record": (torn_record, (record.encode(GOOD, 0),)),
+    "frame": (frame, (frames.encode_frame(bytes(200)), b"")),
+    "put_message": (put_message, (_PUT.SerializeToString(),)),
+    "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
+    "shared_entry": (shared_entry, (_SHARED,)),
+}
+"""What atheris calls, by name, and inputs to begin with."""
