@@ -36,7 +36,6 @@ def main() -> int:
 async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.history import History
     from fusionkv.gateway.quotas import Quotas
-    from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
     from fusionkv.gateway.tenants import Tenants, read_key
     from fusionkv.gateway.workers import WorkerPool
@@ -46,6 +45,10 @@ async def _serve(config: GatewayConfig) -> None:
     folder = config.data_dir / "tenants"
 
     async def open_corpora(tenant: str) -> Retrieval:
+        if config.milvus_url:
+            return await _milvus(config, tenant)
+        from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+
         return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir)
 
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
@@ -64,6 +67,17 @@ async def _serve(config: GatewayConfig) -> None:
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),
     )
+
+
+async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
+    """Raises OSError when Milvus is out of reach, ValueError when its client is missing."""
+    try:
+        from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
+    except ModuleNotFoundError as error:
+        raise ValueError(f"milvus_url needs the package {error.name}: pip install 'fusionkv[milvus]'") from error
+    token = config.milvus_token.read_text().strip() if config.milvus_token else ""
+    ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
+    return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:

@@ -13,7 +13,7 @@ from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.parse import ENDINGS, MEDIA_TYPES
 from fusionkv.gateway.requests import ORDERS
 from fusionkv.protos.errors import ServiceError
-from fusionkv.protos.settings import SettingsError, positive
+from fusionkv.protos.settings import SettingsError, positive, share
 
 MODULES = {
     "kvcache": "fusionkv.kvcache_service",
@@ -88,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     ingest.add_argument(
         "--concurrency", type=positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
+    )
+    ingest.add_argument(
+        "--compress",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="of every document's text to leave out, in whole sentences (default: none; needs fusionkv[compress])",
     )
     ingest.add_argument(
         "--precompute",

@@ -14,7 +14,7 @@ from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
-from fusionkv.gateway import connect, encode, explain
+from fusionkv.gateway import brief, connect, encode, explain
 from fusionkv.gateway.console import patiently, print_json, progress_bar
 from fusionkv.gateway.files import find
 from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token
@@ -38,8 +38,9 @@ async def ingest(args: argparse.Namespace) -> int:
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
+                        content, kind = await _content(name, path, args)
                         done = await patiently(
-                            lambda: client.ingest(args.corpus, name, path, media_type=args.media_type),
+                            lambda: client.ingest(args.corpus, name, content, media_type=kind),
                             args.timeout,
                         )
                     except (InvalidArgument, OSError) as error:
@@ -65,6 +66,13 @@ async def ingest(args: argparse.Namespace) -> int:
     else:
         print(total.line(args.corpus))
     return 1 if total.failed else 0
+
+
+async def _content(name: str, path: Path, args: argparse.Namespace) -> tuple[Path | str, str]:
+    """What is stored of a file, and its media type."""
+    if not args.compress:
+        return path, args.media_type
+    return await asyncio.to_thread(brief.document, name, path.read_bytes, args.media_type, args.compress)
 
 
 @dataclass
@@ -208,7 +216,8 @@ async def _reported(
     address: str, tls: ClientTLS | None, ask: Callable[[str, ClientTLS | None], Awaitable[dict[str, Any]]]
 ) -> dict[str, Any]:
     try:
-        return {"address": address, **await asyncio.wait_for(ask(address, tls), _STATS_SECONDS)}
+        async with asyncio.timeout(_STATS_SECONDS):
+            return {"address": address, **await ask(address, tls)}
     except (ServiceError, TimeoutError) as error:
         return {"address": address, "error": str(error) or "no answer"}
 

@@ -23,6 +23,12 @@ class GatewayConfig:
         ("127.0.0.1:7071",), "addresses of the fusion workers; dns:HOST:PORT is every address that the name has"
     )
     data_dir: Path = setting(Path(".fusionkv/gateway"), "where the embedded retrieval engine keeps the corpora")
+    milvus_url: str = setting(
+        "",
+        "Milvus that keeps the corpora, in place of the embedded engine; gateways may share it; http:// or https://",
+    )
+    milvus_token: Path | None = setting(None, "file with user:password or an API key for milvus_url")
+    milvus_database: str = setting("default", "database of milvus_url")
     tenant: str = setting("", "whose KV this gateway uses; entries of one tenant are never found by another")
 
     chunk_tokens: int = setting(256, "largest chunk, in the model's tokens", low=8, high=65536)
@@ -76,6 +82,10 @@ class GatewayConfig:
             raise ValueError("max_document_bytes is over max_ingest_bytes")
         if self.top_k > self.max_top_k:
             raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
+        if self.milvus_url and not self.milvus_url.startswith(("http://", "https://")):
+            raise ValueError("milvus_url must begin with http:// or https://")
+        if self.milvus_token and not self.milvus_url:
+            raise ValueError("milvus_token is for a milvus_url: set that as well")
         if not self.workers:
             raise ValueError("workers names no fusion worker")
 

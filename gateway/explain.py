@@ -27,6 +27,10 @@ STAGES = {
 }
 
 
+# What the page says of an answer that did not come to its own end.
+ENDS = {"max_tokens": ", cut off at its limit of tokens", "stop_string": ", up to a stop string"}
+
+
 @dataclass(frozen=True, slots=True)
 class Served:
     """What the page has besides when a gateway serves it: when that was, the list of all answers, and where to have
@@ -69,6 +73,7 @@ def render(
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
         seconds=[asdict(a.summary.seconds) for _, a in named],
+        ends=ENDS,
         longest=longest,
         chunks=[_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)],
         **(asdict(served) if served else {}),
@@ -78,18 +83,23 @@ def render(
 def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
     """Title, value, and what is said below it."""
     s = answer.summary
-    first = f"of {1e3 * s.seconds.total:.0f} ms in all"
+    first = f"of {_duration(s.seconds.total)} in all"
     if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
-        first = f"full attention: {1e3 * full.summary.seconds.ttft:.0f} ms"
+        first = f"full attention: {_duration(full.summary.seconds.ttft)}"
     context = s.context_tokens or 1
     kept = f"{s.tokens_lossless} lossless, {s.tokens_reused} stale of {s.context_tokens}"
     hits = [f"{sum(h.chunks for h in s.hits if h.kind == kind)} {kind}" for kind in ("exact", "alternative")]
     return [
-        ("first token", f"{1e3 * s.seconds.ttft:.0f} ms", first),
+        ("first token", _duration(s.seconds.ttft), first),
         ("reused", f"{100 * (s.tokens_lossless + s.tokens_reused) / context:.0f}%", kept),
         ("recomputed", f"{100 * s.tokens_recomputed / context:.0f}%", f"{s.tokens_recomputed} tokens, {s.recipe}"),
         ("chunks", f"{s.chunks_retrieved}", f"{', '.join(hits)}, {s.chunks_missed} missed"),
     ]
+
+
+def _duration(seconds: float) -> str:
+    """A number and its unit, which stay on one line."""
+    return f"{seconds:.2f}\u00a0s" if seconds >= 1 else f"{1e3 * seconds:.0f}\u00a0ms"
 
 
 def _timeline(seconds: StageSeconds, longest: float) -> list[tuple[str, float, float]]:

@@ -44,7 +44,9 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
             named = ", ".join(modifiers) or "none"
             raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
         if modifiers[modifier].HasField("neighbours"):
-            made.neighbours = int(number) if number else modifiers[modifier].neighbours
+            default = modifiers[modifier].neighbours
+            # One that decides for none may count something else, as `versions(3)` does.
+            made.neighbours = int(number) if number and default else default
     return made
 
 

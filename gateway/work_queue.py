@@ -19,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from fusionkv.protos import cancellation
 from fusionkv.protos.errors import FailedPrecondition, Unavailable
 
 # Items that wait or are in work: enough that hundreds of processes find some, few enough to be nothing for a Redis.
@@ -255,7 +256,8 @@ class WorkQueue:
     @contextlib.asynccontextmanager
     async def _errors(self) -> AsyncIterator[None]:
         try:
-            yield
+            with cancellation.heeded():
+                yield
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
             # Never the error's own text without a look: a URL with a password may be in it.
             reason = re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())

@@ -28,6 +28,10 @@ EMBED_CHARACTERS = 1 << 14
 # Seconds that an embedding takes, until that is known, and at most; so many times that is waited for one worker, then
 # the next is asked too; and how much each says of the next.
 _FIRST_USUAL, _MOST_USUAL, _PATIENCE, _SMOOTHING = 0.25, 2.0, 4, 0.1
+# At least so long one worker is waited for: a pause of its process or machine is no reason to ask another.
+_LEAST_PATIENCE = 0.25
+# So long one that was late may still answer, which shows that it does not stand still.
+_LATE_SECONDS = 2.0
 # So many more requests in flight a worker may have than another, and be given one all of whose chunks it holds; for
 # half of them half as many.
 _WORTH = 2.0
@@ -46,6 +50,7 @@ class WorkerPool:
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
         self._usual = _FIRST_USUAL
+        self._late: set[asyncio.Task[None]] = set()
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
         """Tokenizer and template of what the workers run, from the first that answers.
@@ -127,6 +132,8 @@ class WorkerPool:
         return next((m.client.address for m in self._fleet.members if m.client.connected), "")
 
     async def close(self) -> None:
+        for task in self._late:
+            task.cancel()
         await self._fleet.close()
 
     async def _anywhere(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
@@ -150,7 +157,7 @@ class WorkerPool:
                 if waiting:
                     member = waiting.pop(0)
                     asked[asyncio.create_task(_counted(member, call))] = member
-                patience = _PATIENCE * self._usual if waiting else None
+                patience = max(_PATIENCE * self._usual, _LEAST_PATIENCE) if waiting else None
                 done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     member = asked.pop(task)
@@ -160,14 +167,27 @@ class WorkerPool:
                         failures.append(error)
                         continue
                     member.answered()
-                    for late in asked.values():
-                        late.silent()
+                    while asked:
+                        self._await_late(*asked.popitem())
                     self._usual += _SMOOTHING * (min(time.monotonic() - began, _MOST_USUAL) - self._usual)
                     return found
         finally:
             for task in asked:
                 task.cancel()
         raise _worst(failures)
+
+    def _await_late(self, call: "asyncio.Task[T]", member: Member) -> None:
+        """A worker that was late comes last for a while, or until it answers after all."""
+        member.silent()
+
+        async def wait() -> None:
+            with contextlib.suppress(ServiceError, TimeoutError):
+                async with asyncio.timeout(_LATE_SECONDS):
+                    await call
+                member.answered()
+
+        self._late.add(task := asyncio.create_task(wait()))
+        task.add_done_callback(self._late.discard)
 
     async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
         """Least calls in flight first, less what it is worth that a worker likely holds the prompt's chunks, by name

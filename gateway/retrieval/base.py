@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionkv.kvcache_service import keys
+from fusionkv.protos.errors import FailedPrecondition
 
 
 @dataclass(frozen=True)
@@ -15,6 +16,16 @@ class ModelIdentity:
 
     fingerprint: bytes
     tokenizer: bytes
+
+
+def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> None:
+    """Raises FailedPrecondition if a corpus was made with another model."""
+    if made_with == model:
+        return
+    what = "model" if made_with.fingerprint != model.fingerprint else "prompt template"
+    raise FailedPrecondition(
+        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete it and ingest it again"
+    )
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from lancedb import AsyncConnection, Session, connect_async
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.retrieval import rows
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
-from fusionkv.protos.errors import FailedPrecondition, NotFound
+from fusionkv.protos.errors import NotFound
 
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
@@ -66,7 +66,7 @@ class EmbeddedRetrieval(Retrieval):
         data = await asyncio.to_thread(rows.full, chunks, vectors)
         while True:
             table = self._tables.get(corpus) or await self._make(corpus, rows.schema(model, vectors.shape[1]))
-            _check(corpus, table, model)
+            check_model(corpus, table.model, model)
             with contextlib.suppress(CorpusGone):
                 return await table.replace(document, data)
 
@@ -126,7 +126,7 @@ class EmbeddedRetrieval(Retrieval):
         if table is None:
             raise NotFound(f"no corpus {corpus!r}: ingest a document to make it")
         if model is not None:
-            _check(corpus, table, model)
+            check_model(corpus, table.model, model)
         return table
 
     async def _make(self, corpus: str, schema: pa.Schema) -> CorpusTable:
@@ -184,12 +184,3 @@ def _clean(folder: Path) -> Path:
         if not any(table.glob("_versions/*")):  # its first commit was never finished
             shutil.rmtree(table)
     return corpora
-
-
-def _check(corpus: str, table: CorpusTable, model: ModelIdentity) -> None:
-    if table.model == model:
-        return
-    what = "model" if table.model.fingerprint != model.fingerprint else "prompt template"
-    raise FailedPrecondition(
-        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete it and ingest it again"
-    )

@@ -17,6 +17,7 @@ from lancedb.table import AsyncTable
 
 from fusionkv.gateway.retrieval import rows
 from fusionkv.gateway.retrieval.base import Item
+from fusionkv.gateway.retrieval.words import content
 from fusionkv.protos.errors import NotFound
 
 log = logging.getLogger(__name__)
@@ -30,13 +31,6 @@ _COMMITS_BEFORE_OPTIMIZE = 100
 _IDLE_SECONDS = 1.0
 # Searches in flight read versions up to this old.
 _KEEP_VERSIONS = timedelta(minutes=10)
-# Words of a question that say nothing of what it is about. In a small corpus "of" is rare enough to weigh as much as
-# a title, and a page with three of them came before the page that was asked for.
-_SMALL = (
-    "a an and are as at be but by do does for from had has have how in is it its of on or that the their there these "
-    "this those to was were what when where which who whom whose why with"
-)
-_FUNCTION_WORDS = frozenset(_SMALL.split())
 # Neither stems nor stop words: made-up names and digits must be found as they are. ICU finds words in all scripts.
 _WORDS = FTS(
     base_tokenizer="icu/split",
@@ -132,7 +126,7 @@ class CorpusTable:
         await self._change(change)
 
     async def by_words(self, question: str, limit: int) -> pa.Table:
-        query = self._table.query().nearest_to_text(_content(question), columns=["text"])
+        query = self._table.query().nearest_to_text(content(question), columns=["text"])
         with self._reading():
             return await query.select([*rows.COLUMNS, "_score"]).limit(limit).to_arrow()
 
@@ -258,12 +252,6 @@ def _settle(future: "asyncio.Future[bool]", result: bool = False, error: BaseExc
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _content(question: str) -> str:
-    """The question without its function words; all of it when it has no others."""
-    words = [w for w in question.split() if w.strip(".,:;!?\"'()").lower() not in _FUNCTION_WORDS]
-    return " ".join(words) or question
 
 
 def _quoted(text: str) -> str:

@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client import Client
+from tests.gateway import milvus_process
 
 Launch = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The URL of a Milvus that all tests share."""
+    with milvus_process.serving(tmp_path_factory.mktemp("milvus") / "data") as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

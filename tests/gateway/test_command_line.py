@@ -50,7 +50,15 @@ def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: st
 
 
 @pytest.mark.parametrize(
-    "argv", [[], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"]]
+    "argv",
+    [
+        [],
+        ["fly"],
+        ["ask", "c"],
+        ["ingest", "c"],
+        ["ingest", "c", "p", "--concurrency", "0"],
+        ["ingest", "c", "p", "--compress", "1"],
+    ],
 )
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -106,7 +106,7 @@ def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
-    assert "They differ." in soup.text
+    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "another answer"]
     first, second = soup.select("details")
     assert "lossless" in first.summary.text  # type: ignore[union-attr]
     assert "alternative from disk" in second.summary.text  # type: ignore[union-attr]

@@ -72,17 +72,18 @@ def test_the_same_chunks_go_to_the_same_worker(launch: Launch, tiny_model: Path,
     workers = [worker_of(launch, tiny_model).address for _ in range(2)]
     gateway = gateway_of(launch, tmp_path, workers)
     with Client(gateway.address, timeout=60) as client:
-        for i in range(6):
+        for i in range(12):
             client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
 
         def ask(subject: int) -> Any:
             return client.ask("c", f"subject{subject}?", recipe="full_reuse", top_k=1, max_tokens=1).summary
 
-        # No cache service: what is found again was found in a worker's own pool.
-        first = [ask(i) for i in range(6)]
-        assert all(s.chunks_missed == 1 for s in first)
-        again = [ask(i) for i in range(6)]
-        assert all([(h.tier, h.chunks) for h in s.hits] == [("device", 1)] for s in again)
+        # No cache service: what is found again was found in a worker's own pool. A worker that stands still for a
+        # moment is passed over, so two may go elsewhere; of workers chosen at random, six would.
+        asked = [(ask(i), ask(i)) for i in range(12)]
+        assert all(first.chunks_missed == 1 for first, _ in asked)
+        found = [[(h.tier, h.chunks) for h in again.hits] == [("device", 1)] for _, again in asked]
+        assert sum(found) >= 10
         # One request more than the other worker has is worth it; how many are, test_affinity.py says.
         events = client.stream("c", "subject0?", recipe="full_reuse", top_k=1, max_tokens=1500)
         next(e for e in events if isinstance(e, Token))

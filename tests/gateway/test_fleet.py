@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from fusionkv.gateway import fleet, workers
 from fusionkv.gateway.client import Client
 from tests.ports import free_port
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
@@ -35,6 +37,25 @@ def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model
                 summary = client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary
                 assert summary.tokens_generated == 2
             worker.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(
+    launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "_LEAST_SUSPECT", 600.0)
+    monkeypatch.setattr(fleet, "_MOST_SUSPECT", 600.0)
+    monkeypatch.setattr(workers, "_LATE_SECONDS", 60.0)
+    processes = {w.address: w for w in (worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2))}
+    pool = workers.WorkerPool([*processes])
+    await until(lambda: all(member.client.connected for member in pool._fleet.members))
+    first, _ = await pool._order({})
+    process = processes[first.client.address].process
+    process.send_signal(signal.SIGSTOP)
+    assert (await pool.embed(["a question"], 60)).shape[0] == 1
+    assert first.suspect
+    process.send_signal(signal.SIGCONT)
+    await until(lambda: not first.suspect)
+    await pool.close()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from fusionkv.protos import rpc
 from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 _parse = runpy.run_path(str(Path(__file__).with_name("test_parse.py")))
@@ -62,6 +63,28 @@ def test_ratio_1_answers_as_full_attention(client: Client) -> None:
     same = client.ask("base", "code of Name2?", recipe="prophetkv", ratio=1.0, max_tokens=8)
     assert same.text == full.text
     assert same.summary.ratio == 1
+
+
+def test_versions_by_earlier_context_are_kept_and_found(client: Client) -> None:
+    """Computed where they stand, so the first answer is full attention's; then found by what stood before them."""
+    for i in range(3):
+        client.ingest("versions", f"page-{i}.txt", f"Report Velnora. The colour of Name{i} is {i}.")
+    asked: dict[str, Any] = {"recipe": "cache_craft+versions(2)", "max_tokens": 8}
+    full = client.ask("versions", "colour?", recipe="full_attention", max_tokens=8)
+    answers = [client.ask("versions", "colour?", **asked)]
+    assert answers[0].text == full.text
+
+    def found() -> bool:
+        answers.append(client.ask("versions", "colour?", **asked))
+        return sum(hit.chunks for hit in answers[-1].summary.hits if hit.kind == "alternative") == 2
+
+    # They are stored in the background; until then the worker has what it computed.
+    wait_until(found)
+    again = answers[-1]
+    assert again.summary.chunks_missed == 0
+    assert again.summary.tokens_lossless == again.sources[0].tokens
+    whole = client.ask("versions", "colour?", recipe="cache_craft+versions(2)", ratio=1.0, max_tokens=8)
+    assert whole.text == full.text
 
 
 def test_sources_come_in_the_order_asked_for(client: Client) -> None:

@@ -26,7 +26,11 @@ def vocabulary(max_tokens: int = 100) -> Vocabulary:
             template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
             max_tokens=max_tokens,
             recipes=[PLAIN, NEAR],
-            modifiers=[fusion_pb2.Modifier(name="window"), fusion_pb2.Modifier(name="near", neighbours=3)],
+            modifiers=[
+                fusion_pb2.Modifier(name="window"),
+                fusion_pb2.Modifier(name="near", neighbours=3),
+                fusion_pb2.Modifier(name="versions", neighbours=0),
+            ],
         )
     )
 
@@ -69,7 +73,14 @@ def test_the_request_holds_all_parts() -> None:
 
 @pytest.mark.parametrize(
     ("name", "neighbours"),
-    [("plain", 0), ("plain+window", 0), ("near+window(8,5)", 3), ("plain+near", 3), ("plain+window+near(7)", 7)],
+    [
+        ("plain", 0),
+        ("plain+window", 0),
+        ("near+window(8,5)", 3),
+        ("plain+near", 3),
+        ("plain+window+near(7)", 7),
+        ("near+versions(5)", 0),
+    ],
 )
 def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
     found = plan.recipe(name, vocabulary())
@@ -81,7 +92,7 @@ def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
     [
         ("far", "unknown recipe 'far'; known: plain, near"),
         ("", "unknown recipe ''"),
-        ("plain+far", "unknown modifier 'far' of a recipe; known: window, near"),
+        ("plain+far", "unknown modifier 'far' of a recipe; known: window, near, versions"),
         ("plain+", "unknown modifier ''"),
         ("plain+near(", "unknown modifier 'near\\('"),
     ],

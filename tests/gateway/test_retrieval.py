@@ -12,6 +12,7 @@ import pytest
 from fusionkv.gateway.retrieval import hybrid, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.errors import FailedPrecondition, NotFound
 from tests.waiting import until
 
@@ -24,9 +25,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture(params=[EmbeddedRetrieval])
+@pytest.fixture(params=["embedded", "milvus"])
 async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Retrieval]:
-    made = await request.param.open(folder)
+    made: Retrieval
+    if request.param == "embedded":
+        made = await EmbeddedRetrieval.open(folder)
+    else:
+        made = await MilvusRetrieval.open(request.getfixturevalue("milvus"), str(folder))
     yield made
     await made.close()
 

@@ -177,3 +177,15 @@ async def test_a_redis_that_is_gone_is_unavailable_and_its_password_unsaid() -> 
         await queue.join("a pass")
     assert "hush" not in str(caught.value)
     await queue.leave()
+
+
+async def test_who_is_asked_to_end_while_the_queue_is_asked_ends(queue: Queue) -> None:
+    """At whatever moment: redis-py's own calls overlook it at some."""
+    one = await began(queue(), "a")
+    for rounds in range(60):
+        task = asyncio.create_task(one.standing())
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        asked = task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() == asked, rounds

@@ -1,0 +1,169 @@
+"""A connection to Milvus that blocks no event loop, and whose errors are those of a service."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+from pymilvus import MilvusClient
+from pymilvus.exceptions import MilvusException
+
+from fusionkv.gateway.retrieval import milvus_rows as rows
+from fusionkv.gateway.retrieval.milvus_rows import Row
+from fusionkv.protos.errors import NotFound, Unavailable
+
+T = TypeVar("T")
+Hits = list[tuple[Row, float]]
+# Of one call. Milvus's own default lets a call wait for minutes.
+_SECONDS = 30.0
+# Calls at once; the client blocks a thread for each.
+_CALLS = 16
+# Rows of one write, of some kilobytes each; a message may have 64 MiB.
+BATCH = 500
+# The client pings an idle connection every 10 s, which gRPC's servers and proxies take for an attack, unless told
+# otherwise: they close it, and refuse the next one. A call that hears nothing for 10 s still finds out.
+_NO_IDLE_PINGS = {"grpc.keepalive_permit_without_calls": False}
+MOST_ROWS = 16_384  # of one answer
+_NO_COLLECTION, _NOT_LOADED = 100, 101
+
+
+class NoCollection(NotFound):
+    """There is no such collection."""
+
+
+class _NotLoaded(Unavailable):
+    """A collection that can't be searched as it is: Milvus Lite has started again, or somebody released it."""
+
+
+class Connection:
+    """All reads see what was written before them, by whomever. Every call raises NoCollection where there is no such
+    collection, and Unavailable for any other reason.
+    """
+
+    def __init__(self, client: MilvusClient, threads: ThreadPoolExecutor) -> None:
+        self._client = client
+        self._threads = threads
+
+    @classmethod
+    async def open(cls, url: str, token: str, database: str, ca: str) -> "Connection":
+        """Raises OSError when Milvus is out of reach, or refuses the token."""
+        # It logs every error with its traceback, also those that are answers.
+        logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
+        threads = ThreadPoolExecutor(_CALLS, "milvus")
+        more = {"server_pem_path": ca} if ca else {}
+
+        def connect() -> MilvusClient:
+            return MilvusClient(
+                url, token=token, db_name=database, timeout=_SECONDS, grpc_options=_NO_IDLE_PINGS, **more
+            )
+
+        try:
+            client = await asyncio.get_running_loop().run_in_executor(threads, connect)
+        except (MilvusException, grpc.RpcError, ValueError) as error:
+            threads.shutdown(wait=False)
+            raise OSError(f"Milvus can't be used: {_reason(error)}: check milvus_url and milvus_token") from error
+        return cls(client, threads)
+
+    async def collections(self, prefix: str) -> list[str]:
+        names = await self._call(self._client.list_collections)
+        return [name for name in names if name.startswith(prefix)]
+
+    async def make(self, name: str, dim: int) -> None:
+        """Makes a collection, unless somebody else has, and waits until it can be searched."""
+        if not await self._call(self._client.has_collection, name):
+            try:
+                await self._call(
+                    self._client.create_collection, name, schema=rows.schema(dim), index_params=rows.indexes(),
+                    consistency_level="Strong",
+                )  # fmt: skip
+            except Unavailable:
+                if not await self._call(self._client.has_collection, name):
+                    raise
+        await self._call(self._client.load_collection, name)
+
+    async def drop(self, name: str) -> None:
+        await self._call(self._client.drop_collection, name)
+
+    async def write(self, name: str, changed: Sequence[Row]) -> None:
+        """Puts rows in place of those with their keys."""
+        for at in range(0, len(changed), BATCH):
+            await self._call(self._client.upsert, name, list(changed[at : at + BATCH]))
+
+    async def delete(self, name: str, condition: str) -> None:
+        await self._call(self._client.delete, name, filter=condition)
+
+    async def query(self, name: str, condition: str, fields: Sequence[str] = rows.COLUMNS) -> list[Row]:
+        """The rows that meet a condition, at most `MOST_ROWS`."""
+        return list(await self._query(name, condition, fields, limit=MOST_ROWS))
+
+    async def count(self, name: str, condition: str) -> int:
+        (found,) = await self._query(name, condition, ["count(*)"])
+        return int(found["count(*)"])
+
+    async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
+        """All rows that meet a condition, however many."""
+
+        def read() -> list[Row]:
+            found: list[Row] = []
+            pages = self._client.query_iterator(name, 1000, filter=condition, output_fields=[*fields])
+            while page := pages.next():
+                found += page
+            pages.close()
+            return found
+
+        return await self._loaded(name, read)
+
+    async def search(self, name: str, field: str, data: Any, limit: int, condition: str) -> Hits:
+        """The best rows by a vector field, best first, with their scores."""
+
+        def read() -> Any:
+            return self._client.search(
+                name, data=[data], anns_field=field, limit=limit, filter=condition, output_fields=rows.COLUMNS,
+                consistency_level="Strong", timeout=_SECONDS,
+            )  # fmt: skip
+
+        (found,) = await self._loaded(name, read)
+        return [(dict(hit["entity"]), float(hit["distance"])) for hit in found]
+
+    async def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        await asyncio.to_thread(self._client.close)
+
+    async def _query(self, name: str, condition: str, fields: Sequence[str], **named: Any) -> Any:
+        def read() -> Any:
+            return self._client.query(
+                name, filter=condition, output_fields=[*fields], consistency_level="Strong", timeout=_SECONDS, **named
+            )
+
+        return await self._loaded(name, read)
+
+    async def _loaded(self, name: str, read: Callable[[], T]) -> T:
+        try:
+            return await self._run(read)
+        except _NotLoaded:
+            await self._call(self._client.load_collection, name)
+            return await self._run(read)
+
+    async def _call(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
+        return await self._run(lambda: call(*args, timeout=_SECONDS, **named))
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        except (MilvusException, grpc.RpcError) as error:
+            code = error.code if isinstance(error, MilvusException) else None
+            if code == _NO_COLLECTION:
+                raise NoCollection(_reason(error)) from error
+            kind = _NotLoaded if code == _NOT_LOADED else Unavailable
+            raise kind(f"Milvus: {_reason(error)}") from error
+
+
+def listed(names: Iterable[str]) -> str:
+    """A list in a condition; names are hexadecimal, so nothing in them needs a quote."""
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _reason(error: Exception) -> str:
+    return str(getattr(error, "message", "") or error).splitlines()[0]

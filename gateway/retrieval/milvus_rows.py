@@ -1,0 +1,144 @@
+"""The rows of a corpus in Milvus: its own, one a document, and one a chunk, told apart by their positions."""
+
+import base64
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from pymilvus import DataType, Function, FunctionType, MilvusClient
+from pymilvus.milvus_client import IndexParams
+from pymilvus.orm.schema import CollectionSchema
+
+from fusionkv.gateway.retrieval.base import Chunk, Item, ModelIdentity
+from fusionkv.protos.errors import InvalidArgument
+
+_CORPUS, _DOCUMENT = -2, -1
+_CORPUS_KEY = "corpus"
+# Conditions.
+IS_CORPUS, IS_DOCUMENT, IS_CHUNK = f'key == "{_CORPUS_KEY}"', f"position == {_DOCUMENT}", "position >= 0"
+# The most that a Milvus field of text holds.
+_MOST_BYTES = 65_535
+# Neither stems nor stop words: made-up names and digits must be found as they are.
+_ANALYZER = {"tokenizer": "standard", "filter": ["lowercase"]}
+_TEXTS = {"key": 64, "owner": 64, "document": _MOST_BYTES, "revision": 64, "ids": _MOST_BYTES, "digest": 64}
+_TEXTS |= {"variant": 128, "neighbours": 128}
+_NUMBERS = ("position", "tokens", "bytes", "chunks", "since")
+# All but the vector of words, which Milvus makes.
+COLUMNS = [*_TEXTS, *_NUMBERS, "text", "vector"]
+
+Row = dict[str, Any]
+
+
+class Version(NamedTuple):
+    """What a document is now. revision: of its chunks; older ones sort before. since: its time, seconds."""
+
+    revision: str
+    since: int
+    chunks: int
+
+
+def schema(dim: int) -> CollectionSchema:
+    made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+    for name, most in _TEXTS.items():
+        made.add_field(name, DataType.VARCHAR, max_length=most, is_primary=name == "key")
+    for name in _NUMBERS:
+        made.add_field(name, DataType.INT64)
+    made.add_field("text", DataType.VARCHAR, max_length=_MOST_BYTES, enable_analyzer=True, analyzer_params=_ANALYZER)
+    made.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+    made.add_field("words", DataType.SPARSE_FLOAT_VECTOR)
+    made.add_function(Function("bm25", FunctionType.BM25, input_field_names=["text"], output_field_names=["words"]))
+    return made
+
+
+def indexes() -> IndexParams:
+    made = MilvusClient.prepare_index_params()
+    made.add_index("vector", index_type="AUTOINDEX", metric_type="IP")
+    made.add_index("words", index_type="SPARSE_INVERTED_INDEX", metric_type="BM25")
+    made.add_index("owner", index_type="INVERTED")
+    made.add_index("position", index_type="INVERTED")
+    return made
+
+
+def owner(document: str) -> str:
+    """The key of a document's row, which its chunks name."""
+    return hashlib.blake2b(document.encode(), digest_size=24).hexdigest()
+
+
+def new_revision() -> str:
+    """Later ones sort after earlier ones, as far as clocks agree; no two are the same."""
+    return f"{time.time_ns():020d}{np.random.default_rng().integers(1 << 32):08x}"
+
+
+def hour_old() -> str:
+    """Above every revision that was begun more than an hour ago."""
+    return f"{time.time_ns() - 3_600_000_000_000:020d}"
+
+
+def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
+    names = {"document": corpus, "variant": model.fingerprint.hex(), "neighbours": model.tokenizer.hex()}
+    return _row(dim, _CORPUS_KEY, _CORPUS) | names
+
+
+def of_document(document: str, revision: str, chunks: Sequence[Chunk], dim: int) -> Row:
+    sizes = {"chunks": len(chunks), "tokens": sum(len(c.ids) for c in chunks), "since": int(time.time())}
+    sizes["bytes"] = sum(len(c.text.encode()) for c in chunks)
+    return _row(dim, owner(document), _DOCUMENT) | {"document": document, "revision": revision} | sizes
+
+
+def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
+    """Raises InvalidArgument when Milvus can't hold it."""
+    ids = base64.b64encode(np.array(chunk.ids, "<u4").tobytes()).decode()
+    if max(len(ids), len(chunk.text.encode())) > _MOST_BYTES:
+        raise InvalidArgument(
+            f"chunk {chunk.position} of {chunk.document!r} is larger than a field of Milvus (65,535 bytes, or 12,287 "
+            "tokens): lower chunk_tokens"
+        )
+    return _row(0, chunk_key(chunk, revision), chunk.position) | {
+        "owner": owner(chunk.document),
+        "document": chunk.document,
+        "revision": revision,
+        "text": chunk.text,
+        "ids": ids,
+        "digest": chunk.digest.hex(),
+        "variant": chunk.variant.hex(),
+        "neighbours": chunk.neighbours.hex(),
+        "vector": vector,
+    }
+
+
+def chunk_key(chunk: Chunk, revision: str) -> str:
+    """The key of a chunk's row."""
+    return hashlib.blake2b(
+        f"{owner(chunk.document)} {revision} {chunk.position}".encode(), digest_size=24
+    ).hexdigest()
+
+
+def chunk(row: Row) -> Chunk:
+    ids = tuple(np.frombuffer(base64.b64decode(row["ids"]), "<u4").tolist())
+    variant, neighbours = bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"])
+    return Chunk(row["document"], row["position"], row["text"], ids, variant, neighbours)
+
+
+def vector(row: Row) -> np.ndarray:
+    return np.asarray(row["vector"], np.float32)
+
+
+def version(row: Row) -> Version:
+    return Version(row["revision"], row["since"], row["chunks"])
+
+
+def identity(row: Row) -> ModelIdentity:
+    """Of a corpus's own row."""
+    return ModelIdentity(bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"]))
+
+
+def item(row: Row) -> Item:
+    """Of a document's row."""
+    return Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"])
+
+
+def _row(dim: int, key: str, position: int) -> Row:
+    made: Row = dict.fromkeys(_TEXTS, "") | dict.fromkeys(_NUMBERS, 0)
+    return made | {"key": key, "position": position, "text": "", "vector": [0.0] * dim}

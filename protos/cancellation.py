@@ -1,0 +1,30 @@
+"""Requests that the running task end, and calls that overlook them."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+
+def requests() -> int:
+    """How many requests that the running task end are open; 0 outside of tasks."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:  # a thread without an event loop
+        return 0
+    return task.cancelling() if task is not None else 0
+
+
+@contextlib.contextmanager
+def heeded() -> Iterator[None]:
+    """Makes a request that arrives inside end the task, even if what is awaited inside overlooks it.
+
+    redis-py sends its commands through `asyncio.wait_for`, which before Python 3.12 returns the result that it has
+    instead of passing the request on: https://github.com/python/cpython/issues/86296.
+
+    Raises:
+        CancelledError: at the end, if it was overlooked.
+    """
+    before = requests()
+    yield
+    if requests() > before:
+        raise asyncio.CancelledError

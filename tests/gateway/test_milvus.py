@@ -1,0 +1,170 @@
+"""What Milvus adds to the contract of retrieval engines: gateways that share it, their ends, and its own."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.retrieval import milvus_rows as rows
+from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.gate import Gate
+from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
+from fusionkv.protos.errors import InvalidArgument, Unavailable
+from tests.gateway import milvus_process
+from tests.gateway.conftest import Launch, Stack
+from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
+
+
+@pytest.fixture
+async def two(milvus: str, tmp_path: Path) -> AsyncIterator[tuple[MilvusRetrieval, MilvusRetrieval]]:
+    """Two gateways' engines over the same corpora."""
+    made = await MilvusRetrieval.open(milvus, str(tmp_path)), await MilvusRetrieval.open(milvus, str(tmp_path))
+    yield made
+    for engine in made:
+        await engine.close()
+
+
+Two = tuple[MilvusRetrieval, MilvusRetrieval]
+
+
+async def test_gateways_see_each_others_changes_at_once(two: Two, milvus: str, tmp_path: Path) -> None:
+    for number in range(3):
+        writer, reader = two[number % 2], two[1 - number % 2]
+        await put(writer, "c", "d", f"fruit {number}", *["more fruit"] * number)
+        assert sorted(await texts(reader, "c", "fruit")) == [*[f"fruit {number}"], *["more fruit"] * number]
+        assert [(item.name, item.chunks) for item in await reader.documents("c")] == [("d", number + 1)]
+    other = await MilvusRetrieval.open(milvus, f"{tmp_path} of another tenant")
+    assert await other.corpora() == []
+    await other.close()
+    await two[0].delete("c")
+    assert await two[1].corpora() == []
+
+
+async def test_gateways_that_replace_one_document_leave_one_version(two: Two) -> None:
+    await put(two[0], "c", "d", "v first")
+    versions = [[f"v{number} p{part}" for part in range(number + 1)] for number in range(6)]
+    await asyncio.gather(*(put(two[number % 2], "c", "d", *parts) for number, parts in enumerate(versions)))
+    (left,) = {tuple(chunk.text for chunk, _ in await engine.chunks("c", "d", MODEL)) for engine in two}
+    assert list(left) in versions
+    assert sorted(await texts(two[0], "c", "v0 v1 v2 v3 v4 v5", count=50)) == sorted(left)
+
+
+async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two) -> None:
+    """Chunks of a revision that no document names: more than a search asks for, and better than what it finds."""
+    engine = two[0]
+    await put(engine, "c", "d", "a pear and a plum")
+    name = engine._collection("c")
+    torn = [
+        rows.of_chunk(Chunk(document, i, "pear", (1,)), rows.new_revision(), vector("pear"))
+        for document in ("d", "never whole")
+        for i in range(40)
+    ]
+    await engine._milvus.write(name, torn)
+    assert await texts(engine, "c", "pear") == ["a pear and a plum"]
+    found = await engine.nearest("c", vector("pear"), 3, MODEL)
+    assert [chunk.text for chunk in found] == ["a pear and a plum"]
+    assert [(item.name, item.chunks) for item in await engine.documents("c")] == [("d", 1)]
+    # An hour later the next change of the document takes it away.
+    old = [row | {"revision": f"{time.time_ns() - 3_700_000_000_000:020d}"} for row in torn]
+    await engine._milvus.write(name, old)
+    await put(engine, "c", "d", "a pear again")
+    assert await engine._milvus.count(name, f'owner == "{rows.owner("d")}"') == 1
+
+
+async def test_a_chunk_that_milvus_cannot_hold_is_refused(two: Two) -> None:
+    await put(two[0], "c", "d", "text")
+    with pytest.raises(InvalidArgument, match=r"chunk 1 of 'd' is larger than a field of Milvus.*lower chunk_tokens"):
+        await put(two[0], "c", "d", "fits", "x" * 70_000)
+    assert await texts(two[0], "c", "text") == ["text"]
+
+
+async def test_long_documents_come_back_whole(two: Two) -> None:
+    parts = [f"part {number}" for number in range(1203)]
+    await put(two[0], "c", "d", *parts)
+    assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == parts
+
+
+async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
+    """kill -9: what was acknowledged is there; calls meanwhile end as UNAVAILABLE."""
+    with milvus_process.serving(tmp_path / "data") as url:
+        engine = await MilvusRetrieval.open(url)
+        for number in range(10):
+            await put(engine, "c", f"d{number}", f"text {number}")
+    with pytest.raises(Unavailable, match="Milvus"):
+        await engine.candidates("c", "text", vector("text"), 5, MODEL)
+    await engine.close()
+    with milvus_process.serving(tmp_path / "data") as url:
+        engine = await MilvusRetrieval.open(url)
+        assert [item.name for item in await engine.documents("c")] == [f"d{number}" for number in range(10)]
+        assert await texts(engine, "c", "7") == ["text 7"]
+        await engine.close()
+
+
+async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
+    gate, seen = Gate(), []
+    leave = asyncio.Event()
+
+    async def together(name: str) -> None:
+        async with gate.together():
+            seen.append(name)
+            await leave.wait()
+
+    async def alone() -> None:
+        async with gate.alone():
+            seen.append("alone")
+            assert gate._inside == 0
+
+    tasks = [asyncio.create_task(together("first")), asyncio.create_task(together("second"))]
+    await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(alone()))
+    await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(together("later")))
+    await asyncio.sleep(0.01)
+    assert seen == ["first", "second"]
+    leave.set()
+    await asyncio.gather(*tasks)
+    assert seen == ["first", "second", "alone", "later"]
+
+
+def test_two_gateways_answer_from_one_milvus(
+    launch_module: Launch, tiny_model: Path, tmp_path: Path, milvus: str
+) -> None:
+    stack = Stack(launch_module, tmp_path, tiny_model, "--milvus-url", milvus)
+    second = stack.start_gateway("--data-dir", str(tmp_path / "nothing"))
+    stack.client.ingest("shared-by-two", "a.md", "The code of Bervek is 535.")
+    with Client(second.address, timeout=60) as other:
+        answer = other.ask("shared-by-two", "code of Bervek?", max_tokens=1)
+        assert [source.document for source in answer.sources] == ["a.md"]
+        other.delete("shared-by-two")
+    assert not [corpus for corpus in stack.client.list() if corpus.name == "shared-by-two"]
+    stack.client.close()
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--milvus-url", "http://127.0.0.1:1"), "Milvus can't be used: "),
+        (("--milvus-url", "there:19530"), "milvus_url must begin with http:// or https://"),
+        (("--milvus-token", "file"), "milvus_token is for a milvus_url"),
+    ],
+)
+def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: str) -> None:
+    command = [sys.executable, "-P", "-m", "fusionkv.gateway", "--listen", "127.0.0.1:0", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_rows_hold_what_they_are_made_from() -> None:
+    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, b"n" * 32)
+    row = rows.of_chunk(chunk, rows.new_revision(), vector("text"))
+    assert rows.chunk(row) == chunk
+    assert len(rows.vector(row)) == DIM
+    assert rows.new_revision() < rows.new_revision() > rows.hour_old()

@@ -1,0 +1,107 @@
+"""Which calls the Python clients make again: those that could not be delivered, and no others."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from fusionkv.gateway.client import AsyncClient, Client
+from fusionkv.protos import errors, rpc
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+
+SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
+
+
+class Servicer:
+    """Raises `error` for the first calls of each, as a gateway whose workers are gone does, and then answers."""
+
+    def __init__(self) -> None:
+        self.calls, self.failing = 0, 0
+        self.error: errors.ServiceError = errors.Unavailable("no worker")
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.calls <= self.failing:
+            raise self.error
+
+    async def List(self, request: pb.ListRequest, context: Any) -> pb.ListResponse:
+        self._called()
+        return pb.ListResponse()
+
+    async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
+        self._called()
+        return pb.DeleteResponse(documents=1)
+
+    async def Ingest(self, request: pb.IngestRequest, context: Any) -> pb.IngestResponse:
+        self._called()
+        return pb.IngestResponse(chunks=len(request.content))
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        if request.question == "broken":
+            self.calls += 1
+            yield pb.GenerateResponse(token=pb.Token(text="half"))
+            raise self.error
+        self._called()
+        yield pb.GenerateResponse(token=pb.Token(text="whole"))
+        yield pb.GenerateResponse(summary=pb.Summary(finish_reason="end"))
+
+    # Called by no test.
+    Precompute = Retrieve = Stats = List
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[Servicer, str]]:
+    servicer, server = Servicer(), grpc.aio.server()
+    server.add_generic_rpc_handlers((rpc.handlers(SERVICE, servicer),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    yield servicer, f"127.0.0.1:{port}"
+    await server.stop(None)
+
+
+async def test_what_could_not_be_delivered_is_tried_again(served: tuple[Servicer, str]) -> None:
+    servicer, address = served
+    servicer.failing = 2
+    async with AsyncClient(address, timeout=60) as client:
+        assert (await client.ask("c", "q")).text == "whole"
+        assert servicer.calls == 3
+        servicer.calls = 0
+        # Larger than what gRPC keeps for another try by itself.
+        assert (await client.ingest("c", "d.txt", b"x" * (1 << 20))).chunks == 1 << 20
+        assert servicer.calls == 3
+
+    def blocking() -> str:
+        with Client(address, timeout=60) as client:
+            return client.ask("c", "q").text
+
+    servicer.calls = 0
+    assert await asyncio.to_thread(blocking) == "whole"
+    assert servicer.calls == 3
+
+
+async def test_it_gives_up_and_says_why(served: tuple[Servicer, str]) -> None:
+    servicer, address = served
+    servicer.failing = 100
+    async with AsyncClient(address, timeout=60) as client:
+        with pytest.raises(errors.Unavailable, match="no worker"):
+            await client.list()
+    assert servicer.calls == 5
+
+
+async def test_what_began_or_was_refused_is_not(served: tuple[Servicer, str]) -> None:
+    servicer, address = served
+    servicer.failing = 100
+    async with AsyncClient(address, timeout=60) as client:
+        with pytest.raises(errors.Unavailable):
+            await client.ask("c", "broken")
+        assert servicer.calls == 1
+        with pytest.raises(errors.Unavailable):
+            await client.delete("c")
+        assert servicer.calls == 2
+        servicer.error = errors.ResourceExhausted("too many", retry_after=0.5)
+        with pytest.raises(errors.ResourceExhausted) as raised:
+            await client.ask("c", "q")
+        assert servicer.calls == 3
+        assert raised.value.retry_after == 0.5
