@@ -26,7 +26,7 @@ FROM wheel AS kvcache-packages
 RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,prometheus]"
 
 FROM wheel AS gateway-packages
-RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway,http,prometheus]"
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway,http,milvus,prometheus]"
 
 FROM wheel AS worker-packages
 ARG PIP_EXTRA_INDEX_URL=

@@ -65,6 +65,7 @@ docs: setup ## Writes what follows from the code, and the site of the documentat
 	@for page in configuration structure recipes; do \
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
+	@$(PY) scripts/chart_docs.py > build/chart.md && mv build/chart.md k8s/fusionkv/README.md
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f scripts/site.yml
 
 .PHONY: observe
@@ -85,6 +86,7 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
 	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
 	@$(PY) -m fusionkv.fusion_worker.layerwise --json build/bench/layerwise.json
+	@$(PY) -m fusionkv.fusion_worker.mixing --json build/bench/mixing.json
 
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind

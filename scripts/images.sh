@@ -10,6 +10,7 @@ MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 MODEL=models/eased-1
 work=$(mktemp -d)
 containers=()
+roots=()
 
 for tool in buildah debootstrap; do
     command -v $tool >/dev/null || { echo "install first, as root: apt-get install buildah debootstrap"; exit 2; }
@@ -61,6 +62,7 @@ start() {
     shift
     container=$(buildah from "localhost/fusionkv-$image")
     containers+=("$container")
+    roots+=("$(buildah mount "$container")")
     mapfile -t command < <(buildah inspect --format '{{range .OCIv1.Config.Entrypoint}}{{println .}}{{end}}' \
         "$container" | sed '/^$/d')
     say "starting $image: ${command[*]}"
@@ -92,8 +94,19 @@ with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
 PY
 }
 
+# A cluster gives them a root file system that is read-only, with /data and /tmp on volumes.
+wrote_nowhere_else() {
+    local root written
+    for root in "${roots[@]}"; do
+        written=$(find "$root" -xdev \( -path "$root/data" -o -path "$root/tmp" \) -prune -o \
+            -type f -user 10001 -newer "$work/began" -print)
+        [ -z "$written" ] || { echo "written outside of /data and /tmp: $written"; return 1; }
+    done
+}
+
 base
 for image in kvcache worker gateway; do build $image "$@"; done
+touch "$work/began"
 start kvcache
 ready 7070
 start worker --volume "$PWD/$MODEL:/models:ro" --env FUSIONKV_WORKER_CACHE=127.0.0.1:7070
@@ -115,4 +128,5 @@ say "SIGTERM"
 pkill -TERM -f '^/opt/fusionkv/bin/python -P -m fusionkv\.'
 wait
 for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
+wrote_nowhere_else
 say "all images build, start, answer and end"

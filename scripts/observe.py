@@ -24,6 +24,8 @@ TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("trace", "fusionrag", "prophetkv", "full_reuse")
+# As in the README; it takes two pages.
+EXPLAINED = "Report Cashinko: city of Leo?"
 UP_SECONDS = 300
 
 
@@ -100,8 +102,9 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
                 rich = len(kinds) + bool(summary.chunks_missed) + bool(summary.bytes_fetched)
                 if summary.tokens_recomputed and rich > best:
                     best, trace_id = rich, summary.trace_id
-            # The last one is shown, too.
-            if time.time() > began + seconds and recipe == RECIPES[0]:
+            if time.time() > began + seconds:
+                # With nobody beside it. The last one is shown, too.
+                await client.ask("shelves", EXPLAINED, max_tokens=24)
                 return began, trace_id
     raise AssertionError
 
@@ -109,7 +112,8 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
 async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id: str) -> None:
     """A trace and an explained answer, as PNG."""
     async with browsing(chromium) as page:
-        await page.size(1440, 1150)
+        # As high as the tree of spans, so that all of it is seen.
+        await page.size(1440, 1400)
         # Until Phoenix has stored all of it.
         async with asyncio.timeout(UP_SECONDS):
             while True:
@@ -129,8 +133,21 @@ async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id:
         await page.click("button")
         await page.size(1200, 900, dark=True)
         await page.picture(out / "explain.png")
+        await page.size(1200, 500, dark=True)
+        await page.value("scrollBy(0, document.querySelector('h2').getBoundingClientRect().top - 24)")
+        await page.picture(out / "tokens.png")
         await page.size(390, 844, scale=2)
         await page.picture(out / "explain-phone.png")
+
+
+async def alerts(prometheus: str) -> str:
+    """What became of the alerts. Raises SystemExit when Prometheus could not evaluate one."""
+    async with aiohttp.ClientSession() as session, session.get(f"{prometheus}/api/v1/rules") as response:
+        rules = [rule for group in (await response.json())["data"]["groups"] for rule in group["rules"]]
+    if broken := [f"{rule['name']}: {rule['lastError']}" for rule in rules if rule["health"] != "ok"]:
+        raise SystemExit("\n".join(broken))
+    firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
+    return f"{len(rules)} alerts, of which these fire: {', '.join(firing) or 'none'}"
 
 
 async def settled(page: Page) -> None:
@@ -193,6 +210,7 @@ async def observe(flags: argparse.Namespace) -> None:
                 began, trace_id = await traffic(gateway, flags.seconds)
                 flags.out.mkdir(parents=True, exist_ok=True)
                 await draw(at["prometheus"], began, time.time(), flags.out / "metrics.svg")
+                print(await alerts(at["prometheus"]), flush=True)
                 await pictures(flags.out, chromium, at["phoenix"], f"{at['admin']}/", trace_id)
                 shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}, answers {at['admin']}"
                 print(f"pictures in {flags.out}; {shown}", flush=True)

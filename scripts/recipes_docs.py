@@ -13,6 +13,25 @@ MODIFIED = """
 A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+window`.
 Numbers in brackets are the modifier's own; those left out take the defaults.
 """
+VERSIONS = """
+## Versions
+
+`cache_craft+versions(3)`, and any recipe with `versions(N)`, reuses a chunk as it was computed behind other chunks,
+if some of those stand before it now (Cache-Craft, as FusionRAG 1.1 and CacheClip 5 have it). The cache keeps at most
+N versions of each chunk, N up to 16; which, and which of them is found: [cache.md](cache.md).
+
+- A chunk that is there by its exact path is lossless and comes first. Then comes the version whose earlier chunks are
+  most like the prompt's, moved to its place. It is stale on its own path too.
+- A chunk without a version that shares an earlier chunk is computed in this prompt, in full, over what was laid
+  before it, versions and all. That is put into the cache in the background, as a version. It is lossless in this
+  prompt if all before it is. Entries encoded alone do not serve in its stead: nearly every chunk has one sooner or
+  later, and then there would be no versions.
+- So with chunks that meet ever other chunks it costs about as much as full attention; it pays where they come
+  together again. A chunk's versions take N times its bytes at most, 3 times by default.
+- The row `cache_craft` reuses chunks as encoded alone, as all figures of it in [quality.md](quality.md) do: what
+  versions are worth depends on what was asked before, and `fusionkv eval` asks each sample by itself. It refuses
+  them.
+"""
 LINKED = """
 ## Link tokens
 
@@ -31,6 +50,33 @@ chunk. Question and answer see them; reused chunks do not. They take N positions
   chunks are there by their exact path. So a ratio of 1 is full attention here too.
 
 How a model is trained for them: [models/README.md](../models/README.md). What they bring: [quality.md](quality.md).
+"""
+ANCHORED = """
+## Compressed chunks
+
+`full_reuse+anchored(50)`, `kvlink+anchored(75)`, and `ape` with either, keep of every chunk the KV of trained anchor
+tokens alone: N% fewer than its tokens, so that an entry takes N% fewer bytes in the cache, on the wire and in the
+pool (KVLink 2.4). What that costs in answers: [quality.md](quality.md#compressed-chunks).
+
+- A chunk is cut into segments of one length, each with anchor tokens behind it. The text of a segment sees the system
+  prompt and itself; its anchor tokens see the system prompt, it, and the chunk's anchor tokens before them. Then the
+  text is dropped. Link tokens, question and answer see anchor tokens and nothing else of a chunk.
+- The last segment begins in the one before it, if it were shorter otherwise, and has anchor tokens for what is left:
+  a chunk of 40 tokens in segments of 16 has 8, 8 and 4 at 50%. A chunk shorter than a segment is one by itself.
+- Anchor tokens take as many positions as there are, next to each other. A segment stands right before its own, over
+  those of the segments before it: so every anchor token finds its text at the same distance, and those of a chunk
+  are as far from each other when they are made as when they are used. That is one row of positions under one mask,
+  which is what a model is trained with; only the distance to the system prompt is another in training.
+- A model has them when its tokenizer has the added tokens `<|anchor_50_1|>`, `<|anchor_50_2|>`, ...: as many as stand
+  behind a whole segment, whose length follows from that: 8 that save 50% are of 16 tokens. Other models and other
+  percentages are refused with FAILED_PRECONDITION.
+- The ratio is 0: the text is gone, so nothing of it can be recomputed. Recipes that would are refused, and so is a
+  ratio above 0, but for 1, which is full attention of the text. So it is when the cache fails.
+- Entries are found by the text's tokens and are a variant of their own, beside whatever else is stored of a chunk.
+  They are made when they are first asked for; `fusionkv encode` makes none. Counts of context tokens are of the text,
+  `bytes_fetched` and the pool's bytes of anchor tokens.
+
+How a model is trained for them: [models/README.md](../models/README.md#fine-tuning-for-anchor-tokens).
 """
 
 
@@ -55,7 +101,9 @@ def main() -> None:
     for modifier in MODIFIERS.values():
         numbers = ", ".join(map(str, modifier.defaults)) or "-"
         print(f"| `{modifier.name}` | {numbers} | {modifier.description} |")
+    print(VERSIONS, end="")
     print(LINKED, end="")
+    print(ANCHORED, end="")
 
 
 if __name__ == "__main__":

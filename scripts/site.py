@@ -21,6 +21,7 @@ ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "security-policy.md": "SECURITY.md",
     "models.md": "models/README.md",
+    "chart.md": "k8s/fusionkv/README.md",
 }
 # Whose docstrings are the interface to Python.
 MODULES = (

@@ -68,8 +68,12 @@ class Service:
     @property
     def log(self) -> str:
         """Everything printed so far, standard error included."""
+        return "\n".join(self.lines())
+
+    def lines(self, after: int = 0) -> list[str]:
+        """The lines printed so far, but the first `after` ones."""
         with self._changed:
-            return "\n".join(self._lines)
+            return self._lines[after:]
 
     @property
     def addresses(self) -> dict[str, list[str]]:
@@ -181,23 +185,23 @@ def reference_model() -> Path:
 
 
 class Authority:
-    """A CA that issues certificates for this machine's names and addresses."""
+    """A CA that issues certificates, by default for this machine's names and addresses."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, name: str, valid: datetime.timedelta = datetime.timedelta(hours=1)) -> None:
+        """`valid`: for so long before and after now."""
+        self._folder, self._valid = folder, valid
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._key = ec.generate_private_key(ec.SECP256R1())
         self.ca = folder / f"{name}.ca.pem"
         own = self._certificate(self._name, self._key.public_key(), x509.BasicConstraints(True, None))
         self.ca.write_bytes(own.public_bytes(serialization.Encoding.PEM))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
+    def issue(self, name: str, addresses: Sequence[str] = ("127.0.0.1",)) -> tuple[Path, Path]:
         """Writes a certificate and its key, over those of that name if there are any; returns the two files."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        names = x509.SubjectAlternativeName(
-            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        )
+        named = [x509.IPAddress(ipaddress.ip_address(address)) for address in addresses]
+        names = x509.SubjectAlternativeName([x509.DNSName("localhost"), *named])
         made = self._certificate(subject, key.public_key(), names)
         cert, secret = self._folder / f"{name}.pem", self._folder / f"{name}.key"
         cert.write_bytes(made.public_bytes(serialization.Encoding.PEM))
@@ -213,8 +217,8 @@ class Authority:
     ) -> x509.Certificate:
         now = datetime.datetime.now(datetime.UTC)
         builder = x509.CertificateBuilder(self._name, subject, key, x509.random_serial_number())
-        builder = builder.not_valid_before(now - datetime.timedelta(hours=1))
-        builder = builder.not_valid_after(now + datetime.timedelta(hours=1))
+        builder = builder.not_valid_before(now - self._valid)
+        builder = builder.not_valid_after(now + self._valid)
         return builder.add_extension(extension, critical=False).sign(self._key, hashes.SHA256())
 
 

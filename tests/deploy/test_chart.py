@@ -87,6 +87,9 @@ def test_workloads(render: Render, variant: dict[str, Any]) -> None:
         container = pod["containers"][0]
         labels = workload["spec"]["template"]["metadata"]["labels"]
         assert workload["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        (apart,) = pod["affinity"]["podAntiAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+        assert apart["podAffinityTerm"]["topologyKey"] == "kubernetes.io/hostname"
+        assert apart["podAffinityTerm"]["labelSelector"]["matchLabels"] == workload["spec"]["selector"]["matchLabels"]
         assert pod["serviceAccountName"] in accounts
         assert pod["automountServiceAccountToken"] is False
         assert pod["securityContext"]["runAsNonRoot"] is True
@@ -292,11 +295,15 @@ def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
         ({"worker": {"config": {"tensor_parallel": 2}}}, "propertyNames|tensor_parallel"),
         ({"worker": {"model": {"claim": ""}}}, "claim"),
         ({"worker": {"model": {"path": "../etc"}}}, "path"),
-        ({"gateway": {"replicas": 2}}, "replicas"),
+        ({"gateway": {"replicas": 2}}, "milvus_url"),
+        ({"gateway": {"autoscaling": {"max": 2}}}, "milvus_url"),
         ({"gateway": {"service": {"type": "ExternalName"}}}, "type"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"otlp": {"endpoint": "collector"}}, "endpoint"),
         ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),
+        ({"certManager": {"issuer": {"kind": "Vault"}}}, "kind"),
+        ({"redis": {"image": "redis:latest@sha"}}, "image"),
+        ({"milvus": {"enable": True}}, "enable"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )

@@ -17,9 +17,9 @@ from fusionkv.protos import settings
 
 VERSIONS = ("1.29", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
-# Of the Gateway API and the Prometheus operator, which Kubernetes' own schemas lack.
-FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule"}
-EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel")
+# Of the Gateway API, the Prometheus operator and cert-manager, which Kubernetes' own schemas lack.
+FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule", "Certificate", "Issuer"}
+EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")
 Render = Callable[..., dict[str, list[Any]]]
 
 
@@ -55,12 +55,33 @@ def container(job: Any) -> Any:
     return found
 
 
+@pytest.mark.parametrize(("url", "port"), [("https://milvus.data.svc", 19530), ("http://milvus:443/x", 443)])
+def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port: int) -> None:
+    found = render({"gateway": {"replicas": 2, "autoscaling": {"max": 5, "cpu": 60}, "config": {"milvus_url": url}}})
+    (gateway,) = found["Deployment"]
+    assert "replicas" not in gateway["spec"], "the autoscaler's business"
+    assert "strategy" not in gateway["spec"]
+    volumes = {volume["name"]: volume for volume in gateway["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["data"] == {"name": "data", "emptyDir": {}}
+    assert not [claim for claim in found.get("PersistentVolumeClaim", []) if "gateway" in claim["metadata"]["name"]]
+    (scaler,) = found["HorizontalPodAutoscaler"]
+    assert scaler["spec"]["scaleTargetRef"]["name"] == gateway["metadata"]["name"]
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 5)
+    component = "app.kubernetes.io/component"
+    (policy,) = (p["spec"] for p in found["NetworkPolicy"] if p["metadata"]["labels"][component] == "gateway")
+    assert {rule["ports"][0]["port"] for rule in policy["egress"]} == {53, 7071, port}
+    budgets = [b["spec"]["selector"]["matchLabels"][component] for b in found["PodDisruptionBudget"]]
+    assert budgets.count("gateway") == 1
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Path, name: str, version: str) -> None:
     found = render(yaml.safe_load((root / f"k8s/examples/{name}.yaml").read_text()), version)
     for workload in (*found["StatefulSet"], *found["Deployment"]):
         component = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+        if component not in CONFIGS:
+            continue
         (pod,) = workload["spec"]["template"]["spec"]["containers"]
         env = {e["name"]: e["value"] for e in pod["env"] if e["name"].startswith("FUSIONKV_")}
         config = settings.load(CONFIGS[component], component, environ=env)

@@ -23,7 +23,8 @@ from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "models/README.md", *sorted(ROOT.glob("docs/*.md"))]
+ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
+PAGES = [*(ROOT / page for page in ELSEWHERE), *sorted(ROOT.glob("docs/*.md"))]
 PROGRAMS = {"make", "fusionkv", "python"}
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 # What a table [name] of these pages is, if it is no service's.

@@ -12,6 +12,8 @@ import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 FILES = "k8s/fusionkv/files"
 MONITORED = {
@@ -111,6 +113,30 @@ def test_the_dashboard_is_whole(root: Path) -> None:
         assert at["x"] + at["w"] <= 24
         assert not taken & place, panel["title"]
         taken |= place
+
+
+def lost(given: Any, kept: Any, at: str = "") -> Iterator[str]:
+    """Where something of `given` is not, or is otherwise, in `kept`."""
+    if isinstance(given, dict) and isinstance(kept, dict):
+        for name, value in given.items():
+            yield from lost(value, kept[name], f"{at}.{name}") if name in kept else [f"{at}.{name}"]
+    elif isinstance(given, list) and isinstance(kept, list) and len(given) == len(kept):
+        for i, (value, other) in enumerate(zip(given, kept, strict=True)):
+            yield from lost(value, other, f"{at}[{i}]")
+    elif given != kept:
+        yield at
+
+
+def test_the_dashboard_fits_grafanas_own_types(root: Path) -> None:
+    """What these types do not know, or know otherwise, is gone when they have read it."""
+    made = dashboard_of(root)
+
+    def read(given: Any) -> Any:
+        return json.loads(JSONEncoder().encode(Dashboard.from_json(given)))
+
+    assert list(lost(made, read(made))) == []
+    misspelt = {**made, "panels": [{**made["panels"][0], "tittle": "x"}]}
+    assert list(lost(misspelt, read(misspelt))) == [".panels[0].tittle"]
 
 
 def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 EXTRAS = {
-    "protos": {"prometheus"},
+    "protos": {"prometheus", "compress"},
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache"},
     "fusion_worker": {"worker", "gpu", "gds"},
-    "gateway": {"gateway", "http", "langchain"},
+    "gateway": {"gateway", "http", "langchain", "milvus"},
     "models": {"worker"},
 }
 

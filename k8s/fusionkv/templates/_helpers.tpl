@@ -43,6 +43,67 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* Where the shared index is: the Redis that config names, or the chart's own. */}}
+{{- define "fusionkv.redis" -}}
+{{- if .Values.redis.enabled -}}
+redis://{{ include "fusionkv.fullname" (dict "root" . "name" "redis") }}:6379
+{{- else -}}
+{{ .Values.kvcache.config.redis_url | default "" }}
+{{- end }}
+{{- end }}
+
+{{/* Where corpora that gateways share are: the Milvus that config names, or the chart's own. */}}
+{{- define "fusionkv.milvus" -}}
+{{- if .Values.milvus.enabled -}}
+http://{{ include "fusionkv.fullname" (dict "root" . "name" "milvus") }}:19530
+{{- else -}}
+{{ .Values.gateway.config.milvus_url | default "" }}
+{{- end }}
+{{- end }}
+
+{{/* Not empty where the service speaks TLS. */}}
+{{- define "fusionkv.speaksTLS" -}}
+{{- if .root.Values.certManager.enabled }}yes{{ else }}{{ (index .root.Values .name).config.tls_cert | default "" }}{{ end }}
+{{- end }}
+
+{{/* Where cert-manager's secret of a service is mounted. */}}
+{{- define "fusionkv.certificates" -}}
+/etc/fusionkv-tls
+{{- end }}
+
+{{/* Of pods that call the gateway, with `root` and `secret` (its keys `token` and `ca.crt`): flags, mounts, volumes. */}}
+{{- define "fusionkv.callerFlags" -}}
+- --gateway={{ include "fusionkv.fullname" (dict "root" .root "name" "gateway") }}:{{ .root.Values.gateway.service.port }}
+{{- if .root.Values.certManager.enabled }}
+- --tls-ca={{ include "fusionkv.certificates" . }}/ca.crt
+{{- else if .root.Values.gateway.config.tls_cert }}
+- --tls-ca=/etc/fusionkv/ca.crt
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.callerMounts" -}}
+- {name: tmp, mountPath: /tmp}
+{{- if .secret }}
+- {name: secret, mountPath: /etc/fusionkv, readOnly: true}
+{{- end }}
+{{- if .root.Values.certManager.enabled }}
+- {name: certificates, mountPath: {{ include "fusionkv.certificates" . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.callerVolumes" -}}
+- {name: tmp, emptyDir: {}}
+{{- with .secret }}
+- name: secret
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if .root.Values.certManager.enabled }}
+- name: certificates
+  # Whom to trust, and not the gateway's key.
+  secret: {secretName: {{ include "fusionkv.fullname" (dict "root" .root "name" "gateway") }}-tls, items: [{key: ca.crt, path: ca.crt}]}
+{{- end }}
+{{- end }}
+
 {{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port), `advertise`. */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
@@ -66,6 +127,15 @@ spec:
   {{- with $values.tolerations }}
   tolerations: {{- toYaml . | nindent 4 }}
   {{- end }}
+  # On different nodes, where there are some.
+  affinity:
+    podAntiAffinity:
+      preferredDuringSchedulingIgnoredDuringExecution:
+        - weight: 100
+          podAffinityTerm:
+            topologyKey: kubernetes.io/hostname
+            labelSelector:
+              matchLabels: {{- include "fusionkv.selector" . | nindent 16 }}
   containers:
     - name: {{ .name }}
       image: {{ include "fusionkv.image" . }}
@@ -93,6 +163,18 @@ spec:
         {{- range $key, $value := $values.config }}
         {{- /* Numbers as JSON writes them: Helm's toString turns 1073741824 into 1.073741824e+09. */}}
         - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
+        {{- end }}
+        {{- if .root.Values.certManager.enabled }}
+        {{- $at := include "fusionkv.certificates" . }}
+        {{- range list "tls_cert" "tls_key" "tls_ca" "tls_client_ca" }}
+        {{- if hasKey $values.config . }}{{ fail (printf "certManager sets %s itself: take it out of %s.config" . $.name) }}{{ end }}
+        {{- end }}
+        - {name: FUSIONKV_{{ $section }}_TLS_CERT, value: {{ $at }}/tls.crt}
+        - {name: FUSIONKV_{{ $section }}_TLS_KEY, value: {{ $at }}/tls.key}
+        - {name: FUSIONKV_{{ $section }}_TLS_CA, value: {{ $at }}/ca.crt}
+        {{- if ne .name "gateway" }}
+        - {name: FUSIONKV_{{ $section }}_TLS_CLIENT_CA, value: {{ $at }}/ca.crt}
+        {{- end }}
         {{- end }}
         {{- if or .advertise .root.Values.otlp.endpoint }}
         - name: K8S_POD_NAME
@@ -128,6 +210,9 @@ spec:
         # The whole volume and no single file: only so do changes of the Secret reach the pod.
         - {name: secret, mountPath: /etc/fusionkv, readOnly: true}
         {{- end }}
+        {{- if .root.Values.certManager.enabled }}
+        - {name: certificates, mountPath: {{ include "fusionkv.certificates" . }}, readOnly: true}
+        {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -136,11 +221,15 @@ spec:
     - name: secret
       secret: {secretName: {{ . }}, defaultMode: 0440}
     {{- end }}
+    {{- if .root.Values.certManager.enabled }}
+    - name: certificates
+      secret: {secretName: {{ include "fusionkv.fullname" . }}-tls, defaultMode: 0440}
+    {{- end }}
 {{- end }}
 
 {{/* Kubernetes' gRPC probes can't speak TLS: a service with a certificate is asked only whether it accepts connections. */}}
 {{- define "fusionkv.probe" -}}
-{{- if (index .root.Values .name).config.tls_cert -}}
+{{- if include "fusionkv.speaksTLS" . -}}
 tcpSocket: {port: {{ .port }}}
 {{- else -}}
 grpc: {port: {{ .port }}}
@@ -176,6 +265,17 @@ resources:
 {{/* What pods of jobs have in common: no rights, no token, tried again by the job alone. */}}
 {{- define "fusionkv.jobPod" -}}
 restartPolicy: Never
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext: {{- include "fusionkv.podSecurity" .root | nindent 2 }}
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* What pods of Redis and Milvus have in common. */}}
+{{- define "fusionkv.backendPod" -}}
+serviceAccountName: {{ include "fusionkv.fullname" . }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 securityContext: {{- include "fusionkv.podSecurity" .root | nindent 2 }}
