@@ -18,13 +18,18 @@ def requests() -> int:
 def heeded() -> Iterator[None]:
     """Makes a request that arrives inside end the task, even if what is awaited inside overlooks it.
 
-    redis-py sends its commands through `asyncio.wait_for`, which before Python 3.12 returns the result that it has
+    redis-py sends its commands through `asyncio.wait_for`, which before Python 3.12 returns or raises what it has
     instead of passing the request on: https://github.com/python/cpython/issues/86296.
 
     Raises:
-        CancelledError: at the end, if it was overlooked.
+        CancelledError: at the end, if it was overlooked, in the place of any other error.
     """
     before = requests()
-    yield
+    try:
+        yield
+    except Exception as error:
+        if requests() > before:
+            raise asyncio.CancelledError from error
+        raise
     if requests() > before:
         raise asyncio.CancelledError

@@ -1,19 +1,26 @@
 """A task that is asked to end ends, whatever it waits for and however soon the answer comes."""
 
 import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from fusionkv.protos import cancellation
 
 
-async def outcomes(steps: int) -> tuple[bool, int]:
-    """Whether a task that is asked to end after so many rounds of the loop was cancelled; and what it said it had."""
+async def fail() -> None:
+    await asyncio.sleep(0)
+    raise ValueError("so")
+
+
+async def outcome(steps: int, call: Callable[[], Awaitable[None]]) -> tuple[bool, int]:
+    """Whether a task that is asked to end after so many rounds of the loop was cancelled; and how far it came."""
     seen = []
 
     async def work() -> None:
-        with cancellation.heeded():
-            await asyncio.wait_for(asyncio.sleep(0), 60)
+        with contextlib.suppress(ValueError), cancellation.heeded():
+            await asyncio.wait_for(call(), 60)
         seen.append(cancellation.requests())
 
     task = asyncio.create_task(work())
@@ -25,9 +32,10 @@ async def outcomes(steps: int) -> tuple[bool, int]:
     return task.cancelled(), len(seen)
 
 
-async def test_a_request_is_heeded_at_every_moment() -> None:
+@pytest.mark.parametrize("call", [lambda: asyncio.sleep(0), fail], ids=["result", "error"])
+async def test_a_request_is_heeded_at_every_moment(call: Callable[[], Awaitable[None]]) -> None:
     """`wait_for` itself overlooks the one between its result and its end, before Python 3.12."""
-    found = [await outcomes(steps) for steps in range(8)]
+    found = [await outcome(steps, call) for steps in range(8)]
     assert (True, 0) in found
     assert found[-1] == (False, 1)
     # Never one that both went on and was asked to end.
