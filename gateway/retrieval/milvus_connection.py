@@ -1,6 +1,7 @@
 """A connection to Milvus that blocks no event loop, and whose errors are those of a service."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,10 +108,12 @@ class Connection:
 
         def read() -> list[Row]:
             found: list[Row] = []
-            pages = self._client.query_iterator(name, 1000, filter=condition, output_fields=[*fields])
-            while page := pages.next():
-                found += page
-            pages.close()
+            pages = self._client.query_iterator(
+                name, 1000, filter=condition, output_fields=[*fields], timeout=_SECONDS
+            )
+            with contextlib.closing(pages):
+                while page := pages.next():
+                    found += page
             return found
 
         return await self._loaded(name, read)
@@ -128,7 +131,8 @@ class Connection:
         return [(dict(hit["entity"]), float(hit["distance"])) for hit in found]
 
     async def close(self) -> None:
-        self._threads.shutdown(cancel_futures=True)
+        # Waits for the calls that are on their way.
+        await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._client.close)
 
     async def _query(self, name: str, condition: str, fields: Sequence[str], **named: Any) -> Any:
