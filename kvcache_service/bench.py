@@ -5,6 +5,7 @@ buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memc
 limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream,
 "fetch extent" reads the disk tier's files; the limit of the second is preadv of as many bytes of a file. These and
 their limits wait for nobody, and are given in processor time, which depends little on what else the machine does.
+"fetch cold" is "fetch extent" of files that are not in the page cache, by the clock, beside preadv of another such.
 Over TCP, entries of 8 MiB and more are also fetched from a Redis, if there is a redis-server on this machine.
 """
 
@@ -28,7 +29,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fusionkv.kvcache_service.bench_floor import FloorClient, Redis, memcpy, preadv, serve
+from fusionkv.kvcache_service.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.checksum import checksum
 
@@ -51,7 +52,7 @@ class Row:
     grpc_gb_per_s: float
     """The bare gRPC server, same transport, size and concurrency."""
     memcpy_gb_per_s: float
-    """Of `fetch extent`: preadv."""
+    """Of `fetch extent` and `fetch cold`: preadv."""
     cpu_s_per_gb: float
     """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
     grpc_cpu_s_per_gb: float
@@ -70,9 +71,17 @@ class Bench:
     """
 
     def __init__(
-        self, transport: str, service: str, disk_service: str, floor: str, pids: Sequence[int], rounds: int
+        self,
+        transport: str,
+        addresses: Sequence[str],
+        pids: Sequence[int],
+        folder: Path,
+        rounds: int,
     ) -> None:
+        """folder: the files of the second service."""
+        service, disk_service, floor = addresses
         self.transport = transport
+        self.folder = folder
         self.pids = pids
         self.service = CacheClient(service)
         self.disk_service = CacheClient(disk_service)
@@ -104,7 +113,8 @@ class Bench:
     async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
         """Measures one operation; service and floor take turns, so that both see the same machine."""
         into = [memoryview(bytearray(size)) for _ in range(at_once)]
-        on_disk, here = tier in ("disk", "extent"), tier in ("shared", "extent")
+        on_disk, here = tier in ("disk", "extent", "cold"), tier in ("shared", "extent")
+        clock = time.process_time if here else time.perf_counter
         self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
         run = self._put if operation == "put" else self._fetch
@@ -118,7 +128,9 @@ class Bench:
         for i in range(self.rounds + 1):
             before, floor_before = _cpu(pid), _cpu(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
-            took = await self._timed(work, time.process_time if here else time.perf_counter)
+            if tier == "cold":
+                self._cool()
+            took = await self._timed(work, clock)
             floor_took = await self._timed(
                 self.floor.put(self.source[:size]) if operation == "put" else self.floor.get(buffer)
                 for buffer in into
@@ -126,7 +138,10 @@ class Bench:
             if i:  # the first round warms up
                 speeds.append(size * at_once / took / 1e9)
                 floor_speeds.append(size * at_once / floor_took / 1e9)
-                copies.append(preadv(into, self.file.fileno()) if tier == "extent" else memcpy(into, self.source))
+                if tier in ("extent", "cold"):
+                    copies.append(preadv(into, self.file.fileno(), clock, tier == "cold"))
+                else:
+                    copies.append(memcpy(into, self.source))
                 cpu += _cpu(pid) - before
                 floor_cpu += _cpu(floor_pid) - floor_before
             if redis is not None:
@@ -149,19 +164,25 @@ class Bench:
 
     async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
         """As many entries that are in the given tier."""
-        if tier in ("disk", "extent"):
+        if tier in ("disk", "extent", "cold"):
             filler = await self._put(MIB)
             for _ in range(100):
                 await self._find([filler])
             await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
         # Copied or read where it lies only under a lease; one of a millisecond is over by then.
-        lease_ms = 600_000 if tier in ("shared", "extent") else 1
+        lease_ms = 600_000 if tier in ("shared", "extent", "cold") else 1
         entries = await self._find([await self._put(size) for _ in range(count)], lease_ms)
-        expected = {"shared": "memory", "extent": "disk"}.get(tier, tier)
+        expected = {"shared": "memory", "extent": "disk", "cold": "disk"}.get(tier, tier)
         wrong = [entry.tier for entry in entries if entry.tier != expected]
         if wrong:
             raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {expected}")
         return entries
+
+    def _cool(self) -> None:
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    drop_pages(file.fileno())
 
     async def _find(self, names: Sequence[bytes], lease_ms: int = 1) -> list[Entry]:
         path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), *((name, ()) for name in names)]
@@ -195,16 +216,16 @@ def _hashing(data: memoryview) -> float:
 
 
 async def measure(
-    addresses: dict[str, tuple[str, ...]], pids: Sequence[int], rounds: int, done: Callable[[], None]
+    addresses: dict[str, tuple[str, ...]], pids: Sequence[int], folder: Path, rounds: int, done: Callable[[], None]
 ) -> list[Row]:
-    """A row for every size, transport and operation."""
+    """A row for every size, transport and operation. folder: the files of the second service."""
     rows = []
     for transport, at in addresses.items():
-        bench = Bench(transport, at[0], at[1], at[2], pids, rounds)
+        bench = Bench(transport, at, pids, folder, rounds)
         await bench.warm_up()
         for size, at_once in SIZES:
-            shared = [("fetch", "shared"), ("fetch", "extent")] if transport == "unix" else []
-            for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk"), *shared]:
+            here = ["shared", "extent", "cold"] if transport == "unix" else []
+            for operation, tier in [("put", ""), *(("fetch", tier) for tier in ("memory", "disk", *here))]:
                 rows.append(await bench.row(operation, size, at_once, tier))
                 done()
         await bench.close()
@@ -227,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(serve(options.serve_floor))
         return 0
     with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
-        task = progress.add_task("rows", total=8 * len(SIZES))
+        task = progress.add_task("rows", total=9 * len(SIZES))
         processes, addresses = [], []
         try:
             for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
@@ -242,7 +263,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             tcp, unix = zip(*addresses, strict=True)
             pids = [process.pid for process in processes]
             transports = {"tcp": tcp, "unix": unix}
-            rows = asyncio.run(measure(transports, pids, options.rounds, lambda: progress.advance(task)))
+            folder = Path(directory, "disk")
+            rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
         finally:
             for process in processes:
                 process.send_signal(signal.SIGTERM)

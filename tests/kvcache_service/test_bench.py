@@ -21,7 +21,7 @@ def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     rows = json.loads((tmp_path / "rows.json").read_text())
     operations = ["put", "fetch memory", "fetch disk"]
     expected = [(name, "tcp") for name in operations]
-    expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent")]
+    expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent", "fetch cold")]
     assert [(row["operation"], row["transport"]) for row in rows] == expected
     for row in rows:
         assert min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0
