@@ -138,10 +138,9 @@ def _attend(
         for keys in _steps(everything, block.step):
             weights = _exponents(q, k, block, keys, scale).exp2_()
             mean += torch.bmm(weights, v[:, keys.start : keys.stop])
+            total += (weights.float() if scored[1] else weights).sum(-1)
             if scored[1]:
-                weights = weights.float()
                 parts.append(weights)
-            total += weights.sum(-1)
         if float(total.max()) < _FAR:
             break
     shares = total.reciprocal_()
@@ -165,10 +164,11 @@ def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensio
     """Weights [heads, groups * rows, keys] times the shares of their rows, summed over heads and groups, and rows
     for one dimension.
     """
+    # Kept in their own dtype: as float32 they would leave the cache.
     if dimensions == 1:
-        return torch.cat([torch.bmm(shares[:, None], part)[:, 0].sum(0) for part in parts])
+        return torch.cat([torch.bmm(shares[:, None], part.float())[:, 0].sum(0) for part in parts])
     each = shares.unflatten(1, (groups, -1)).flatten(0, 1).t()[:, None]
-    by_row = (part.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1) for part in parts)
+    by_row = (part.float().unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1) for part in parts)
     return torch.cat([torch.bmm(each, part)[:, 0] for part in by_row], 1)
 
 
