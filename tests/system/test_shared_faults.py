@@ -30,6 +30,10 @@ async def test_a_lookup_at_one_that_stands_still_is_answered_by_another(cluster:
     for _ in range(4):
         for i in names:
             assert (await find(client, i)).hits[1].kind is HitKind.EXACT
+    # Hiccups may have used that up. What nobody stored becomes no hotter by it.
+    async with asyncio.timeout(60):
+        while client._hedge._allowed < 1.0:
+            await find(client, "nothing")
     there = next(i for i in names if cluster.home(i) == 1)
     cluster.services[0].process.send_signal(signal.SIGSTOP)
     try:
