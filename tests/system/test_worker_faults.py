@@ -302,7 +302,7 @@ async def test_a_killed_worker_leaks_no_lease(launch: Any, tmp_path: Path, direc
 
 
 async def test_sigterm_lets_answers_end(launch: Any, directory: Path, cache: Cache) -> None:
-    service = launch(*worker_flags(directory, cache.address))
+    service = launch(*worker_flags(directory, cache.address, "--drain-seconds", "300"))
     worker = WorkerClient(service.address)
     stream = worker.generate(request([A, B], max_tokens=300))
     tokens = 0
