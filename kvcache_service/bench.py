@@ -201,13 +201,15 @@ async def measure(
     rows = []
     for transport, at in addresses.items():
         bench = Bench(transport, at[0], at[1], at[2], pids, rounds)
-        await bench.warm_up()
-        for size, at_once in SIZES:
-            shared = [("fetch", "shared"), ("fetch", "extent")] if transport == "unix" else []
-            for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk"), *shared]:
-                rows.append(await bench.row(operation, size, at_once, tier))
-                done()
-        await bench.close()
+        try:
+            await bench.warm_up()
+            for size, at_once in SIZES:
+                shared = [("fetch", "shared"), ("fetch", "extent")] if transport == "unix" else []
+                for operation, tier in [("put", ""), ("fetch", "memory"), ("fetch", "disk"), *shared]:
+                    rows.append(await bench.row(operation, size, at_once, tier))
+                    done()
+        finally:
+            await bench.close()
     return rows
 
 
