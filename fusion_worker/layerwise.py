@@ -125,9 +125,12 @@ class Stand:
         streaming = asyncio.Event()
 
         async def stream() -> None:
-            async for _ in self._tokens(self._other, "full_reuse", 0.0, _STREAM_TOKENS):
-                times.append(time.perf_counter())
-                streaming.set()
+            try:
+                async for _ in self._tokens(self._other, "full_reuse", 0.0, _STREAM_TOKENS):
+                    times.append(time.perf_counter())
+                    streaming.set()
+            finally:
+                streaming.set()  # or who waits for it would never learn that it failed
 
         rate, self.device.rate = self.device.rate, float("inf")
         task = asyncio.create_task(stream())

@@ -54,9 +54,12 @@ class _Stream:
         self.task = asyncio.create_task(self._run(servicer, prompt))
 
     async def _run(self, servicer: FusionServicer, prompt: Prompt) -> None:
-        async for at in _tokens(servicer, prompt, _STREAM_TOKENS):
-            self.times.append(at)
-            self.begun.set()
+        try:
+            async for at in _tokens(servicer, prompt, _STREAM_TOKENS):
+                self.times.append(at)
+                self.begun.set()
+        finally:
+            self.begun.set()  # or who waits for it would never learn that it failed
 
     async def stop(self) -> None:
         if self.task.done():

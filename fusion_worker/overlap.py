@@ -34,13 +34,19 @@ def stand_still(servicer: FusionServicer) -> None:
     # A fetch has work for threads too: were all of them to wait for the turn, it would never end.
     first = asyncio.Lock()
 
+    def over(taken: asyncio.Future[bool]) -> None:
+        if not taken.cancelled():
+            turn.release()
+
     async def fetched(part: Placed, stages: Stages) -> None:
         async with first:
-            await asyncio.to_thread(turn.acquire)
+            taking = asyncio.ensure_future(asyncio.to_thread(turn.acquire))
             try:
+                await asyncio.shield(taking)
                 await fetch(part, stages)
             finally:
-                turn.release()
+                # A thread goes on waiting for the turn when this task is cancelled, and gets it.
+                taking.add_done_callback(over)
 
     def stepped(parts: Sequence[object]) -> None:
         with turn:

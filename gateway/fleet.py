@@ -19,7 +19,7 @@ DNS = "dns:"
 _RESOLVE_SECONDS = 5.0
 # A worker that was not heard of for so long is asked whether it is there, before a request is given to it. It has to
 # say so within the other.
-_HEARD_SECONDS, _CHECK_SECONDS = 1.0, 2.0
+_HEARD_SECONDS, CHECK_SECONDS = 1.0, 2.0
 # So long a worker that kept somebody waiting comes last; twice as long each time, up to the most.
 _LEAST_SUSPECT, _MOST_SUSPECT = 2.0, 30.0
 
@@ -51,7 +51,7 @@ class Member:
         """Whether it was heard of within the last second, or is now."""
         if time.monotonic() - self._heard < _HEARD_SECONDS:
             return True
-        heard = await self.client.answers(_CHECK_SECONDS)
+        heard = await self.client.answers(CHECK_SECONDS)
         self.answered() if heard else self.silent()
         return heard
 

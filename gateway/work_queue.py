@@ -8,7 +8,7 @@ begun anew, and what is done is found to be done.
 import contextlib
 import re
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,25 @@ else
 end
 for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
 return 1
+"""
+# KEYS items; ARGV group, consumer, milliseconds, then the ids in work here. The first of the others that was idle for
+# so long is the consumer's from now on, and not delivered yet; gives its id.
+_CLAIM = """
+local here, start = {}, '0-0'
+for i = 4, #ARGV do here[ARGV[i]] = true end
+repeat
+  local found = redis.call('XAUTOCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3], start, 'COUNT', 1, 'JUSTID')
+  start = found[1]
+  if found[2][1] and not here[found[2][1]] then return found[2][1] end
+until start == '0-0'
+return false
+"""
+# KEYS items; ARGV group, consumer, id. Delivers what was claimed: gives fields and values, and how often it was
+# delivered, now included; nothing if somebody else has it.
+_DELIVER = """
+local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
+if #held == 0 then return false end
+return {redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3])[1][2], held[1][4] + 1}
 """
 # KEYS items; ARGV group, consumer, id. Says again that the item is in work; 0 if somebody else has it.
 _KEEP = """
@@ -149,6 +168,7 @@ class WorkQueue:
         self.min_idle = min_idle
         self._min_idle_ms = int(1000 * min_idle)
         self._me = uuid.uuid4().hex
+        self._here: set[str] = set()
         tag = f"{{fusionkv:run:{run}}}"
         self._items, self._state, self._aside = f"{tag}:items", f"{tag}:state", f"{tag}:aside"
 
@@ -180,32 +200,61 @@ class WorkQueue:
         return int(added) > 0 or (int(added) == 0 and not documents)
 
     async def take(self, wait: float) -> Item | None:
-        """An item of somebody silent, or else the next new one; None if there was none for `wait` seconds."""
+        """An item of somebody silent, or else the next new one; None if there was none for `wait` seconds.
+
+        Never what is in work here: this process may itself stand still for longer than `min_idle`.
+        """
+        claimed = await self._eval(_CLAIM, (self._items,), _GROUP, self._me, self._min_idle_ms, *self._here)
+        if claimed:
+            return await self._deliver(claimed)
         async with self._errors():
-            start = "0-0"
-            found: list[Any] = []
-            while not found:
-                start, found, *_ = await self._redis.xautoclaim(
-                    self._items, _GROUP, self._me, self._min_idle_ms, start, count=1
-                )
-                if start == "0-0":
-                    break
-            if not found:
-                read = await self._redis.xreadgroup(
-                    _GROUP, self._me, {self._items: ">"}, count=1, block=max(1, int(1000 * wait))
-                )
-                found = read[0][1] if read else []
-            if not found:
+            read = await self._redis.xreadgroup(
+                _GROUP, self._me, {self._items: ">"}, count=1, block=max(1, int(1000 * wait))
+            )
+        if not read:
+            return None
+        ((id, fields),) = read[0][1]
+        with self._taking(id):
+            _, done = await self._told(id)
+        return Item(id, fields["corpus"], fields["document"], 1, "", done)
+
+    async def _deliver(self, id: str) -> Item | None:
+        """An item that was claimed, if it is nobody's."""
+        # By the time of this answer that of another call which took the item here has come too: it was there first.
+        reason, done = await self._told(id)
+        if id in self._here:
+            return None
+        with self._taking(id):
+            delivered = await self._eval(_DELIVER, (self._items,), _GROUP, self._me, id)
+            if not delivered:
+                self._here.discard(id)
                 return None
-            ((id, fields),) = found
-            pending = await self._redis.xpending_range(self._items, _GROUP, id, id, 1)
+        flat, deliveries = delivered
+        fields = dict(zip(flat[::2], flat[1::2], strict=True))
+        return Item(id, fields["corpus"], fields["document"], deliveries, reason, done)
+
+    async def _told(self, id: str) -> tuple[str, int]:
+        """Why an item failed the last time, and how many are done."""
+        async with self._errors():
             reason, done = await self._redis.hmget(self._state, f"why:{id}", "done")
-        deliveries = int(pending[0]["times_delivered"]) if pending else 1
-        return Item(id, fields["corpus"], fields["document"], deliveries, reason or "", int(done or 0))
+        return reason or "", int(done or 0)
+
+    @contextlib.contextmanager
+    def _taking(self, id: str) -> Iterator[None]:
+        """The item is in work here from now on, unless what runs inside fails."""
+        self._here.add(id)
+        try:
+            yield
+        except BaseException:
+            self._here.discard(id)
+            raise
 
     async def keep(self, item: Item) -> bool:
         """Says that the item is in work here still. False if somebody else has taken it, or ended it."""
-        return bool(await self._eval(_KEEP, (self._items,), _GROUP, self._me, item.id))
+        kept = bool(await self._eval(_KEEP, (self._items,), _GROUP, self._me, item.id))
+        if not kept:
+            self._here.discard(item.id)
+        return kept
 
     async def finish(self, item: Item, encoded: int, skipped: int) -> bool:
         """Ends an item that is done. False if somebody else did."""
@@ -223,10 +272,12 @@ class WorkQueue:
         """
         arguments = (item.id, item.deliveries, reason[:_MOST_REASON], item.done if elsewhere else "")
         await self._eval(_GIVE_BACK, (self._items, self._state), _GROUP, self._me, *arguments)
+        self._here.discard(item.id)
 
     async def release(self) -> None:
         """Leaves all that this process has in work to others, at once and as if it had never had it."""
         await self._eval(_RELEASE, (self._items,), _GROUP, self._me, self._min_idle_ms)
+        self._here.clear()
 
     async def standing(self) -> Standing:
         async with self._errors():
@@ -247,7 +298,9 @@ class WorkQueue:
     async def _finish(self, item: Item, encoded: int, skipped: int, kept: Mapping[str, str]) -> bool:
         arguments = (_GROUP, item.id, _KEPT_MS, encoded, skipped, _MOST_ASIDE)
         fields = [text for pair in kept.items() for text in pair]
-        return bool(await self._eval(_FINISH, (self._items, self._state, self._aside), *arguments, *fields))
+        ended = await self._eval(_FINISH, (self._items, self._state, self._aside), *arguments, *fields)
+        self._here.discard(item.id)
+        return bool(ended)
 
     async def _eval(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         async with self._errors():

@@ -12,7 +12,7 @@ from typing import TypeVar
 import numpy as np
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.fleet import Fleet, Member
+from fusionkv.gateway.fleet import CHECK_SECONDS, Fleet, Member
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
@@ -93,7 +93,8 @@ class WorkerPool:
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer. A worker that fails before its first token is replaced by the next.
 
-        One that stands still, or was cut off, is found out before it is given the request, if there is another.
+        One that stands still, or was cut off, is found out if there is another: before it is given the request, or
+        by a health check while nothing comes. A prefill may take its time.
         """
         # The pool knows chunks by tenant too.
         salt = request.tenant.encode()
@@ -108,13 +109,16 @@ class WorkerPool:
                 with member.counted():
                     member.holdings.use(chunks)
                     async with contextlib.aclosing(member.client.generate(request, timeout)) as responses:
-                        async for response in responses:
+                        coming = anext(responses, None)
+                        response = await (coming if member is order[-1] else _attended(member, coming))
+                        while response is not None:
                             if not begun:
                                 member.answered()
                             begun = True
                             if response.HasField("summary") and response.summary.pool_tokens:
                                 member.holdings.resize(response.summary.pool_tokens)
                             yield response
+                            response = await anext(responses, None)
                 return
             except DeadlineExceeded:
                 if not begun:
@@ -216,6 +220,29 @@ async def _answering(order: Sequence[Member]) -> list[Member]:
         if await member.answers():
             return [*order[i:], *order[:i]]
     return []
+
+
+async def _attended(member: Member, coming: Awaitable[T]) -> T:
+    """What comes, however late, from a worker that answers meanwhile; Unavailable if it does not."""
+    silent = False
+
+    async def attend(limit: asyncio.Timeout) -> None:
+        nonlocal silent
+        while not silent:
+            await asyncio.sleep(CHECK_SECONDS)
+            silent = not await member.client.answers(CHECK_SECONDS)
+        member.silent()
+        limit.reschedule(asyncio.get_running_loop().time())
+
+    try:
+        async with asyncio.timeout(None) as limit:
+            attending = asyncio.create_task(attend(limit))
+            try:
+                return await coming
+            finally:
+                attending.cancel()
+    except TimeoutError:
+        raise Unavailable(f"fusion worker {member.client.address} answers no health check") from None
 
 
 async def _counted(member: Member, call: Callable[[WorkerClient], Awaitable[T]]) -> T:

@@ -222,13 +222,15 @@ async def measure(
     rows = []
     for transport, at in addresses.items():
         bench = Bench(transport, at, pids, folder, rounds)
-        await bench.warm_up()
-        for size, at_once in SIZES:
-            here = ["shared", "extent", "cold"] if transport == "unix" else []
-            for operation, tier in [("put", ""), *(("fetch", tier) for tier in ("memory", "disk", *here))]:
-                rows.append(await bench.row(operation, size, at_once, tier))
-                done()
-        await bench.close()
+        try:
+            await bench.warm_up()
+            for size, at_once in SIZES:
+                here = ["shared", "extent", "cold"] if transport == "unix" else []
+                for operation, tier in [("put", ""), *(("fetch", tier) for tier in ("memory", "disk", *here))]:
+                    rows.append(await bench.row(operation, size, at_once, tier))
+                    done()
+        finally:
+            await bench.close()
     return rows
 
 

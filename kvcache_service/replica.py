@@ -43,6 +43,8 @@ class Replica:
         self._resumed = 0
         """Failures of Redis until the publisher last went on."""
         self._seen: dict[bytes, Counter[tuple[bytes, bool]]] = {}
+        self._untold: dict[bytes, Counter[tuple[bytes, bool]]] = {}
+        """What was seen when the last beat failed."""
         self._tasks: list[asyncio.Task[None]] = []
         self._moving: asyncio.Task[None] | None = None
 
@@ -162,7 +164,10 @@ class Replica:
             await self._beat()
 
     async def _beat(self) -> None:
-        seen, self._seen = self._seen, {}
+        fresh, self._seen = self._seen, {}
+        seen, self._untold = self._untold, {}
+        for mark, counts in fresh.items():
+            seen.setdefault(mark, Counter()).update(counts)
         before = set(self._serving())
         serving = self._state == "serving"
         try:
@@ -172,6 +177,8 @@ class Replica:
             )  # fmt: skip
         except Unavailable:
             self._store.counters.add("shared_index.failures")
+            # Once more with the next beat, and no more: a Redis that is late may have taken note each time.
+            self._untold = fresh
             return
         for key, times, exact in asked:
             self._store.seen(key, times, exact=exact)

@@ -2,8 +2,9 @@
 
 Three cache services behind a Redis, two workers and a gateway run, each in a network namespace of its own where the
 machine allows it. One to three faults strike while questions are asked and entries are put and fetched; then they are
-over, and all that must hold is checked (oracle.py). The same seed gives the same faults in the same order. What
-happened is in build/chaos.json, also after Ctrl-C; whatever must not happen is there with the logs of all services.
+over, and all that must hold is checked (oracle.py). The same seed gives the same faults in the same order, whatever
+the traffic beside them draws. What happened is in build/chaos.json, also after Ctrl-C; whatever must not happen is
+there with the logs of all services.
 """
 
 import argparse
@@ -35,17 +36,26 @@ _LISTED = (disk_faults, link_faults, more_faults, secret_faults, version_faults)
 _AT_ONCE = (1, 1, 1, 2, 2, 3)
 _FEWER_PAGES = 0.6
 _CHECK_ALL_EVERY = 10
-_EPISODE_SECONDS = 900
 
 
 class Run:
     """Faults one after the other, and what was counted."""
 
     def __init__(
-        self, seed: int, faults: int, first: list[str], report: Path, console: Console, about: dict[str, object]
+        self,
+        seed: int,
+        faults: int,
+        first: list[str],
+        episode_seconds: float,
+        report: Path,
+        console: Console,
+        about: dict[str, object],
     ) -> None:
         """`first`: faults to begin with, one after the other; `about` goes into the report."""
         self._dice = random.Random(seed)
+        # What happens at once draws in any order.
+        self._traffic_dice = random.Random(f"{seed} traffic")
+        self._episode_seconds = episode_seconds
         self._seed, self._wanted, self._report, self._console = seed, faults, report, console
         self._first, self._about = first, about
         self.struck: Counter[str] = Counter()
@@ -59,7 +69,7 @@ class Run:
         while self.struck.total() < self._wanted:
             with tempfile.TemporaryDirectory(prefix="chaos", ignore_cleanup_errors=True) as folder:
                 async with World(Path(folder), model, net, other, secured) as world:
-                    oracle = Oracle(world, self._dice)
+                    oracle = Oracle(world, self._traffic_dice)
                     try:
                         await oracle.answers.prepare()
                         self._say(f"{len(oracle.answers.questions)} questions, {len(FAULTS)} kinds of fault")
@@ -81,7 +91,7 @@ class Run:
             last = self.struck.total() + len(chosen) >= self._wanted
             thorough = last or episode % _CHECK_ALL_EVERY == _CHECK_ALL_EVERY - 1
             try:
-                async with asyncio.timeout(_EPISODE_SECONDS):
+                async with asyncio.timeout(self._episode_seconds):
                     await self._episode(world, oracle, chosen, thorough)
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():  # type: ignore[union-attr]
@@ -111,7 +121,7 @@ class Run:
         return chosen
 
     async def _episode(self, world: World, oracle: Oracle, chosen: list[tuple[Fault, int]], thorough: bool) -> None:
-        scenes = [Scene(world, oracle, self._dice, number) for _, number in chosen]
+        scenes = [Scene(world, oracle, random.Random(self._dice.getrandbits(64)), number) for _, number in chosen]
         answers_fail = any(fault.answers_fail for fault, _ in chosen)
         if self._dice.random() < _FEWER_PAGES:
             await oracle.empty_pools()
@@ -160,6 +170,7 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=100, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--first", default="", help="names of faults that strike first, one by one, with commas")
+    parser.add_argument("--episode-seconds", type=float, default=900, help="for faults and all checks (%(default)s)")
     parser.add_argument("--model", type=Path, default=ROOT / "models/eased-1", help="a reference model")
     parser.add_argument("--json", type=Path, default=ROOT / "build/chaos.json", help="the report")
     parser.add_argument("--other", default="", help="commit of the other version (before the protocol last changed)")
@@ -181,7 +192,7 @@ def main() -> int:
     first = [name.strip() for name in args.first.split(",") if name]
     if unknown := set(first) - {fault.name for fault in FAULTS}:
         parser.error(f"no faults: {', '.join(sorted(unknown))}; there are {', '.join(f.name for f in FAULTS)}")
-    run = Run(args.seed, args.faults, first, args.json.resolve(), console, about)
+    run = Run(args.seed, args.faults, first, args.episode_seconds, args.json.resolve(), console, about)
     # As the first process of its namespace, this one is not ended by a signal that it does not handle; and in the
     # background of a shell Python does not handle this one.
     signal.signal(signal.SIGINT, signal.default_int_handler)

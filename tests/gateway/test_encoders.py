@@ -1,5 +1,6 @@
 """`fusionkv encode --queue`, as processes: shared, killed in the middle, and what can't be encoded."""
 
+import contextlib
 import json
 import signal
 import time
@@ -29,24 +30,38 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 def corpora(stack: Stack) -> Stack:
     """Two corpora of some documents each, of several chunks."""
     for corpus in ("one", "two"):
-        for number in range(DOCUMENTS // 2):
-            text = " ".join(f"Page {number} of {corpus} says {number * i}." for i in range(40))
-            stack.client.ingest(corpus, f"{number}.txt", text)
+        ingest(stack.client, corpus, DOCUMENTS // 2)
     return stack
 
 
-class Encoders:
-    """Starts encoders of runs over both corpora."""
+def ingest(client: Client, corpus: str, documents: int) -> None:
+    for number in range(documents):
+        text = " ".join(f"Page {number} of {corpus} says {number * i}." for i in range(40))
+        client.ingest(corpus, f"{number}.txt", text)
 
-    def __init__(self, launch: Launch, gateway: str, redis: RedisServer) -> None:
+
+class Encoders:
+    """Starts encoders of runs, over both corpora if none is named."""
+
+    def __init__(self, launch: Launch, gateway: str, redis: RedisServer, worker: Any = None) -> None:
         self._launch = launch
         self._gateway = gateway
+        self._worker = worker
         self.redis = redis
 
     def start(self, run: str, *flags: str, min_idle: str = "60") -> Any:
         own = ("--gateway", self._gateway, "--queue", self.redis.url, "--run", run, "--min-idle", min_idle, "--json")
         given = flags if any(not flag.startswith("-") for flag in flags[:1]) else ("one", "two", *flags)
         return self._launch("fusionkv.gateway.cli", "encode", "--recipe", "fusionrag", *given, *own, services=0)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """The worker stands still: documents that are in work stay so, if they are not encoded yet."""
+        self._worker.process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._worker.process.send_signal(signal.SIGCONT)
 
     def pending(self, run: str) -> int:
         """Documents in work."""
@@ -63,7 +78,7 @@ class Encoders:
 
 @pytest.fixture
 def encoders(launch: Launch, corpora: Stack, redis: RedisServer) -> Encoders:
-    return Encoders(launch, corpora.gateway.address, redis)
+    return Encoders(launch, corpora.gateway.address, redis, corpora.workers[0])
 
 
 def summary(encoder: Any) -> dict[str, Any]:
@@ -74,17 +89,17 @@ def summary(encoder: Any) -> dict[str, Any]:
     return found
 
 
-def chunks(client: Client) -> int:
-    return sum(item.chunks for item in client.list())
+def chunks(client: Client, *corpora: str) -> int:
+    return sum(item.chunks for item in client.list() if item.name in corpora)
 
 
 def test_encoders_share_a_run_and_outlive_one_that_is_killed(encoders: Encoders, corpora: Stack) -> None:
-    total = chunks(corpora.client)
-    killed = encoders.start("a", "--concurrency", "4", min_idle="1")
-    encoders.wait_for_work("a", 2)
-    killed.kill9()
-    left = encoders.pending("a")
-    assert left
+    total = chunks(corpora.client, "one", "two")
+    with encoders.held():
+        killed = encoders.start("a", "--concurrency", "4", min_idle="1")
+        encoders.wait_for_work("a", 4)
+        killed.kill9()
+    assert encoders.pending("a") == 4
     others = [encoders.start("a", min_idle="1") for _ in range(2)]
     for encoder in others:
         assert encoder.wait(120) == 0, encoder.log
@@ -102,24 +117,27 @@ def test_encoders_share_a_run_and_outlive_one_that_is_killed(encoders: Encoders,
     assert summary(late) == summary(again)
 
 
-def test_who_is_asked_to_end_leaves_its_documents_to_others_at_once(encoders: Encoders) -> None:
-    first = encoders.start("c", "--concurrency", "4")
-    encoders.wait_for_work("c")
-    first.process.send_signal(signal.SIGTERM)
-    status = first.wait()
-    second = encoders.start("c")
-    # Silence would have to last a minute.
-    assert second.wait(50) == 0, second.log
+def test_who_is_asked_to_end_leaves_its_documents_to_others_at_once(encoders: Encoders, corpora: Stack) -> None:
+    ingest(corpora.client, "left", DOCUMENTS)
+    with encoders.held():
+        first = encoders.start("c", "left", "--concurrency", "4", min_idle="600")
+        encoders.wait_for_work("c", 4)
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait() == 143
+    second = encoders.start("c", "left", min_idle="600")
+    # Silence would have to last ten minutes.
+    assert second.wait(180) == 0, second.log
     assert summary(second)["documents"] == DOCUMENTS
-    assert status == 143 or summary(first)["documents"] == DOCUMENTS
 
 
-def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders) -> None:
-    dead = encoders.start("d", "--concurrency", "1")
-    encoders.wait_for_work("d")
-    dead.kill9()
+def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders, corpora: Stack) -> None:
+    ingest(corpora.client, "deadly", DOCUMENTS)
+    with encoders.held():
+        dead = encoders.start("d", "deadly", "--concurrency", "1")
+        encoders.wait_for_work("d")
+        dead.kill9()
     assert encoders.pending("d") == 1
-    heir = encoders.start("d", "--attempts", "1", min_idle="0.1")
+    heir = encoders.start("d", "deadly", "--attempts", "1", min_idle="0.1")
     assert heir.wait(120) == 1
     end = summary(heir)
     assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS - 1, 1)
@@ -157,10 +175,16 @@ def test_what_concerns_every_document_ends_the_encoder(encoders: Encoders) -> No
     assert "another name" in other.log
 
 
-def test_a_redis_that_forgets_all_only_costs_time(encoders: Encoders, redis: RedisServer) -> None:
-    first = encoders.start("g", "--concurrency", "2", min_idle="1")
-    encoders.wait_for_work("g")
-    redis.client().flushall()
+def test_a_redis_that_forgets_all_only_costs_time(encoders: Encoders, corpora: Stack, redis: RedisServer) -> None:
+    ingest(corpora.client, "forgotten", DOCUMENTS)
+    with encoders.held():
+        first = encoders.start("g", "forgotten", "--concurrency", "2", min_idle="1")
+        encoders.wait_for_work("g", 2)
+        redis.client().flushall()
     assert first.wait(120) == 0, first.log
     assert summary(first)["documents"] <= DOCUMENTS
-    assert summary(first)["chunks_encoded"] == 0
+    # What was encoded before stays so.
+    again = encoders.start("h", "forgotten")
+    assert again.wait(120) == 0, again.log
+    end = summary(again)
+    assert (end["chunks_encoded"], end["chunks_skipped"]) == (0, chunks(corpora.client, "forgotten"))

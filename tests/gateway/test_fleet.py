@@ -1,5 +1,6 @@
 """Several workers behind a gateway: one that stands still is not waited for; those of a DNS name come and go."""
 
+import asyncio
 import shutil
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 
 from fusionkv.gateway import fleet, workers
 from fusionkv.gateway.client import Client
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -37,6 +39,33 @@ def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model
                 summary = client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary
                 assert summary.tokens_generated == 2
             worker.process.send_signal(signal.SIGCONT)
+
+
+async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
+    launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given the request unasked; then nothing comes."""
+    monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0)
+    processes = {w.address: w for w in (worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2))}
+    pool = workers.WorkerPool([*processes])
+    await until(lambda: all(member.client.connected for member in pool._fleet.members))
+    for member in pool._fleet.members:
+        member.answered()
+    question, sampling = pb.Tokens(ids=[1, 2, 3]), pb.Sampling(max_tokens=2)
+    request = pb.GenerateRequest(question=question, sampling=sampling, recipe="full_attention", ratio=1.0)
+    first, _ = await pool._order({})
+    process = processes[first.client.address].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        # Without a limit of its own a call to it would end after 40 s, with its connection.
+        async with asyncio.timeout(25):
+            answer = [response async for response in pool.generate(request, 600)]
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert answer[-1].summary.tokens_generated == 2
+    assert first.suspect
+    assert first.in_flight == 0
+    await pool.close()
 
 
 async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(

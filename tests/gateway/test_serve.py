@@ -246,9 +246,9 @@ def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
 def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "serve", name, "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True)
     assert "--drain-seconds" in done.stdout
-    wrong = subprocess.run([*argv[:-1], "--config", "/none.toml"], capture_output=True, text=True, timeout=60)
+    wrong = subprocess.run([*argv[:-1], "--config", "/none.toml"], capture_output=True, text=True, timeout=180)
     assert wrong.returncode != 0
     assert "can't read the configuration /none.toml" in wrong.stderr
 
@@ -257,7 +257,7 @@ def test_a_wrong_key_in_the_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_text("[gateway]\nchunk_token = 5\n")
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway", "--config", str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=180)
     assert done.returncode == 1
     assert "unknown key 'chunk_token' in [gateway]; known: " in done.stderr
 

@@ -89,6 +89,27 @@ async def test_the_items_of_one_who_is_silent_are_taken_over(queue: Queue) -> No
     assert not await other.finish(again, 1, 0)
 
 
+async def test_nobody_takes_over_from_itself(queue: Queue) -> None:
+    """However long it stood still; its item counts as delivered once, to others as well."""
+    still, other = await began(queue(SHORT), "a"), queue(SHORT)
+    item = await taken(still)
+    for _ in range(3):
+        await asyncio.sleep(2 * SHORT)
+        assert await still.take(0.05) is None
+    again = await taken(other)
+    assert (again.id, again.deliveries) == (item.id, 2)
+    # It is somebody else's now, and comes back from there as from anybody.
+    assert not await still.keep(item)
+    assert (await taken(still)).deliveries == 3
+
+
+async def test_two_that_take_at_once_take_one_item_once(queue: Queue) -> None:
+    """Also what one of them was given while the answer was under way for longer than counts as silence."""
+    one = await began(queue(0.001), *map(str, range(40)))
+    items = await asyncio.gather(*(taken(one) for _ in range(40)))
+    assert sorted(item.document for item in items) == sorted(map(str, range(40)))
+
+
 async def test_to_keep_an_item_is_to_be_heard_of(queue: Queue, server: Any, request: pytest.FixtureRequest) -> None:
     working = await began(queue(), "a")
     item = await taken(working)

@@ -113,7 +113,7 @@ def test_in_the_interpreter() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=540,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "4 passed" in run.stdout

@@ -14,11 +14,13 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from fusionkv.kvcache_service import metrics, publisher, record
 from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.elsewhere import Elsewhere
+from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.publisher import Publisher
 from fusionkv.kvcache_service.rendezvous import ranking
 from fusionkv.kvcache_service.replica import Replica
 from fusionkv.kvcache_service.residents import Resident, Residents
-from fusionkv.kvcache_service.shared_index import Change, SharedIndex, group_of
+from fusionkv.kvcache_service.shared_index import Change, Member, SharedIndex, group_of
 from fusionkv.kvcache_service.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.errors import Unavailable
@@ -234,6 +236,23 @@ async def test_too_many_changes_while_redis_is_away_publish_everything_anew(
     for task in tasks:
         task.cancel()
     residents.check_integrity()
+
+
+async def test_accesses_that_a_late_redis_was_told_of_are_told_once_more(
+    monkeypatch: pytest.MonkeyPatch, shared: SharedIndex, tmp_path: Path
+) -> None:
+    replica = Replica(Store(Config(data_dir=tmp_path), [MemoryTier(1 << 20)]), shared, None)
+    told: list[Any] = []
+
+    async def beat(_mark: bytes, _address: str, _state: str, seen: Any, *, announced: bool) -> Any:
+        told.append(seen)
+        raise Unavailable(f"late, announced: {announced}")
+
+    monkeypatch.setattr(shared, "beat", beat)
+    for _ in range(3):
+        replica._note_seen(Elsewhere(HitKind.EXACT, made(1), (Member(A, "a:1", False),), b"g"))
+        await replica._beat()
+    assert [list(seen[A].values()) for seen in told] == [[1], [2], [2]], "each twice at most"
 
 
 async def test_what_fails_beside_a_heartbeat_is_published_after_it(tmp_path: Path) -> None:

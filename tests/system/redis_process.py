@@ -13,6 +13,8 @@ import redis
 from tests.ports import free_port
 from tests.waiting import wait_until
 
+READY = "Ready to accept connections"
+
 
 def server() -> str:
     """The program. Without one the test is skipped."""
@@ -43,17 +45,20 @@ class RedisServer:
         # A replica starts to copy at once, not after the usual 5 s, and leaves no copy behind.
         replicas = ("--repl-diskless-sync-delay", "0", "--rdb-del-sync-files", "yes")
         flags = (*where, "--save", "", *replicas, "--dir", str(self._folder))
-        self.process = subprocess.Popen(
-            [*self._before, server(), *flags, *self._more],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if "Ready to accept connections" in line:
-                return
-        raise AssertionError(f"redis-server ended with {self.process.wait()}")
+        # A file: a pipe that nobody reads is full after some minutes, and then the server stands still.
+        log = self._folder / f"redis-{self.port}.log"
+        with log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*self._before, server(), *flags, *self._more], stdin=subprocess.DEVNULL, stdout=out
+            )
+        ready = False
+        try:
+            wait_until(lambda: READY in log.read_text() or self.process.poll() is not None)
+            ready = READY in log.read_text()
+            assert ready, f"redis-server ended with {self.process.returncode}:\n{log.read_text()}"
+        finally:
+            if not ready:
+                self.kill9()
 
     def client(self) -> "redis.Redis":
         return redis.Redis(self._host, self.port)
@@ -61,11 +66,15 @@ class RedisServer:
     def replica(self) -> "RedisServer":
         """Another one, which has all that was written here before, and follows what comes."""
         made = RedisServer(self._folder, *self._more, host=self._host, before=self._before)
-        with self.client() as here, made.client() as there:
-            there.execute_command("REPLICAOF", self._host, self.port)
-            wait_until(lambda: _replication(there)["master_link_status"] == "up")
-            written = _replication(here)["master_repl_offset"]
-            wait_until(lambda: _replication(there)["slave_repl_offset"] >= written)
+        try:
+            with self.client() as here, made.client() as there:
+                there.execute_command("REPLICAOF", self._host, self.port)
+                wait_until(lambda: _replication(there)["master_link_status"] == "up")
+                written = _replication(here)["master_repl_offset"]
+                wait_until(lambda: _replication(there)["slave_repl_offset"] >= written)
+        except BaseException:
+            made.kill9()
+            raise
         return made
 
     def promote(self) -> None:
@@ -76,8 +85,6 @@ class RedisServer:
     def kill9(self) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
 
     def pause(self) -> None:
         self.process.send_signal(signal.SIGSTOP)

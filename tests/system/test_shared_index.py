@@ -13,7 +13,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.kvcache_service.shared_index import SharedIndex
 from fusionkv.protos import errors
-from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
+from tests.system.cache_process import NAMESPACE, SYSTEM, ask, chunk, find, get, payload, put
 from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import TIMEOUT_MS, Services, put_here
 from tests.waiting import until
@@ -31,7 +31,7 @@ async def test_every_service_finds_what_any_of_them_holds(cluster: Services) -> 
     assert await cluster.entries() == [homes.count(n) for n in range(3)], "each is where it belongs, once"
     for client, service in zip(cluster.clients, cluster.services, strict=True):
         for i, data in contents.items():
-            hit = (await find(client, i)).hits[1]
+            hit = (await ask(client, i)).hits[1]
             assert hit.kind is HitKind.EXACT
             assert hit.entry is not None
             expected = cluster.services[homes[i]].address
@@ -209,7 +209,7 @@ async def test_redis_forgets_and_is_told_again(cluster: Services, server: RedisS
     await cluster.settled()
 
     async def found(some: Sequence[str]) -> bool:
-        kinds = {(await find(client, i)).hits[1].kind for client in cluster.clients for i in some}
+        kinds = {(await ask(client, i)).hits[1].kind for client in cluster.clients for i in some}
         return kinds == {HitKind.EXACT}
 
     assert await found(names)
@@ -226,17 +226,17 @@ async def test_redis_forgets_and_is_told_again(cluster: Services, server: RedisS
     redis.hset(groups[away[0]], b"x" * 48, b"\x01nonsense")
     redis.delete(groups[away[1]])
     redis.hset(groups[away[2]], field, value)
-    assert (await find(cluster.clients[0], away[0])).hits[1].kind is HitKind.EXACT
-    assert (await find(cluster.clients[0], away[1])).hits[1].kind is HitKind.MISS
-    assert await get(cluster.clients[0], away[2]) == payload(away[2], 2000)
+    assert (await ask(cluster.clients[0], away[0])).hits[1].kind is HitKind.EXACT
+    assert (await ask(cluster.clients[0], away[1])).hits[1].kind is HitKind.MISS
+    assert await get(cluster.clients[0], away[2], ask) == payload(away[2], 2000)
     # A holder that lost an entry without a word is found out by the first who comes for it.
     redis.hset(groups[away[1]], field, value)
     await cluster.clients[1].delete([field[:32]], here=True)
     await cluster.settled()
     redis.hset(groups[away[1]], field, value)
-    assert (await find(cluster.clients[0], away[1])).hits[1].kind is HitKind.EXACT
+    assert (await ask(cluster.clients[0], away[1])).hits[1].kind is HitKind.EXACT
     with pytest.raises(errors.NotFound):
-        await get(cluster.clients[0], away[1])
+        await get(cluster.clients[0], away[1], ask)
     await cluster.settled()
     assert not redis.exists(groups[away[1]])
     redis.flushall()
@@ -244,7 +244,7 @@ async def test_redis_forgets_and_is_told_again(cluster: Services, server: RedisS
 
 
 async def healed(cluster: Services, names: list[str]) -> bool:
-    return all([(await find(cluster.clients[0], i)).hits[1].kind is HitKind.EXACT for i in names])
+    return all([(await ask(cluster.clients[0], i)).hits[1].kind is HitKind.EXACT for i in names])
 
 
 async def test_a_redis_cluster_is_as_good_as_one_server(launch: Any, tmp_path: Path) -> None:

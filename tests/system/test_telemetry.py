@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import secrets
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,13 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
             left = client.stream("c", QUESTION, recipe="full_attention", **endless)
             next(left)
             next(left)
-            left.close()
+            # Still until the gateway knows that its caller left: it might be done before.
+            worker.process.send_signal(signal.SIGSTOP)
+            try:
+                left.close()
+                gateway.wait_for_line('"status": "CANCELLED"')
+            finally:
+                worker.process.send_signal(signal.SIGCONT)
             http = gateway.addresses["fusionkv-gateway-http"][0]
             over_http = httpx2.post(
                 f"http://{http}/v1/chat/completions",

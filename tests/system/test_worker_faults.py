@@ -89,9 +89,9 @@ def cache(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) -> Cache
     return Cache(launch_module, tmp_path_factory.mktemp("cache"))
 
 
-def worker_flags(directory: Path, address: str, *more: str) -> tuple[str, ...]:
-    # 736 tokens fit the pool: a long prompt evicts all chunks, so that the next one has to fetch.
-    pool = str(736 * 3 * 2 * 2 * 32 * 4)
+def worker_flags(directory: Path, address: str, *more: str, pool_tokens: int = 736) -> tuple[str, ...]:
+    # A prompt as long as the pool evicts all chunks, so that the next one has to fetch.
+    pool = str(pool_tokens * 3 * 2 * 2 * 32 * 4)
     return (
         "fusionkv.fusion_worker", "--model", str(directory), "--listen", "127.0.0.1:0", "--cache", address,
         "--device", "cpu", "--threads", "1", "--pool-bytes", pool, "--lookup-timeout", str(LOOKUP),
@@ -246,7 +246,9 @@ async def test_the_cache_stands_still(cache: Cache, worker: WorkerClient, networ
     assert summary.chunks_missed == 0
 
 
-async def test_bytes_on_disk_are_flipped(cache: Cache, worker: WorkerClient, network: Any) -> None:
+async def test_bytes_on_disk_are_flipped(launch: Any, directory: Path, cache: Cache, network: Any) -> None:
+    # A cache service that has just begun may be late with the first lookup, which is not what fails here.
+    worker = WorkerClient(launch(*worker_flags(directory, cache.address, *PATIENT)).address)
     await recovered(worker, network, [A, B], tenant="flipped")
     await stored(cache, worker, [A, B], "flipped")
     assert cache.process.stop() == 0
@@ -266,17 +268,18 @@ async def test_bytes_on_disk_are_flipped(cache: Cache, worker: WorkerClient, net
     again = await recovered(worker, network, [A, B], tenant="flipped")
     assert summary.chunks_missed + sum(h.chunks for h in summary.hits) == 2
     assert again.chunks_missed == 0
+    await worker.close()
 
 
 async def test_a_killed_worker_leaks_no_lease(launch: Any, tmp_path: Path, directory: Path, network: Any) -> None:
     """Killed while it holds a lease, which then expires."""
     cache = Cache(launch, tmp_path)
-    service = launch(*worker_flags(directory, cache.address, *PATIENT))
+    service = launch(*worker_flags(directory, cache.address, *PATIENT, pool_tokens=3936))
     worker, client = WorkerClient(service.address), CacheClient(cache.address)
     await ask(worker, [A])
     await stored(cache, worker, [A])
-    # A prompt that waits for room keeps its lease: a long answer holds the pool meanwhile.
-    long = worker.generate(request([ids(120, 4)], recipe="full_attention", max_tokens=600))
+    # A prompt that waits for room keeps its lease: an answer as long as the model takes holds the pool meanwhile.
+    long = worker.generate(request([ids(120, 4)], recipe="full_attention", max_tokens=3800))
     await anext(long)
 
     async def leased() -> int:
@@ -299,7 +302,7 @@ async def test_a_killed_worker_leaks_no_lease(launch: Any, tmp_path: Path, direc
 
 
 async def test_sigterm_lets_answers_end(launch: Any, directory: Path, cache: Cache) -> None:
-    service = launch(*worker_flags(directory, cache.address))
+    service = launch(*worker_flags(directory, cache.address, "--drain-seconds", "300"))
     worker = WorkerClient(service.address)
     stream = worker.generate(request([A, B], max_tokens=300))
     tokens = 0
