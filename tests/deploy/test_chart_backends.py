@@ -1,6 +1,7 @@
 """What the chart brings beside the services: certificates, a Redis, a Milvus, and the question of `helm test`."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -164,6 +165,7 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     assert program == "redis-server"
     assert container["resources"]["limits"]["memory"] == "128Mi"
     wanted = {"maxmemory": str(64 << 20), "maxmemory-policy": "noeviction", "save": "", "appendonly": "no"}
+    wanted |= {"protected-mode": "no"}
     server, told = RedisServer(tmp_path, *flags), dict[str, str]()
     try:
         with server.client() as client:
@@ -172,6 +174,33 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     finally:
         server.kill9()
     assert {name: told[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "policy", "told"),
+    [((), False, None), (("redis", "milvus"), True, None)]
+    + [
+        (("redis",), False, "Redis,"),
+        (("milvus",), False, "Milvus,"),
+        (("redis", "milvus"), False, "Redis and Milvus,"),
+    ],
+)
+def test_who_installs_them_without_policies_is_told_that_they_are_open(
+    helm: str, root: Path, tmp_path: Path, own: tuple[str, ...], policy: bool, told: str | None
+) -> None:
+    """Helm shows its notes only with a cluster at hand, so an object is made of them."""
+    shutil.copytree(root / "k8s/fusionkv", tmp_path / "chart")
+    notes = tmp_path / "chart/templates/NOTES.txt"
+    text = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}kind: Notes\ntext: {{{{ include "notes" . | quote }}}}'
+    notes.with_name("notes.yaml").write_text(text)
+    flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
+    command = [helm, "template", "rel", str(tmp_path / "chart"), "--kube-version", VERSIONS[-1], *flags]
+    done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = " ".join(yaml.safe_load(done.stdout)["text"].split())
+    assert "fusionkv stats --gateway localhost:7072" in found
+    assert ("every pod" in found) == (told is not None)
+    assert told is None or f"change what is in {told} which" in found
 
 
 @pytest.mark.parametrize("version", VERSIONS)
