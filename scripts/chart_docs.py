@@ -60,7 +60,8 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
   starts; with a Milvus there may be many.
 - Pods of one service go to different nodes where there are some, and a disruption takes one at a time. Each has a
   service account without rights, and runs as user 10001 on a read-only root file system, as the Pod Security Standard
-  *restricted* wants it. Only Milvus, where it is the chart's own, writes to its root file system.
+  *restricted* wants it. Only Milvus, where it is the chart's own, has a root file system that it may write to: nobody
+  has run it yet, so whether it needs more than its volume and `/tmp` is not known.
 - Only the gateway calls workers, and only workers call caches (`networkPolicy`), in a network that enforces policies.
 
 ## More workers by how many requests wait
