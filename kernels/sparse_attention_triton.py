@@ -171,7 +171,7 @@ def sparse_attention(
     """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
     where keys are cut into parts."""
     tile = tile_for(q.device, q.shape[2], q.dtype)
-    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2]))
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype))
 
 
 def attend(
