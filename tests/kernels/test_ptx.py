@@ -147,6 +147,6 @@ def test_scores_and_merge(capability: int) -> None:
     for kernel in (attention_scores_triton._denominators, attention_scores_triton._columns):
         built = compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
         assert built.metadata.shared <= SHARED[capability]
-    constants = {"PARTS": 9, "PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
+    constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
     built = compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
     assert f".target sm_{capability}" in built.asm["ptx"]
