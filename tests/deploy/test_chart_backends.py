@@ -178,8 +178,9 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("own", "policy", "told"),
-    [((), False, None), (("redis", "milvus"), True, None)]
-    + [
+    [
+        ((), False, None),
+        (("redis", "milvus"), True, None),
         (("redis",), False, "Redis,"),
         (("milvus",), False, "Milvus,"),
         (("redis", "milvus"), False, "Redis and Milvus,"),
@@ -191,8 +192,8 @@ def test_who_installs_them_without_policies_is_told_that_they_are_open(
     """Helm shows its notes only with a cluster at hand, so an object is made of them."""
     shutil.copytree(root / "k8s/fusionkv", tmp_path / "chart")
     notes = tmp_path / "chart/templates/NOTES.txt"
-    text = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}kind: Notes\ntext: {{{{ include "notes" . | quote }}}}'
-    notes.with_name("notes.yaml").write_text(text)
+    defined = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}'
+    notes.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
     flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
     command = [helm, "template", "rel", str(tmp_path / "chart"), "--kube-version", VERSIONS[-1], *flags]
     done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
