@@ -48,7 +48,7 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
 | [replicas.yaml](../examples/replicas.yaml) | three cache services and a Redis Cluster, two to eight workers |
 | [tensor-parallel.yaml](../examples/tensor-parallel.yaml) | a 32B model over four GPUs of one node |
 | [milvus.yaml](../examples/milvus.yaml) | two to six gateways that share a Milvus |
-| [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens; a Redis and a Milvus of the chart's own, without TLS |
+| [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens; the chart's own Redis and Milvus, plain |
 
 ## What is made
 
