@@ -36,7 +36,13 @@ def link_tokens(chunks: int, links: int) -> list[list[str]]:
 
 
 def anchor_tokens(percent: int, segment: int) -> list[str]:
-    """The names of the anchor tokens behind a segment of so many tokens that save so much of it."""
+    """The names of the anchor tokens behind a segment of so many tokens that save so much of it.
+
+    ValueError for rates that are no whole number of tokens: a worker knows the names alone, and finds the segment's
+    length from how many there are.
+    """
+    if not 0 <= percent < 100 or segment < 1 or segment * (100 - percent) % 100:
+        raise ValueError(f"{100 - percent}% of a segment of {segment} tokens is no whole number of anchor tokens")
     return [f"<|anchor_{percent}_{number}|>" for number in range(1, segment * (100 - percent) // 100 + 1)]
 
 
