@@ -40,6 +40,19 @@ def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
         assert (together.seconds, together.picture) == ({"select": [0.5, 0.5]}, PICTURE)
 
 
+def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
+    """As in a file that an earlier version began; seconds are of some blocks alone."""
+    store, (first, second) = Store(tmp_path / "cells.jsonl"), list(TASK.blocks(BLOCK))
+    more = Measured({**measured(0, BLOCK).values, "stored": [7.0] * BLOCK}, {"select": [0.5]})
+    for blocks in ((first, second), (second, first)):
+        store.append(SUBJECT, blocks[0], [(CELL, more)])
+        store.append(SUBJECT, blocks[1], [(CELL, Measured(measured(BLOCK, 5).values))])
+        ((_, together),) = table(SUBJECT, [first, second], [CELL], store)
+        assert set(together.values) == {"kl"}
+        assert len(together.values["kl"]) == BLOCK + 5
+        assert together.seconds == {"select": [0.5]}
+
+
 @pytest.mark.parametrize(
     "other",
     [
