@@ -9,11 +9,12 @@ import pytest
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.evaluation.__main__ import _subject
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key, table
-from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing, shipped
+from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.scoring import QuestionAttention
+from fusionkv.models.shipped import shipped
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
