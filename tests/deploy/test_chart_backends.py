@@ -8,37 +8,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.gateway.config import GatewayConfig
-from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, template, validate
 from tests.system.redis_process import RedisServer
 
-VERSIONS = ("1.29", "1.33", "1.37")
-CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
-COMPONENT = "app.kubernetes.io/component"
 Render = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def render(helm: str, root: Path, tmp_path: Path) -> Render:
-    """Objects by kind, then by what follows the release in their names."""
+def render(helm: str, tmp_path: Path) -> Render:
+    """Valid objects by kind, then by what follows the release in their names."""
 
     def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
-        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-        command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", version]
-        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ValueError(done.stderr)
+        documents = template(helm, tmp_path, values, version)
+        validate(documents, version)
         found: dict[str, dict[str, Any]] = {}
-        for document in filter(None, yaml.safe_load_all(done.stdout)):
+        for document in documents:
             found.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
-            if not document["apiVersion"].startswith("cert-manager.io/"):
-                kubernetes_validate.validate(document, version, strict=True)
         return found
 
     return run
