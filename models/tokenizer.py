@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.models import words
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-# Tokens of CacheClip's second model, learnt from text. With 768 they are those of `build` but for one in 200.
+# Tokens of CacheClip's second model, learnt from text: too few to learn every word and syllable that `build` has.
 _LEARNT = 576
 _SPACE = "Ġ"  # how byte-level tokenizers write the space byte
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single signs
@@ -86,7 +86,8 @@ def learn(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Another tokenizer, learnt from texts: that of CacheClip's second model. Lossless as well.
 
     It cuts every page of a story in another way than `build` does: into 1.2 times as many tokens, of which seven in
-    ten are the same. Rare words are in parts, and names fall into other parts than syllables.
+    ten are the same (tests/models/test_auxiliary.py). Rare words are in parts, and names fall into other parts than
+    syllables.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
