@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import PATIENT, cache_process, random_model, write
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, random_model, show
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -236,12 +236,7 @@ def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]
     return known[-1][0], True
 
 
-def _tables(rows: Sequence[dict[str, object]]) -> list[Table]:
-    table = Table(title=f"TTFT and tokens a second under load, {torch.get_num_threads()} CPU threads")
-    for column in rows[0]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
+def _capacities(rows: Sequence[dict[str, object]]) -> Table:
     found = Table(title=f"requests a second with p99 TTFT within {rows[0]['bound_s']} s")
     for column in ("name", "capacity", "of full attention's"):
         found.add_column(column, justify="right")
@@ -249,7 +244,7 @@ def _tables(rows: Sequence[dict[str, object]]) -> list[Table]:
     for name in dict.fromkeys(str(row["name"]) for row in rows):
         rate, more = capacity(rows, name)
         found.add_row(name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x")
-    return [table, found]
+    return found
 
 
 def main() -> int:
@@ -269,9 +264,8 @@ def main() -> int:
     traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
     rows = asyncio.run(bench(small_model(), traffic, systems, args.requests, Console(stderr=True)))
-    for table in _tables(rows):
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
-    write(rows, args.json)
+    show("TTFT and tokens a second under load", rows, args.json)
+    Console(width=None if sys.stdout.isatty() else 140).print(_capacities(rows))
     return 0
 
 

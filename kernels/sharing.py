@@ -5,6 +5,12 @@ from dataclasses import dataclass, replace
 
 from fusionkv.kernels.segments import Segment, Span
 
+# Keys that requests have to share for it to pay. A partial result is written and read: 8 (d + 1) H bytes a request,
+# where a key and its value are 2 (H / G) d b. Two requests that share n keys read them once less, so it pays from
+# 8 G / b keys on: 28 with 7 heads to a KV head and 2 bytes a number, 64 with 16 heads. A tile, and merging where
+# there was none, come on top of that.
+LEAST = 64
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -23,7 +29,10 @@ class Shared:
 
 
 def share(spans: Sequence[Span]) -> tuple[list[Shared], list[Span]]:
-    """What several spans of one row look at, and the spans with what is left to each alone, in the same order."""
+    """What several spans of one row look at, and the spans with what is left to each alone, in the same order.
+
+    What the same spans look at is shared from `LEAST` keys on.
+    """
     sharers: dict[tuple[int, int], dict[int, Segment]] = {}
     for i, span in enumerate(spans):
         for segment in span.segments if span.rows == 1 else ():
@@ -31,13 +40,17 @@ def share(spans: Sequence[Span]) -> tuple[list[Shared], list[Span]]:
                 # A chunk that is twice in one prompt is shared once.
                 sharers.setdefault((segment.start, segment.length), {}).setdefault(i, segment)
     together: dict[tuple[int, ...], list[tuple[Segment, ...]]] = {}
-    taken: list[set[int]] = [set() for _ in spans]
     for by_span in sharers.values():
         if len(by_span) > 1:
             together.setdefault(tuple(by_span), []).append(tuple(by_span.values()))
-            for i, segment in by_span.items():
-                taken[i].add(id(segment))
-    found = [Shared(tuple(spans[i] for i in who), tuple(runs)) for who, runs in together.items()]
+    found: list[Shared] = []
+    taken: list[set[int]] = [set() for _ in spans]
+    for who, runs in together.items():
+        group = Shared(tuple(spans[i] for i in who), tuple(runs))
+        if group.keys >= LEAST:
+            found.append(group)
+            for i, segments in zip(who, zip(*runs, strict=True), strict=True):
+                taken[i].update(map(id, segments))
     left = [
         replace(span, segments=tuple(s for s in span.segments if id(s) not in ids))
         for span, ids in zip(spans, taken, strict=True)

@@ -130,7 +130,8 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# Not specialised: how many parts there are changes with who shares what, and each new number would compile anew.
+@triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
     lse_ptr,  # float32 [parts, partial rows, q_heads]
@@ -139,15 +140,15 @@ def _merge(  # type: ignore[no-untyped-def]
     partial_rows,
     out_row_stride,
     out_head_stride,
-    PARTS: tl.constexpr,
-    PARTS_CEIL: tl.constexpr,
+    parts,
+    PARTS_CEIL: tl.constexpr,  # parts rounded up to a power of two
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
     partial, head = tl.program_id(0), tl.program_id(1)
     p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
     at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
-    lse = tl.load(lse_ptr + at, mask=p < PARTS, other=float("-inf"))
+    lse = tl.load(lse_ptr + at, mask=p < parts, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))
     weights = weights / tl.sum(weights, 0)
     # Parts that no key of the row lies in were never written.
@@ -171,7 +172,7 @@ def sparse_attention(
     """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
     where keys are cut into parts."""
     tile = tile_for(q.device, q.shape[2], q.dtype)
-    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2]))
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype))
 
 
 def attend(
@@ -273,7 +274,7 @@ def _launch(
             partial_rows,
             out.stride(0),
             out.stride(1),
-            PARTS=launch.parts,
+            launch.parts,
             PARTS_CEIL=triton.next_power_of_2(launch.parts),
             HEAD_DIM=dim,
             DIM=triton.next_power_of_2(dim),

@@ -35,6 +35,8 @@ class Tile:
 
 
 _INTERPRETED = Tile(32, 32, 4, 1)
+# Bytes of shared memory that a program can have on every GPU since sm_80: those of sm_86 and sm_89 have the least.
+ROOM = 99 << 10
 
 
 @cache
@@ -45,12 +47,29 @@ def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
     return recall(_key(device, head_dim, dtype)) or default(head_dim, dtype)
 
 
-def shared_tile(head_dim: int) -> Tile:
+def shared_tile(head_dim: int, dtype: torch.dtype) -> Tile:
     """Of rows of several requests, each with positions of its own: the largest that needs no registers it has not.
 
     Not measured; compiled for sm_80 and sm_90.
     """
-    return Tile(64 if head_dim <= 128 else 32, 32, 8, 2)
+    return _fitting(Tile(64 if head_dim <= 128 else 32, 32, 8, 2), head_dim, dtype)
+
+
+def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
+    """What a program with this tile takes of shared memory at most, on GPUs before sm_90 (which has 227 KiB).
+
+    Queries, weights, blocks of keys and values as stages need them, and 4 bytes a row and 1 KiB for reductions.
+    """
+    dim = 1 << (head_dim - 1).bit_length()
+    numbers = tile.rows * (dim + tile.keys) + (1 + tile.stages) * tile.keys * dim
+    return numbers * dtype.itemsize + 4 * tile.rows + 1024
+
+
+def _fitting(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
+    """The tile, with blocks of half as many keys where it has no room otherwise: float32 with heads beyond 128."""
+    if shared_bytes(tile, head_dim, dtype) <= ROOM:
+        return tile
+    return dataclasses.replace(tile, keys=tile.keys // 2)
 
 
 def recall(key: str) -> Tile | None:
@@ -84,9 +103,9 @@ def _store() -> Path:
 
 
 def default(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Not measured: sized so that a block's keys, values and queries take at most 100 KiB of shared memory."""
+    """Not measured: sized so that it takes at most `ROOM` of shared memory."""
     if dtype == torch.float32:
-        return Tile(32, 32, 4, 2) if head_dim > 64 else Tile(64, 32, 4, 2)
+        return _fitting(Tile(32 if head_dim > 64 else 64, 32, 4, 2), head_dim, dtype)
     return Tile(64, 32, 4, 2) if head_dim > 128 else Tile(128, 64, 8, 3 if head_dim <= 64 else 2)
 
 

@@ -13,12 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import apply_rotary_pos_emb
 
+from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
 
 METHODS = ("full_attention", "full_reuse")
 _SEED = 20_000_003  # far from the seeds of training
 _NONE = -100
-_TUNED = ("linked-", "anchored-")
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,6 @@ def evaluate(
         shares = "  ".join(f"{method} {table[method][task]:5.1f}" for method in METHODS)
         print(f"{directory.name:12s} {task:10s} {shares}  ({time.monotonic() - start:.1f} s)", flush=True)
     return table
-
-
-def shipped() -> list[Path]:
-    """The directories of the models that come with this package, but those trained to reuse."""
-    found = (path.parent for path in Path(__file__).parent.glob("*/model.safetensors"))
-    return sorted(path for path in found if not path.name.startswith(_TUNED))
 
 
 def main() -> None:

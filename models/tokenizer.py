@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.models import words
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-# Tokens of CacheClip's second model, learnt from text. With 768 they are those of `build` but for one in 200.
+# Tokens of CacheClip's second model, learnt from text: too few to learn every word and syllable that `build` has.
 _LEARNT = 576
 _SPACE = "Ġ"  # how byte-level tokenizers write the space byte
 _PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single signs
@@ -36,7 +36,13 @@ def link_tokens(chunks: int, links: int) -> list[list[str]]:
 
 
 def anchor_tokens(percent: int, segment: int) -> list[str]:
-    """The names of the anchor tokens behind a segment of so many tokens that save so much of it."""
+    """The names of the anchor tokens behind a segment of so many tokens that save so much of it.
+
+    ValueError for rates that are no whole number of tokens: a worker knows the names alone, and finds the segment's
+    length from how many there are.
+    """
+    if not 0 <= percent < 100 or segment < 1 or segment * (100 - percent) % 100:
+        raise ValueError(f"{100 - percent}% of a segment of {segment} tokens is no whole number of anchor tokens")
     return [f"<|anchor_{percent}_{number}|>" for number in range(1, segment * (100 - percent) // 100 + 1)]
 
 
@@ -80,7 +86,8 @@ def learn(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Another tokenizer, learnt from texts: that of CacheClip's second model. Lossless as well.
 
     It cuts every page of a story in another way than `build` does: into 1.2 times as many tokens, of which seven in
-    ten are the same. Rare words are in parts, and names fall into other parts than syllables.
+    ten are the same (tests/models/test_auxiliary.py). Rare words are in parts, and names fall into other parts than
+    syllables.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

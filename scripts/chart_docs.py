@@ -48,7 +48,7 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
 | [replicas.yaml](../examples/replicas.yaml) | three cache services and a Redis Cluster, two to eight workers |
 | [tensor-parallel.yaml](../examples/tensor-parallel.yaml) | a 32B model over four GPUs of one node |
 | [milvus.yaml](../examples/milvus.yaml) | two to six gateways that share a Milvus |
-| [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens, a Redis and a Milvus of the chart's own |
+| [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens; the chart's own Redis and Milvus, plain |
 
 ## What is made
 
@@ -60,7 +60,8 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
   starts; with a Milvus there may be many.
 - Pods of one service go to different nodes where there are some, and a disruption takes one at a time. Each has a
   service account without rights, and runs as user 10001 on a read-only root file system, as the Pod Security Standard
-  *restricted* wants it. Only Milvus, where it is the chart's own, writes to its root file system.
+  *restricted* wants it. Only Milvus, where it is the chart's own, has a root file system that it may write to: nobody
+  has run it yet, so whether it needs more than its volume and `/tmp` is not known.
 - Only the gateway calls workers, and only workers call caches (`networkPolicy`), in a network that enforces policies.
 
 ## More workers by how many requests wait

@@ -29,8 +29,8 @@ ALLOWED = {
     },
     "models": {"fusionkv.protos"},
 }
-# What judges all methods brings the reference models' tasks with it; a worker has none of them.
-BESIDES = {"fusion_worker/evaluation": {"fusionkv.models.tasks"}}
+# What judges all methods brings the reference models and their tasks with it; a worker has none of them.
+BESIDES = {"fusion_worker/evaluation": {"fusionkv.models.tasks", "fusionkv.models.shipped"}}
 MAX_LINES = 320
 
 

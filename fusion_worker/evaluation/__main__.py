@@ -27,6 +27,7 @@ from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Versions
 from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import fingerprint, on_cpu
+from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ServiceError
 from fusionkv.protos.settings import SettingsError, parse_bytes, positive, share
@@ -105,7 +106,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     plan = _plan(args)
     configs = {
         _subject(directory, store, args): _config(directory, store, args)
-        for directory in args.models or jobs.shipped()
+        for directory in args.models or shipped()
         for store in args.store
     }
     todo = [job for subject, config in configs.items() for job in jobs.missing(subject, config, plan, known)]

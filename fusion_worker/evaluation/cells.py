@@ -123,10 +123,10 @@ def table(
         names = [key(subject, block, cell) for block in blocks]
         if all(name in store for name in names):
             parts = [store[name] for name in names]
-            yield (
-                cell,
-                Measured(_joined(p.values for p in parts), _joined(p.seconds for p in parts), parts[0].picture),
-            )
+            values = _joined([p.values for p in parts])
+            # Lines of an earlier version may lack a metric: it would be the mean of fewer samples than the others.
+            known = {name: values[name] for name in values if all(name in p.values for p in parts)}
+            yield cell, Measured(known, _joined([p.seconds for p in parts]), parts[0].picture)
 
 
 def _joined(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:

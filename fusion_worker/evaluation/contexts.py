@@ -12,7 +12,8 @@ from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, SimilarityGuided
 from fusionkv.kvcache_service import keys
 
-Encode = Isolated | SimilarityGuided | Anchored
+# Ways of encoding that an evaluation compares: those of `recipes.Encode` that depend on no chunk before.
+Encoding = Isolated | SimilarityGuided | Anchored
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +24,10 @@ class Contexts:
     """
 
     loader: Loader
-    parts: Mapping[tuple[Prompt, Encode], tuple[Placed, ...]]
+    parts: Mapping[tuple[Prompt, Encoding], tuple[Placed, ...]]
 
     @asynccontextmanager
-    async def placed(self, prompt: Prompt, encode: Encode, fresh: int) -> AsyncIterator[Placement]:
+    async def placed(self, prompt: Prompt, encode: Encoding, fresh: int) -> AsyncIterator[Placement]:
         """One of the prompts with its parts as `encode` made them and `fresh` slots of its own."""
         async with self.loader.plain(fresh) as room:
             # The parts are held for others as well: nobody gives them up.
@@ -35,7 +36,7 @@ class Contexts:
 
 @asynccontextmanager
 async def hold(
-    loader: Loader, similarity: Similarity, prompts: Sequence[Prompt], encodes: Sequence[Encode]
+    loader: Loader, similarity: Similarity, prompts: Sequence[Prompt], encodes: Sequence[Encoding]
 ) -> AsyncIterator[Contexts]:
     """The prompts' chunks in the pool in every way of `encodes`, until the context is left.
 
@@ -45,7 +46,7 @@ async def hold(
         ResourceExhausted: they don't fit the pool.
     """
     restored: set[bytes] = set()
-    parts: dict[tuple[Prompt, Encode], tuple[Placed, ...]] = {}
+    parts: dict[tuple[Prompt, Encoding], tuple[Placed, ...]] = {}
     async with AsyncExitStack() as stack:
 
         async def bring(wanted: Sequence[Wanted]) -> tuple[Placed, ...]:

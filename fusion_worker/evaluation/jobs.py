@@ -5,7 +5,6 @@ import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -141,11 +140,3 @@ class _Bench:
     def close(self) -> None:
         self._loop.run_until_complete(self._runner.close())
         self._loop.close()
-
-
-def shipped() -> list[Path]:
-    """The directories of the models that come with the project, but those trained to reuse (`linked-*`,
-    `anchored-*`): what they lose by it is another question than what a recipe brings back.
-    """
-    folders = (file.parent for file in Path(str(resources.files("fusionkv.models"))).glob("*/config.json"))
-    return sorted(folder for folder in folders if not folder.name.startswith(("linked-", "anchored-")))

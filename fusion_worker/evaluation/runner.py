@@ -16,7 +16,7 @@ from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encode, hold
+from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, hold
 from fusionkv.fusion_worker.evaluation.deviation import deviation
 from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
@@ -225,12 +225,12 @@ def _together(answers: Sequence[Answer]) -> Measured:
     return Measured(values, seconds, answers[0].picture)
 
 
-def _encode(recipe: Recipe) -> Encode:
-    assert isinstance(recipe.encode, Encode)
+def _encode(recipe: Recipe) -> Encoding:
+    assert isinstance(recipe.encode, Encoding)
     return recipe.encode
 
 
-def _encodes(cells: Sequence[Cell]) -> list[Encode]:
+def _encodes(cells: Sequence[Cell]) -> list[Encoding]:
     """The ways of encoding that the cells need, each once."""
     return list(dict.fromkeys(_encode(cell.recipe) for cell in cells if not cell.recipe.lossless))
 

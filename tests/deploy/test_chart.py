@@ -8,17 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
+from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
-VERSIONS = ("1.29", "1.33", "1.37")
-CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
 # Values that change what is rendered, in all combinations.
 VARIANTS: list[dict[str, Any]] = [
@@ -34,14 +30,9 @@ def chart(root: Path) -> Path:
 
 
 @pytest.fixture
-def render(helm: str, chart: Path, tmp_path: Path) -> Render:
+def render(helm: str, tmp_path: Path) -> Render:
     def run(values: dict[str, Any] | None = None, version: str = VERSIONS[-1]) -> list[Any]:
-        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values or {}))
-        command = [helm, "template", "rel", str(chart), "-n", "ns", "--kube-version", version]
-        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ValueError(done.stderr)
-        return [document for document in yaml.safe_load_all(done.stdout) if document]
+        return template(helm, tmp_path, values or {}, version)
 
     return run
 
@@ -72,8 +63,7 @@ def test_helm_lint(helm: str, chart: Path) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid_for_kubernetes(render: Render, version: str) -> None:
     for variant in VARIANTS:
-        for document in render(values_of(variant), version):
-            kubernetes_validate.validate(document, version, strict=True)
+        validate(render(values_of(variant), version), version)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -134,8 +124,7 @@ def test_several_gpus_share_the_model(render: Render, root: Path) -> None:
     (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
     assert volume["emptyDir"]["medium"] == "Memory"
     for version in VERSIONS:
-        for document in documents:
-            kubernetes_validate.validate(document, version, strict=True)
+        validate(documents, version)
 
 
 def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
@@ -259,8 +248,7 @@ def test_caches_that_share_an_index_reach_it_and_each_other(render: Render, url:
     reached = {rule["ports"][0]["port"]: "to" in rule for rule in policy["egress"]}
     assert reached == {53: False, port: False, 7070: True}
     for version in VERSIONS:
-        for document in documents:
-            kubernetes_validate.validate(document, version, strict=True)
+        validate(documents, version)
 
 
 def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:

@@ -1,43 +1,33 @@
 """What the chart brings beside the services: certificates, a Redis, a Milvus, and the question of `helm test`."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.gateway.config import GatewayConfig
-from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, template, validate
 from tests.system.redis_process import RedisServer
 
-VERSIONS = ("1.29", "1.33", "1.37")
-CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
-COMPONENT = "app.kubernetes.io/component"
 Render = Callable[..., dict[str, dict[str, Any]]]
 
 
 @pytest.fixture
-def render(helm: str, root: Path, tmp_path: Path) -> Render:
-    """Objects by kind, then by what follows the release in their names."""
+def render(helm: str, tmp_path: Path) -> Render:
+    """Valid objects by kind, then by what follows the release in their names."""
 
     def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
-        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-        command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", version]
-        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ValueError(done.stderr)
+        documents = template(helm, tmp_path, values, version)
+        validate(documents, version)
         found: dict[str, dict[str, Any]] = {}
-        for document in filter(None, yaml.safe_load_all(done.stdout)):
+        for document in documents:
             found.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
-            if not document["apiVersion"].startswith("cert-manager.io/"):
-                kubernetes_validate.validate(document, version, strict=True)
         return found
 
     return run
@@ -164,6 +154,7 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     assert program == "redis-server"
     assert container["resources"]["limits"]["memory"] == "128Mi"
     wanted = {"maxmemory": str(64 << 20), "maxmemory-policy": "noeviction", "save": "", "appendonly": "no"}
+    wanted |= {"protected-mode": "no"}
     server, told = RedisServer(tmp_path, *flags), dict[str, str]()
     try:
         with server.client() as client:
@@ -172,6 +163,34 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     finally:
         server.kill9()
     assert {name: told[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("own", "policy", "told"),
+    [
+        ((), False, None),
+        (("redis", "milvus"), True, None),
+        (("redis",), False, "Redis,"),
+        (("milvus",), False, "Milvus,"),
+        (("redis", "milvus"), False, "Redis and Milvus,"),
+    ],
+)
+def test_who_installs_them_without_policies_is_told_that_they_are_open(
+    helm: str, root: Path, tmp_path: Path, own: tuple[str, ...], policy: bool, told: str | None
+) -> None:
+    """Helm shows its notes only with a cluster at hand, so an object is made of them."""
+    shutil.copytree(root / "k8s/fusionkv", tmp_path / "chart")
+    notes = tmp_path / "chart/templates/NOTES.txt"
+    defined = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}'
+    notes.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
+    flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
+    command = [helm, "template", "rel", str(tmp_path / "chart"), "--kube-version", VERSIONS[-1], *flags]
+    done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = " ".join(yaml.safe_load(done.stdout)["text"].split())
+    assert "fusionkv stats --gateway localhost:7072" in found
+    assert ("every pod" in found) == (told is not None)
+    assert told is None or f"change what is in {told} which" in found
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -1,43 +1,30 @@
 """What the chart brings besides its workloads: jobs, autoscaling, a route, and values to start from."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 import yaml
 
-from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway import cli
-from fusionkv.gateway.config import GatewayConfig
-from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
+from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
-VERSIONS = ("1.29", "1.33", "1.37")
-CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
-# Of the Gateway API, the Prometheus operator and cert-manager, which Kubernetes' own schemas lack.
-FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule", "Certificate", "Issuer"}
 EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")
 Render = Callable[..., dict[str, list[Any]]]
 
 
 @pytest.fixture
-def render(helm: str, root: Path, tmp_path: Path) -> Render:
-    """Objects by kind."""
+def render(helm: str, tmp_path: Path) -> Render:
+    """Valid objects by kind."""
 
     def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, list[Any]]:
-        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-        command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", version]
-        done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ValueError(done.stderr)
+        documents = template(helm, tmp_path, values, version)
+        validate(documents, version)
         found: dict[str, list[Any]] = {}
-        for document in filter(None, yaml.safe_load_all(done.stdout)):
+        for document in documents:
             found.setdefault(document["kind"], []).append(document)
-            if document["kind"] not in FOREIGN:
-                kubernetes_validate.validate(document, version, strict=True)
         return found
 
     return run

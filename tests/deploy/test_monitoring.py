@@ -3,17 +3,17 @@ of them.
 """
 
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import promql_parser
 import pytest
 import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from tests.deploy import rendering
 
 FILES = "k8s/fusionkv/files"
 MONITORED = {
@@ -150,22 +150,10 @@ def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
         assert any(getattr(node, "op", None) is not None for node in parts(promql_parser.parse(rule["expr"])))
 
 
-def render(helm: str, root: Path, tmp_path: Path, values: Any) -> list[Any]:
-    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
-    command = [helm, "template", "rel", str(root / "k8s/fusionkv"), "-n", "ns", "--kube-version", "1.37"]
-    done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise ValueError(done.stderr)
-    return [document for document in yaml.safe_load_all(done.stdout) if document]
-
-
 def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
-    documents = render(helm, root, tmp_path, MONITORED)
-    own = {"ServiceMonitor", "PrometheusRule"}
-    for document in documents:
-        if document["kind"] not in own:
-            kubernetes_validate.validate(document, "1.37", strict=True)
-    by_kind = {d["kind"]: d for d in documents if d["kind"] in {*own, "ConfigMap"}}
+    documents = rendering.template(helm, tmp_path, MONITORED)
+    rendering.validate(documents, rendering.VERSIONS[-1])
+    by_kind = {d["kind"]: d for d in documents if d["kind"] in {"ServiceMonitor", "PrometheusRule", "ConfigMap"}}
     assert json.loads(by_kind["ConfigMap"]["data"]["fusionkv.json"]) == dashboard_of(root)
     assert by_kind["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert by_kind["PrometheusRule"]["spec"] == yaml.safe_load((root / FILES / "rules.yaml").read_text())
@@ -196,15 +184,15 @@ def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
         assert scrape["from"] == MONITORED["metrics"]["scrapers"]
 
 
-def test_nothing_of_it_unless_it_is_asked_for(helm: str, root: Path, tmp_path: Path) -> None:
-    kinds = {d["kind"] for d in render(helm, root, tmp_path, {})}
+def test_nothing_of_it_unless_it_is_asked_for(helm: str, tmp_path: Path) -> None:
+    kinds = {d["kind"] for d in rendering.template(helm, tmp_path, {})}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
     with pytest.raises(ValueError, match=r"metrics\.serviceMonitor needs metrics\.port"):
-        render(helm, root, tmp_path, {"metrics": {"serviceMonitor": {"enabled": True}}})
+        rendering.template(helm, tmp_path, {"metrics": {"serviceMonitor": {"enabled": True}}})
     for bad in (
         {"metrics": {"port": "http"}},
         {"metrics": {"rules": {"enabled": 1}}},
         {"gateway": {"http": {}, "htpp": {}}},
     ):
         with pytest.raises(ValueError, match="schema"):
-            render(helm, root, tmp_path, bad)
+            rendering.template(helm, tmp_path, bad)

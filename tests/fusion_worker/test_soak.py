@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.evaluation import jobs, soak
+from fusionkv.fusion_worker.evaluation import soak
 from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.models.shipped import shipped
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -76,7 +77,7 @@ async def test_requests_given_up_leave_no_lease(cache_service: str, start: Any, 
 
 
 def test_the_soak_itself(tools: Any) -> None:
-    model = models.load(jobs.shipped()[0])
+    model = models.load(shipped()[0])
     cases = soak.questions(model, 2)
     assert {case.recipe for case in cases} == {name for name, _ in soak.RECIPES}
     seen = asyncio.run(soak.soak(model, cases, 0.1, 4, Console(quiet=True)))

@@ -20,7 +20,8 @@ from fusionkv.kernels import (  # noqa: E402
     tuning,
 )
 
-SHARED = {80: 163 << 10, 90: 227 << 10}  # bytes a program can have
+# Bytes a program can have. sm_80 itself has 163 KiB, but sm_86 and sm_89, for which the same code is made, 99.
+SHARED = {80: 99 << 10, 90: 227 << 10}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
@@ -109,19 +110,35 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
         )
         assert f".target sm_{capability}" in built.asm["ptx"]
         assert built.metadata.shared <= SHARED[capability]
+        if capability == 80:
+            taken = tuning.Tile(rows, tile.keys, warps, tile.stages)
+            assert built.metadata.shared <= tuning.shared_bytes(taken, head_dim, dtype)
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
         if capability == 90 and rows >= 64 and dtype != torch.float32:
             assert "wgmma.mma_async" in built.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(("head_dim", "groups"), [(64, 7), (128, 7), (256, 4)])
-def test_shared_decode(capability: int, head_dim: int, groups: int) -> None:
-    tile = tuning.shared_tile(head_dim)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "groups"),
+    [
+        (64, torch.bfloat16, 7),
+        (128, torch.bfloat16, 7),
+        (256, torch.bfloat16, 4),
+        (256, torch.float16, 4),
+        (64, torch.float32, 7),
+        (128, torch.float32, 7),
+        (256, torch.float32, 4),
+    ],
+    ids=str,
+)
+def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
+    tile = tuning.shared_tile(head_dim, dtype)
     constants = shape(head_dim, groups, tile.rows, tile.keys)
-    built = compile_for(shared_decode_triton.attend_shared, capability, torch.bfloat16, tile, **constants)
+    built = compile_for(shared_decode_triton.attend_shared, capability, dtype, tile, **constants)
     assert f".target sm_{capability}" in built.asm["ptx"]
     assert built.metadata.shared <= SHARED[capability]
+    assert capability == 90 or built.metadata.shared <= tuning.shared_bytes(tile, head_dim, dtype)
 
 
 @pytest.mark.parametrize("capability", SHARED)
@@ -130,6 +147,6 @@ def test_scores_and_merge(capability: int) -> None:
     for kernel in (attention_scores_triton._denominators, attention_scores_triton._columns):
         built = compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
         assert built.metadata.shared <= SHARED[capability]
-    constants = {"PARTS": 9, "PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
+    constants = {"PARTS_CEIL": 16, "HEAD_DIM": 128, "DIM": 128}
     built = compile_for(sparse_attention_triton._merge, capability, torch.bfloat16, tile, **constants)
     assert f".target sm_{capability}" in built.asm["ptx"]

@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HAS_KERNEL = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 DIM = 32
-CHUNKS = [70, 16, 300, 1, 64]  # tokens of each
+CHUNKS = [70, 16, 300, 1, 64, 48]  # tokens of each
 
 
 def rotation(interleaved: bool = False) -> Rotation:
@@ -128,6 +128,28 @@ def test_what_is_shared() -> None:
     assert [segment.first for segment in by_who[0, 1, 2].runs[0]] == [86, 0, 1]
     assert by_who[0, 1, 2].keys == CHUNKS[2]
     assert [len(span.segments) for span in left] == [3, 1, 2, 2], "a chunk twice in one prompt stays its own"
+
+
+@pytest.mark.parametrize(
+    ("prompts", "keys"),
+    [
+        ([[1, 3], [3, 1]], []),
+        ([[5], [5]], []),
+        ([[4], [4]], [64]),
+        ([[1, 5], [5, 1]], [64]),  # one partial result for both runs
+        ([[1, 5], [5, 1], [5]], []),  # 48 by three of them, 16 by two
+        ([[1, 2], [1, 2], [2]], [300]),
+    ],
+    ids=str,
+)
+def test_little_is_not_shared(prompts: list[list[int]], keys: list[int]) -> None:
+    """A partial result costs more than reading up to 64 keys once more."""
+    spans, _ = batch(prompts, [1] * len(prompts), 0.0)
+    found, left = share(spans)
+    assert [group.keys for group in found] == keys
+    kept = sum(segment.length for span in left for segment in span.segments)
+    everything = sum(segment.length for span in spans for segment in span.segments)
+    assert kept + sum(group.keys * len(group.spans) for group in found) == everything
 
 
 def test_prefill_is_not_grouped() -> None:

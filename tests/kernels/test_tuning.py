@@ -4,8 +4,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
-from fusionkv.kernels.tuning import Tile, recall, remember
+from fusionkv.kernels.tuning import ROOM, Tile, default, recall, remember, shared_bytes, shared_tile
 
 TILE = Tile(64, 32, 4, 2)
 
@@ -15,6 +16,15 @@ def store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file, in a cache folder that is not there yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "new"))
     return tmp_path / "new" / "fusionkv" / "tiles.json"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [*range(16, 128, 16), *range(128, 257, 32)])
+def test_a_tile_without_a_measurement_fits_every_gpu(head_dim: int, dtype: torch.dtype) -> None:
+    """test_ptx.py holds the compiler to these bytes."""
+    for tile in (default(head_dim, dtype), shared_tile(head_dim, dtype)):
+        assert shared_bytes(tile, head_dim, dtype) <= ROOM == 99 << 10
+        assert min(tile.rows, tile.keys) >= 16, "the smallest matrix product"
 
 
 def remember_many(writer: int) -> None:

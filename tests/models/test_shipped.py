@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from fusionkv.models import evaluate
+from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 
-MODELS = evaluate.shipped()
+MODELS = shipped()
 AUXILIARIES = sorted(path.parent for path in Path(evaluate.__file__).parent.glob("clip/*/model.safetensors"))
 COUNT = 50
 WRONG = 3  # of 50 under full attention; a task at 97% has more in 6 of 100 draws of samples, and these are fixed

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from fusionkv.fusion_worker.engine.anchors import cuts
 from fusionkv.models import tasks, words
 from fusionkv.models.curriculum import question_pieces
-from fusionkv.models.tokenizer import build
+from fusionkv.models.tokenizer import anchor_tokens, build
 
 TOKENIZER = build()
 
@@ -49,6 +50,24 @@ def test_names_are_one_token_a_syllable_and_numbers_one_a_digit() -> None:
             for third in words.THIRD if second in words.SECOND else []:
                 assert TOKENIZER.tokenize(f" {first}{second}{third}") == [f"Ġ{first}", second, third]
     assert TOKENIZER.tokenize(" 417") == ["Ġ4", "1", "7"]
+
+
+@pytest.mark.parametrize(
+    ("percent", "segment"), [(p, s) for s in (1, 10, 16, 20, 25) for p in range(100) if s * p % 100 == 0]
+)
+def test_a_worker_cuts_the_segments_that_anchor_tokens_were_made_for(percent: int, segment: int) -> None:
+    names = anchor_tokens(percent, segment)
+    (cut,) = cuts(range(segment), range(len(names)), percent)
+    assert (len(cut.text), len(cut.anchors)) == (segment, len(names))
+    assert len(cuts(range(segment + 1), range(len(names)), percent)) == 2
+
+
+@pytest.mark.parametrize(
+    ("percent", "segment"), [(30, 16), (60, 16), (99, 16), (100, 16), (-100, 16), (50, 0), (50, 15)]
+)
+def test_rates_that_cut_a_token_are_refused(percent: int, segment: int) -> None:
+    with pytest.raises(ValueError, match="no whole number of anchor tokens"):
+        anchor_tokens(percent, segment)
 
 
 def test_pieces_are_cut_where_tokens_end() -> None:

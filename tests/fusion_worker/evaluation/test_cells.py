@@ -9,11 +9,12 @@ import pytest
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.evaluation.__main__ import _subject
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key, table
-from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing, shipped
+from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.scoring import QuestionAttention
+from fusionkv.models.shipped import shipped
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
@@ -38,6 +39,19 @@ def test_blocks_come_back_as_one_cell(tmp_path: Path) -> None:
         assert cell == CELL
         assert together.values["kl"] == measured(0, BLOCK + 5).values["kl"]
         assert (together.seconds, together.picture) == ({"select": [0.5, 0.5]}, PICTURE)
+
+
+def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
+    """As in a file that an earlier version began; seconds are of some blocks alone."""
+    store, (first, second) = Store(tmp_path / "cells.jsonl"), list(TASK.blocks(BLOCK))
+    more = Measured({**measured(0, BLOCK).values, "stored": [7.0] * BLOCK}, {"select": [0.5]})
+    for blocks in ((first, second), (second, first)):
+        store.append(SUBJECT, blocks[0], [(CELL, more)])
+        store.append(SUBJECT, blocks[1], [(CELL, Measured(measured(BLOCK, 5).values))])
+        ((_, together),) = table(SUBJECT, [first, second], [CELL], store)
+        assert set(together.values) == {"kl"}
+        assert len(together.values["kl"]) == BLOCK + 5
+        assert together.seconds == {"select": [0.5]}
 
 
 @pytest.mark.parametrize(
