@@ -230,20 +230,21 @@ class Answerer:
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
-            while True:
-                token = result.token
-                assert token is not None
-                summary.generated += 1
-                yield Piece(token, self._read(token, text, summary, params))
-                if summary.finish:
-                    break
-                if result.votes is not None:
-                    assert summary.recipe.keep is not None
-                    keep, crew = summary.recipe.keep, self._engine.crew
-                    await evict(fused, keep, result.votes, self._pool, self._model, crew)
-                answer.append(token)
-                fused, result = await step(self._engine, fused, answer, sampler)
-                summary.recomputed = len(fused.chosen)
+            with self._engine.streaming():
+                while True:
+                    token = result.token
+                    assert token is not None
+                    summary.generated += 1
+                    yield Piece(token, self._read(token, text, summary, params))
+                    if summary.finish:
+                        break
+                    if result.votes is not None:
+                        assert summary.recipe.keep is not None
+                        keep, crew = summary.recipe.keep, self._engine.crew
+                        await evict(fused, keep, result.votes, self._pool, self._model, crew)
+                    answer.append(token)
+                    fused, result = await step(self._engine, fused, answer, sampler)
+                    summary.recomputed = len(fused.chosen)
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,10 @@ class Engine:
         """Computes a work. Cancelling the caller frees nothing too early: it returns when the step is over."""
         self._scheduler.add(work)
         return await settled(work.future, work)
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """To be held while an answer is decoded, so that steps are short."""
+        return self._scheduler.streaming()
 
     def close(self) -> None:
         """Ends the thread after the step it is in."""

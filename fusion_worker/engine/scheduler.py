@@ -1,16 +1,16 @@
 """What goes into the next step: a row of every running answer, then prefills: the oldest, and the shortest."""
 
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from fusionkv.fusion_worker.engine.work import Work
 
 # Seconds that a step with prefills waits for answers whose last token has just gone out: little beside a step of
-# `max_mixed_tokens` rows, which a row that misses it waits for.
+# `max_mixed_tokens` rows, which a row that misses it waits for. A caller who reads slowly keeps steps short for as
+# long as its answer lasts, and each of them waits this long for it.
 _GRACE = 0.002
-# So long after a token steps stay short, for a caller that takes its time; one that takes longer slows nobody down.
-_LINGER = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,7 @@ class Scheduler:
         self._decodes: list[Work] = []
         self._prefills: list[Work] = []
         self._background: list[Work] = []
-        # Rows of answers in the step that was taken last, and when a step with any ended.
-        self._decoding, self._streamed = 0, float("-inf")
+        self._streams = 0
         self._lock = threading.Condition()
         self._closed = False
 
@@ -54,6 +53,18 @@ class Scheduler:
             (self._decodes if work.rows == 1 else prefills).append(work)
             self._lock.notify()
 
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """While an answer is decoded: no step may keep it waiting for long, be its next row here or on its way."""
+        with self._lock:
+            self._streams += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._streams -= 1
+                self._lock.notify()
+
     def close(self) -> None:
         """No more work; `take` returns None once it has been told."""
         with self._lock:
@@ -61,27 +72,20 @@ class Scheduler:
             self._lock.notify()
 
     def take(self) -> list[Part] | None:
-        """Blocks for work, once the step before has ended. A prefill over the step's budget is split; the oldest goes
-        whole if it can't be.
+        """Blocks for work. A prefill over the step's budget is split; the oldest goes whole if it can't be.
 
         Returns None after `close`.
         """
         with self._lock:
-            streams, self._decoding = self._decoding, 0
-            if streams:
-                self._streamed = time.monotonic()
             while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
             if self._prefills or self._background:
-                grace = self._streamed + _GRACE - time.monotonic()
-                self._lock.wait_for(lambda: len(self._decodes) >= streams or self._closed, max(0.0, grace))
+                self._lock.wait_for(lambda: len(self._decodes) >= self._streams or self._closed, _GRACE)
             if self._closed:
                 return None
             parts = [Part(w, 0, 1) for w in self._decodes if self._starts(w)]
             self._decodes.clear()
-            self._decoding = len(parts)
-            short = bool(parts) or time.monotonic() < self._streamed + _LINGER
-            left = max(1, self._mixed - len(parts)) if short else self._budget
+            left = max(1, self._mixed - len(parts)) if parts or self._streams else self._budget
             for queue in (self._prefills, self._background):
                 if left > 0:
                     # Nobody waits for what is in the background: it holds no stream up by going whole.

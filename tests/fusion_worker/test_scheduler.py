@@ -3,7 +3,6 @@
 import asyncio
 import random
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +11,6 @@ import torch
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.turns import Turns
 from fusionkv.fusion_worker.engine.work import Work
-
-Linger = Callable[[float], None]
-
-
-@pytest.fixture
-def linger(monkeypatch: pytest.MonkeyPatch) -> Linger:
-    """Sets how long steps stay short after a token."""
-    return lambda seconds: monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._LINGER", seconds)
 
 
 def work(rows: int, **more: Any) -> Work:
@@ -63,23 +54,15 @@ def test_a_stream_of_short_ones_starves_nobody() -> None:
     assert steps <= 2000 / 32 + 1
 
 
-def streamed(scheduler: Scheduler) -> None:
-    """A token of an answer goes out."""
-    scheduler.add(work(1))
-    assert 1 in step(scheduler).values()
-
-
-def test_steps_are_short_while_an_answer_is_streamed(linger: Linger) -> None:
-    """Also when its next row is not here: its last token is on its way to the caller. Not for ever."""
+def test_steps_are_short_while_an_answer_is_streamed() -> None:
+    """Also when its next row is not here: its last token is on its way to the caller."""
     scheduler = Scheduler(100, 30)
     long = work(1000)
     scheduler.add(long)
     assert step(scheduler) == {long: 100}
-    linger(60.0)
-    streamed(scheduler)
-    for _ in range(3):
-        assert step(scheduler) == {long: 30}
-    linger(0.0)
+    with scheduler.streaming():
+        for _ in range(3):
+            assert step(scheduler) == {long: 30}
     assert step(scheduler) == {long: 100}
 
 
@@ -87,29 +70,15 @@ def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.Monkey
     monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
     scheduler = Scheduler(100, 30)
     long, row = work(1000), work(1)
-    streamed(scheduler)
     scheduler.add(long)
-    timer = threading.Timer(0.05, scheduler.add, (row,))
-    timer.start()
-    assert step(scheduler) == {row: 1, long: 29}
-    # A closed scheduler keeps nobody.
-    timer = threading.Timer(0.05, scheduler.close)
-    timer.start()
-    assert scheduler.take() is None
-
-
-def test_a_step_waits_for_nobody_who_did_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
-    scheduler = Scheduler(100, 30)
-    long = work(1000)
-    scheduler.add(long)
-    streamed(scheduler)
-    scheduler.add(work(1))
-    assert 1 in step(scheduler).values(), "it is back"
-    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 0.01)
-    assert step(scheduler) == {long: 30}, "it was waited for once"
-    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
-    assert step(scheduler) == {long: 30}
+    with scheduler.streaming():
+        timer = threading.Timer(0.05, scheduler.add, (row,))
+        timer.start()
+        assert step(scheduler) == {row: 1, long: 29}
+        # A closed scheduler keeps nobody.
+        timer = threading.Timer(0.05, scheduler.close)
+        timer.start()
+        assert scheduler.take() is None
 
 
 def test_short_ones_wait_for_no_long_one() -> None:
@@ -121,8 +90,7 @@ def test_short_ones_wait_for_no_long_one() -> None:
     assert step(scheduler)[short] == 40
 
 
-def test_steps_are_small_while_answers_are_streamed(linger: Linger) -> None:
-    linger(0.0)
+def test_steps_are_small_while_answers_are_streamed() -> None:
     scheduler = Scheduler(1000, 100)
     long = work(5000)
     scheduler.add(long)
