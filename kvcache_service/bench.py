@@ -38,6 +38,8 @@ SYSTEM = hashlib.sha256(b"system prompt").digest()
 NAMESPACE = hashlib.sha256(b"bench").digest()
 # Bytes of an entry, and how many at once.
 SIZES = [(64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]
+# Ways to fetch without a stream, and the tier that the entries are in.
+_HERE = {"shared": "memory", "extent": "disk", "cold": "disk"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,9 @@ class Bench:
     async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
         """Measures one operation; service and floor take turns, so that both see the same machine."""
         into = [memoryview(bytearray(size)) for _ in range(at_once)]
-        on_disk, here = tier in ("disk", "extent", "cold"), tier in ("shared", "extent")
-        clock = time.process_time if here else time.perf_counter
+        on_disk, from_file = _HERE.get(tier, tier) == "disk", _HERE.get(tier) == "disk"
+        # A read from a device waits for it.
+        clock = time.process_time if tier in _HERE and tier != "cold" else time.perf_counter
         self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
         run = self._put if operation == "put" else self._fetch
@@ -140,7 +143,7 @@ class Bench:
             if i:  # the first round warms up
                 speeds.append(size * at_once / took / 1e9)
                 floor_speeds.append(size * at_once / floor_took / 1e9)
-                if tier in ("extent", "cold"):
+                if from_file:
                     copies.append(preadv(into, self.file.fileno(), clock, tier == "cold"))
                 else:
                     copies.append(memcpy(into, self.source))
@@ -166,15 +169,15 @@ class Bench:
 
     async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
         """As many entries that are in the given tier."""
-        if tier in ("disk", "extent", "cold"):
+        expected = _HERE.get(tier, tier)
+        if expected == "disk":
             filler = await self._put(MIB)
             for _ in range(100):
                 await self._find([filler])
             await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
         # Copied or read where it lies only under a lease; one of a millisecond is over by then.
-        lease_ms = 600_000 if tier in ("shared", "extent", "cold") else 1
+        lease_ms = 600_000 if tier in _HERE else 1
         entries = await self._find([await self._put(size) for _ in range(count)], lease_ms)
-        expected = {"shared": "memory", "extent": "disk", "cold": "disk"}.get(tier, tier)
         wrong = [entry.tier for entry in entries if entry.tier != expected]
         if wrong:
             raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {expected}")
@@ -227,7 +230,7 @@ async def measure(
         try:
             await bench.warm_up()
             for size, at_once in SIZES:
-                here = ["shared", "extent", "cold"] if transport == "unix" else []
+                here = _HERE if transport == "unix" else ()
                 for operation, tier in [("put", ""), *(("fetch", tier) for tier in ("memory", "disk", *here))]:
                     rows.append(await bench.row(operation, size, at_once, tier))
                     done()

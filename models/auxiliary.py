@@ -21,7 +21,7 @@ from fusionkv.models import words
 from fusionkv.models.curriculum import NONE, Encoder, Sequence, Stage, question_pieces
 from fusionkv.models.network import TRAINING_ATTENTION, small_network
 from fusionkv.models.tasks import PROMPT, SYSTEM, Page, Question, Sample, sample
-from fusionkv.models.train import Batch, collate, judge, optimisers, save
+from fusionkv.models.train import Batch, collate, hidden_states, judge, optimisers, save
 
 _RATE, _TUNED_RATE = 4e-3, 2e-3
 _BATCH = 24  # pages; three stories
@@ -128,13 +128,7 @@ def losses(model: Qwen2ForCausalLM, batch: Batch, end: int, asked: list[PageRow]
     attention, a mean over its rows and over heads, against an even share for each wanted token.
     """
     with torch.autocast("cpu", torch.bfloat16):
-        states = model.model(
-            input_ids=batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.position,
-            use_cache=False,
-            output_hidden_states=True,
-        ).hidden_states
+        states = hidden_states(model, batch)
         scores = model.lm_head(states[-1][batch.answer != NONE]).float()
     answer, right = judge(scores, batch, end)
     if not asked:

@@ -62,18 +62,23 @@ def collate(sequences: list[Sequence]) -> Batch:
     return Batch(column("ids", 0), column("position", 0), segment, answer, resolved, owner, mask, tasks)
 
 
+def hidden_states(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """What the layers make of a batch: [batch, token, width] each, the embeddings first."""
+    return model.model(
+        input_ids=batch.ids,
+        attention_mask=batch.mask,
+        position_ids=batch.position,
+        use_cache=False,
+        output_hidden_states=True,
+    ).hidden_states
+
+
 def losses(
     model: Qwen2ForCausalLM, batch: Batch, end: int, with_marks: bool
 ) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
     """The loss of the answers, the share of questions right by task, and the loss of the marks in the documents."""
     with torch.autocast("cpu", torch.bfloat16):
-        states = model.model(
-            input_ids=batch.ids,
-            attention_mask=batch.mask,
-            position_ids=batch.position,
-            use_cache=False,
-            output_hidden_states=True,
-        ).hidden_states
+        states = hidden_states(model, batch)
         hidden = states[-1]
         asked = batch.answer != NONE
         scores = model.lm_head(hidden[asked]).float()
