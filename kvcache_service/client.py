@@ -16,6 +16,7 @@ from fusionkv.kvcache_service.arena import Window
 from fusionkv.kvcache_service.hedge import Hedge
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
+from fusionkv.kvcache_service.rise import Rise
 from fusionkv.kvcache_service.segments import Segments, read_into
 from fusionkv.kvcache_service.stubs import bind
 from fusionkv.protos import frames, rpc
@@ -35,6 +36,8 @@ RESERVED = "fusionkv-reserved"
 _HASH_INLINE_BYTES = 1 << 20
 # A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
 _DELETE_DAMAGED_SECONDS = 0.5
+# For what nobody waits for.
+_RISE_SECONDS = 10.0
 
 
 class CacheClient:
@@ -53,7 +56,7 @@ class CacheClient:
         self._stubs: dict[str, Any] = {}
         self._window = Window(address)
         self._segments = Segments(address)
-        self._rising: set[asyncio.Task[Any]] = set()
+        self._rise = Rise(self._prefetch)
         self._holders = Holders(lambda at: CacheClient(at, tls))
         self._hedge = Hedge()
 
@@ -151,9 +154,7 @@ class CacheClient:
             raise DeadlineExceeded(f"{timeout:g} s were not enough for the disk of {self.address}") from error
         if digest != entry.checksum or not self._window.held(entry.lease):
             return False
-        rising = asyncio.create_task(self._risen(entry, timeout))
-        self._rising.add(rising)
-        rising.add_done_callback(self._rising.discard)
+        self._rise.soon(entry.key)
         return True
 
     async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
@@ -161,11 +162,16 @@ class CacheClient:
         if not self._window.opened(entry.lease):
             return None
         try:
-            response = await self._call("Prefetch", pb.PrefetchRequest(keys=[entry.key]), timeout)
+            response = await self._prefetch([entry.key], timeout)
         except ServiceError:
             return None  # the stream, which comes next, says what is wrong
         arena = await self._window.open(response.arena)
         return None if arena is None else answers.shared(response.entries[0], arena, entry.size)
+
+    async def _prefetch(self, keys: Sequence[bytes], timeout: float = _RISE_SECONDS) -> pb.PrefetchResponse:
+        """Has the service take up into memory what is hot enough of these; where each is there afterwards."""
+        response: pb.PrefetchResponse = await self._call("Prefetch", pb.PrefetchRequest(keys=keys), timeout)
+        return response
 
     async def put(
         self,
@@ -225,8 +231,7 @@ class CacheClient:
 
     async def close(self) -> None:
         """Ends the connection; calls still running fail."""
-        for rising in self._rising:
-            rising.cancel()
+        self._rise.close()
         await self._hedge.close()
         for channel in (self._channel, self._put_channel):
             if channel is not None:

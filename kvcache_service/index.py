@@ -53,7 +53,7 @@ class Index:
         row = self.rows.add(record, heat)
         self._keys.add(record.key, row)
         if record.depth > 1:
-            group = _group(record)
+            group = group_key(record)
             if group not in self._crowds:
                 other = self._only(group, record.namespace, record.system, record.chunk, record.variant)
                 if other is None:
@@ -72,7 +72,7 @@ class Index:
         record = self.rows.record(row)
         self._keys.remove(key, row)
         if record.depth > 1:
-            group = _group(record)
+            group = group_key(record)
             crowd = self._crowds.get(group)
             if crowd is None:
                 self._single.remove(group, row)
@@ -105,7 +105,7 @@ class Index:
 
     def replicas(self, record: Record) -> list[int]:
         """The rows of all entries of a record's chunk behind its system prompt, encoded in the same way."""
-        group = _group(record)
+        group = group_key(record)
         if group in self._crowds:
             return [row for _, row in self._crowds[group]]
         row = self._only(group, record.namespace, record.system, record.chunk, record.variant)
@@ -137,7 +137,7 @@ class Index:
         chunks = {row: record for row, record in records.items() if record.depth > 1}
         assert len(self._single) + sum(map(len, self._crowds.values())) == len(chunks)
         for row, record in chunks.items():
-            group = _group(record)
+            group = group_key(record)
             crowd = self._crowds.get(group)
             if crowd is None:
                 assert row in self._single.rows(group)
@@ -145,7 +145,8 @@ class Index:
                 assert (record.trail, row) in crowd
 
 
-def _group(record: Record) -> bytes:
+def group_key(record: Record) -> bytes:
+    """Names the group that a record's entry belongs to."""
     return _group_of(record.namespace, record.system, record.chunk, record.variant)
 
 

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _ASKED = struct.Struct("<I")
 _NAME_BYTES = 16
 _TIMEOUT_SECONDS = 2.0
+_ACCEPT_AGAIN_SECONDS = 0.1
 # Of a GiB each. A descriptor costs a caller one of the 1024 that a process usually may have.
 _MOST_FILES = 128
 # Read and hashed in turn: of that much, the second finds the first one's bytes in the processor's cache.
@@ -67,7 +68,13 @@ class SegmentDoor:
 
     async def _accept(self) -> None:
         while True:
-            caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            try:
+                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except OSError as error:
+                # No descriptor left, for one: there will be some again.
+                log.warning("can't hand over a segment's file: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
             task = asyncio.create_task(self._answer(caller))
             self._answering.add(task)
             task.add_done_callback(self._answering.discard)

@@ -53,6 +53,7 @@ class Store:
         self.config = config
         self.counters = Counters()
         self.residents = Residents(tiers, self.counters)
+        # By group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
         self.loading: dict[Resident, asyncio.Task[bool]] = {}
         self.leases: Leases[Resident] = Leases(config.max_leases, clock, self.residents.let_go)

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fusionkv.kvcache_service.index import group_key
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.tiers.base import Place, Tier
@@ -109,9 +110,11 @@ class Writer:
             write_rest()
             home.commit(record, place, self._entry.heat)
 
-        while (other := store.committing.get(record.key)) is not None:
+        # Who is wanted depends on the whole group, so one of them at a time.
+        group = group_key(record)
+        while (other := store.committing.get(group)) is not None:
             await other.wait()
-        done = store.committing[record.key] = asyncio.Event()
+        done = store.committing[group] = asyncio.Event()
         try:
             # Asked again: others were stored since the reservation.
             stored = residents.get(record.key) is None and store.wanted(record)
@@ -132,7 +135,7 @@ class Writer:
         finally:
             for tier, place in places.items():
                 residents.cancel(tier, place)
-            del store.committing[record.key]
+            del store.committing[group]
             done.set()
 
     async def _flush(self) -> None:

@@ -56,7 +56,7 @@ class Work:
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
     follow: whether each row's attention is wanted.
     background: comes after all prefills that somebody waits for.
-    A work that is sampled from or probed is small or comes last; only plain prefill is split over steps.
+    A work is split over steps if what is wanted of it comes from its last row alone.
     """
 
     ids: torch.Tensor
@@ -92,7 +92,7 @@ class Work:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.mean or self.logits or self.ahead or self.votes or self.follow)
+        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes or self.follow)
 
     @property
     def alone(self) -> bool:

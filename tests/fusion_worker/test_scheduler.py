@@ -104,7 +104,7 @@ def test_steps_are_small_while_answers_are_streamed() -> None:
 
 def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
     scheduler = Scheduler(100, 100)
-    plain, whole = work(120), work(150, logits=1)
+    plain, whole = work(120), work(150, logits=2)
     scheduler.add(plain)
     scheduler.add(whole)
     assert step(scheduler) == {plain: 100}

@@ -146,7 +146,7 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
             assert writer is not None
             await writer.write(memoryview(data))
             writers.append(writer)
-        return [await writer.commit() for writer in writers]
+        return await asyncio.gather(*(writer.commit() for writer in writers))
 
     assert replicas.loop.run_until_complete(both()) == [True, False]
     assert replicas.stored() == {"SABC"}

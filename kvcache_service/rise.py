@@ -1,0 +1,43 @@
+"""What a client read from the service's files itself: the service hears of it a moment later, and may take it up."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from fusionkv.protos.errors import ServiceError
+
+# A reader waits for its bytes first; whatever else is read meanwhile goes into the same call.
+_AFTER_SECONDS = 0.02
+# Of a call: far below what a service takes at once (max_path, 256 unless set otherwise).
+_MOST_AT_ONCE = 8
+
+
+class Rise:
+    """Gathers keys and sends them. Belongs to the running event loop."""
+
+    def __init__(self, send: Callable[[Sequence[bytes]], Awaitable[Any]]) -> None:
+        """send: asks the service to take up what is hot of these; a ServiceError is nobody's concern."""
+        self._send = send
+        self._keys: list[bytes] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def soon(self, key: bytes) -> None:
+        """Does not wait."""
+        self._keys.append(key)
+        if not self._closed and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._run())
+
+    def close(self) -> None:
+        """Forgets what was not sent, and what comes from a reader that ends now."""
+        self._closed = True
+        if self._sending is not None:
+            self._sending.cancel()
+
+    async def _run(self) -> None:
+        while self._keys:
+            await asyncio.sleep(_AFTER_SECONDS)
+            keys, self._keys = self._keys[:_MOST_AT_ONCE], self._keys[_MOST_AT_ONCE:]
+            with contextlib.suppress(ServiceError):
+                await self._send(keys)
