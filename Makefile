@@ -94,7 +94,7 @@ soak: setup ## Half an hour of mixed traffic over tiers that are too small: answ
 
 .PHONY: chaos
 chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json
-	@$(PY) tests/chaos/run.py --faults $(or $(FAULTS),100) --seed $(or $(SEED),1) $(ARGS)
+	@$(PY) tests/chaos/run.py --faults $(or $(FAULTS),1000) --seed $(or $(SEED),1) $(ARGS)
 
 .PHONY: fuzz
 fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECONDS_EACH=60; SEED=1

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator
 
 from tests.chaos.faults import Scene, fault
+from tests.chaos.world import EXPIRY_SECONDS
 
 
 @fault("redis", 2)
@@ -31,9 +32,27 @@ async def redis_stands_still(scene: Scene) -> AsyncIterator[None]:
 @fault("redis", 2)
 @contextlib.asynccontextmanager
 async def redis_slow(scene: Scene) -> AsyncIterator[None]:
-    scene.world.relay.delay = scene.dice.choice((0.02, 0.1, 0.4, 2.0))
+    delay = scene.dice.choice((0.02, 0.1, 0.4, 2.0))
+    for relay in scene.world.relays:
+        relay.delay = delay
     yield
-    scene.world.relay.delay = 0.0
+    for relay in scene.world.relays:
+        relay.delay = 0.0
+
+
+@fault("cache", 2)
+@contextlib.asynccontextmanager
+async def redis_out_of_reach_of_a_cache(scene: Scene) -> AsyncIterator[None]:
+    """The others go on with it: who does not beat is taken for dead, and answers all the same."""
+    relay = scene.world.relays[scene.number]
+    relay.shut = True
+    relay.part()
+    try:
+        yield
+        # Longer than a service stays listed, half of the time.
+        await asyncio.sleep(scene.dice.choice((0, EXPIRY_SECONDS + 1)))
+    finally:
+        relay.shut = False
 
 
 @fault("redis")
@@ -60,7 +79,8 @@ async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
         world.redis = replica
     yield
     await asyncio.to_thread(replica.promote)
-    world.relay.aim(replica.url.removeprefix("redis://"))
+    for relay in world.relays:
+        relay.aim(replica.url.removeprefix("redis://"))
 
 
 @fault("redis")
@@ -100,6 +120,24 @@ async def clock_of_redis_jumps(scene: Scene) -> AsyncIterator[None]:
     scene.world.redis_clock.jump(scene.dice.choice((-30, 30, 86_400)))
     yield
     scene.world.redis_clock.jump(0)
+
+
+@fault("worker", needs="clock")
+@contextlib.asynccontextmanager
+async def clock_of_a_worker_jumps(scene: Scene) -> AsyncIterator[None]:
+    clock = scene.world.clocks[scene.world.workers[scene.number].name]
+    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
+    yield
+    clock.jump(0)
+
+
+@fault("gateway", needs="clock")
+@contextlib.asynccontextmanager
+async def clock_of_the_gateway_jumps(scene: Scene) -> AsyncIterator[None]:
+    clock = scene.world.clocks[scene.world.gateway.name]
+    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
+    yield
+    clock.jump(0)
 
 
 @fault("worker", 0.5, answers_fail=True)

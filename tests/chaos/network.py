@@ -49,7 +49,7 @@ class Network:
             _run("ip", "link", "set", "br0", "up")
         except (OSError, subprocess.CalledProcessError) as error:
             raise RuntimeError(f"no network of its own: {getattr(error, 'stderr', '') or error}") from error
-        self.here = Place(f"{_NET}.1", link="br0")
+        self.here = Place(f"{_NET}.1")
         self._places = 1
         self.no_shapes = ""
         """Why `narrow` and `lose` can't be had here; empty where they can."""
@@ -173,11 +173,12 @@ def _run(*command: str) -> None:
 
 
 class Relay:
-    """A TCP relay in front of an address, which holds everything back for a while: a slow network, or server."""
+    """A TCP relay in front of an address: a slow network or server while it holds back, none while it is `shut`."""
 
     def __init__(self, listen: str, target: str) -> None:
         self.address = listen
         self.delay = 0.0
+        self.shut = False
         self._target = target
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -189,17 +190,23 @@ class Relay:
     def aim(self, target: str) -> None:
         """From now on it leads elsewhere; connections that there are end."""
         self._target = target
+        self.part()
+
+    def part(self) -> None:
+        """Ends all connections that there are."""
         for task in list(self._tasks):
             task.cancel()
 
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
+        self.part()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.shut:
+            writer.close()
+            return
         host, _, port = self._target.rpartition(":")
         try:
             inner, outer = await asyncio.open_connection(host, int(port))

@@ -167,7 +167,7 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
-    parser.add_argument("--faults", type=int, default=100, help="(%(default)s)")
+    parser.add_argument("--faults", type=int, default=1000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--first", default="", help="names of faults that strike first, one by one, with commas")
     parser.add_argument("--episode-seconds", type=float, default=900, help="for faults and all checks (%(default)s)")

@@ -48,14 +48,16 @@ class World:
         more = ("--protected-mode", "no")
         self.redis = RedisServer(self.folder, *more, port=int(port), host=host, before=before)
         here = self.network.here if self.network else Place("127.0.0.1")
-        self.relay = Relay(here.listen(), f"{host}:{port}")
-        await self.relay.start()
+        self.relays = [Relay(here.listen(), f"{host}:{port}") for _ in range(CACHES)]
+        for relay in self.relays:
+            await relay.start()
         await asyncio.gather(*(self._start_cache(number) for number in range(CACHES)))
         for number in range(WORKERS):
             await self._start_worker(number)
         addresses = ",".join(worker.address for worker in self.workers)
         data = ("--data-dir", str(self.folder / "gateway"), "--request-seconds", "60")
-        self.gateway = self._process("gateway", "fusionkv.gateway", "--workers", addresses, *data)
+        clock = self._clock("gateway").environment
+        self.gateway = self._process("gateway", "fusionkv.gateway", "--workers", addresses, *data, env=clock)
         await self.gateway.start()
         tls = self.secured.tls if self.secured else None
         self.cache_clients = [CacheClient(cache.address, tls) for cache in self.caches]
@@ -70,7 +72,8 @@ class World:
             if process.alive:
                 process.kill9()
         self.redis.kill9()
-        await self.relay.close()
+        for relay in self.relays:
+            await relay.close()
         for number in range(CACHES):
             unmounted(self.data(number).parent)
 
@@ -143,7 +146,7 @@ class World:
             name, "fusionkv.kvcache_service", *(self.secured.disk if self.secured else ()),
             "--data-dir", str(self.data(number)),
             "--memory-bytes", "2MiB", "--disk-bytes", f"{DISK_MIB}MiB", "--lease-ms", str(LEASE_MS),
-            "--redis-url", f"redis://{self.relay.address}", "--redis-timeout-ms", str(REDIS_MS),
+            "--redis-url", f"redis://{self.relays[number].address}", "--redis-timeout-ms", str(REDIS_MS),
             "--redis-expiry-seconds", str(EXPIRY_SECONDS), "--drain-seconds", "6",
             env=self._clock(name).environment,
         )  # fmt: skip
@@ -154,11 +157,13 @@ class World:
         shape = json.loads((self.model / "config.json").read_text())
         head = shape["hidden_size"] // shape["num_attention_heads"]
         token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
+        name = f"worker{number}"
         made = self._process(
-            f"worker{number}", "fusionkv.fusion_worker", "--model", str(self.model),
+            name, "fusionkv.fusion_worker", "--model", str(self.model),
             "--device", "cpu", "--dtype", "float32", "--threads", "1", "--pool-bytes", str(POOL_TOKENS * token),
             "--cache", self.caches[number].address, "--lookup-timeout", str(LOOKUP_SECONDS),
             "--fetch-timeout", str(FETCH_SECONDS), "--cache-seconds", str(CACHE_SECONDS),
+            env=self._clock(name).environment,
         )  # fmt: skip
         self.workers.append(made)
         await made.start()
