@@ -38,12 +38,19 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "prophetkv")} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
     assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
-    again = fusionkv(*asked, "--recipes", "prophetkv", "epic", "--ratios", 0.1, 0.2)
+    again = fusionkv(*asked, "--recipes", "prophetkv", "epic", "--ratios", 0.1, 0.2, "--json")
     assert again.returncode == 0, again.stderr
+    said = json.loads(again.stdout)
+    assert Path(said["reports"]["json"]) == tmp_path / "report.json"
+    assert Path(said["reports"]["html"]).is_file()
     more = (tmp_path / "cells.jsonl").read_bytes()
     assert more.startswith(kept)
     assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
     after = rows(tmp_path)
+    assert [(line["recipe"], line["r"]) for line in said["worst"]] == [
+        *(("full_attention", 1.0), ("full_reuse", 0.0), ("prophetkv", 0.1), ("epic", 0.1))
+    ]
+    assert said["worst"][1]["scores"]["twohop"] == reuse["score"]
     assert {name: after[name] for name in found} == found
     assert "epic" in (tmp_path / "report.html").read_text()
 
