@@ -10,7 +10,10 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/quality.md"
 HEADING = "## Tables\n"
 # What answers are judged by, best first; a task has the first of these that was measured on it.
-JUDGED = ("exact_match", "f1", "rouge_l", "string_match_all", "string_match_part", "number_match")
+JUDGED = (
+    *("exact_match", "f1", "rouge_l", "string_match_all", "string_match_part", "number_match"),
+    *("class_match", "code_similarity"),
+)
 # Counts alone: the report's seconds are those of whatever else ran on the machine, and differ by four times.
 COSTS = ("recomputed_tokens", "scored_rows")
 DEVIATION = "kv_deviation_layer_"

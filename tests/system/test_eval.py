@@ -66,12 +66,17 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     (data / "niah_x.jsonl").write_text(json.dumps(ruler) + "\n")
     story = {"context": context, "input": asked, "answers": ["123"], "dataset": "hotpotqa"}
     (data / "hotpotqa.jsonl").write_text((json.dumps(story) + "\n") * 3)
+    choice = {**story, "dataset": "trec", "all_classes": ["123", "124"]}
+    (data / "trec.jsonl").write_text(json.dumps(choice) + "\n")
+    (data / "prompts.json").write_text("{}")
     flags = ("--recipes", "fusionrag", "cacheblend", "--ratios", 0.2, "--chunk-tokens", 48, "--processes", 1)
     done = fusionkv(reference_model, "--out", tmp_path, "--data", data, *flags)
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
+    assert "left out: " in done.stderr
     metrics = {"cacheblend/pages": "f1", "ruler/niah_x": "string_match_all", "longbench/hotpotqa": "f1"}
-    for (task, metric), n in zip(metrics.items(), (2, 1, 3), strict=True):
+    metrics["longbench/trec"] = "class_match"
+    for (task, metric), n in zip(metrics.items(), (2, 1, 3, 1), strict=True):
         for recipe, r in (("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("cacheblend", 0.2)):
             row = found[task, recipe, r, metric]
             assert row["n"] == n
