@@ -52,7 +52,8 @@ async def _serve(config: WorkerConfig) -> None:
         model, crew = await start.lead(config, ranks)
         # On the CPU, whose threads are idle while a GPU works.
         auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
-        servicer = FusionServicer(config, model, auxiliary, verdict.read(config.model, model.fingerprint), crew)
+        judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
+        servicer = FusionServicer(config, model, auxiliary, judged, crew)
         await rpc.serve(
             "fusionkv-worker",
             config.listen,

@@ -107,9 +107,9 @@ class FusionServicer:
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
-        if self._verdict is not None:
-            self._verdict.check(recipe.name)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
+        if self._verdict is not None:
+            self._verdict.check(recipe, ratio)
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
         if not request.question.ids:

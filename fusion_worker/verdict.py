@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe
+from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.protos.errors import FailedPrecondition
 
 FILE = "fusionkv-check.json"
@@ -11,38 +13,57 @@ FILE = "fusionkv-check.json"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One recipe at its own ratio. why: the figures behind it, in a sentence."""
+    """One recipe. ratio: its own, at which it was asked. why: the figures behind it, in a sentence."""
 
     safe: bool
+    ratio: float
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Recipes by name, without modifiers; one that is not there was not checked, and is not refused."""
+    """Recipes by name, without modifiers; one that is not there was not checked, and is not refused.
+
+    auxiliary: fingerprint of the second model that recipes which choose by one were checked with, empty without one.
+    """
 
     fingerprint: str
     recipes: dict[str, Judged]
+    auxiliary: str = ""
 
-    def check(self, recipe: str) -> None:
-        """Raises FailedPrecondition when the recipe, with or without modifiers, was found not to be safe."""
-        judged = self.recipes.get(recipe.partition("+")[0])
-        if judged is not None and not judged.safe:
+    def check(self, recipe: Recipe, ratio: float) -> None:
+        """Raises FailedPrecondition for a recipe, with or without modifiers, that is not known to be safe at a ratio.
+
+        All recomputed is full attention, whatever the recipe. Below the ratio at which a recipe was checked it is
+        nearer to full reuse, which has to be safe then.
+        """
+        judged = self.recipes.get(recipe.name.partition("+")[0])
+        if judged is None or ratio == 1.0:
+            return
+        if not judged.safe:
             raise FailedPrecondition(
-                f"recipe {recipe!r} failed `fusionkv check` on this model: {judged.why}. Use another recipe, or "
+                f"recipe {recipe.name!r} failed `fusionkv check` on this model: {judged.why}. Use another recipe, or "
                 f"delete {FILE} to do without the check"
             )
+        reuse = self.recipes.get("full_reuse")
+        if ratio < judged.ratio and not (reuse is not None and reuse.safe):
+            raise FailedPrecondition(
+                f"recipe {recipe.name!r} is safe on this model at ratio {judged.ratio:g} by `fusionkv check`, and "
+                f"full reuse is not: ask for {judged.ratio:g} or more instead of {ratio:g}, or delete {FILE} to do "
+                "without the check"
+            )
 
-    def write(self, directory: Path) -> Path:
-        path = directory / FILE
+    def write(self, path: Path) -> None:
+        """Puts it into a file, in one step. Raises OSError."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
-        return path
 
 
-def read(directory: Path, fingerprint: bytes) -> Verdict:
+def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict:
     """The verdict beside a model; one that refuses nothing when there is none.
+
+    auxiliary: fingerprint of the second model in use. What was judged with another one is left out.
 
     Raises:
         FailedPrecondition: it can't be read, or is of another model.
@@ -52,11 +73,15 @@ def read(directory: Path, fingerprint: bytes) -> Verdict:
         return Verdict(fingerprint.hex(), {})
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        verdict = Verdict(found["fingerprint"], {name: Judged(**judged) for name, judged in found["recipes"].items()})
+        judged = {name: Judged(**judged) for name, judged in found["recipes"].items()}
+        verdict = Verdict(found["fingerprint"], judged, found["auxiliary"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FailedPrecondition(f"can't read {path} ({error}): run `fusionkv check {directory}` again") from error
     if verdict.fingerprint != fingerprint.hex():
         raise FailedPrecondition(
             f"{path} is of another model, or this one was changed since: run `fusionkv check {directory}` again"
         )
+    if verdict.auxiliary != auxiliary.hex():
+        for name in [n for n, r in RECIPES.items() if isinstance(r.score, AuxiliaryAttention)]:
+            verdict.recipes.pop(name, None)
     return verdict

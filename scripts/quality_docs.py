@@ -10,8 +10,13 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/quality.md"
 HEADING = "## Tables\n"
 # What answers are judged by, best first; a task has the first of these that was measured on it.
-JUDGED = ("exact_match", "f1", "rouge_l", "string_match_all", "string_match_part", "number_match")
-COSTS = ("recomputed_tokens", "scored_rows", "select_seconds", "prefill_seconds")
+JUDGED = (
+    *("exact_match", "f1", "rouge_l", "string_match_all", "string_match_part", "number_match"),
+    *("class_match", "code_similarity"),
+)
+# Counts alone: the report's seconds are those of whatever else ran on the machine, and differ by four times.
+COSTS = ("recomputed_tokens", "scored_rows")
+DEVIATION = "kv_deviation_layer_"
 Rows = dict[tuple[str, str, str, float, str], dict[str, Any]]
 
 
@@ -46,28 +51,65 @@ def ratios(rows: Rows) -> list[float]:
     return sorted({r for recipe, r in several if recipe in open_})
 
 
-def table(rows: Rows, models: list[str], r: float) -> Iterator[str]:
-    tasks = names(rows, 1)
-    yield f"| recipe | r | {' | '.join(tasks)} |\n|---|---|{'---|' * len(tasks)}\n"
+def recipes_at(rows: Rows, r: float) -> Iterator[tuple[str, float]]:
+    """Recipes that were asked at a ratio, and those that have one only."""
     for recipe in names(rows, 2):
         known = {ratio for _, _, name, ratio, _ in rows if name == recipe}
-        at = r if r in known else next(iter(known)) if len(known) == 1 else None
-        if at is not None:
-            cells = " | ".join(cell(worst(rows, models, task, recipe, at)) for task in tasks)
-            yield f"| `{recipe}` | {at:g} | {cells} |\n"
+        if r in known or len(known) == 1:
+            yield recipe, r if r in known else next(iter(known))
+
+
+def head(columns: list[str]) -> str:
+    return f"| recipe | r | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}\n"
+
+
+def table(rows: Rows, models: list[str], r: float) -> Iterator[str]:
+    tasks = names(rows, 1)
+    yield head(tasks)
+    for recipe, at in recipes_at(rows, r):
+        cells = " | ".join(cell(worst(rows, models, task, recipe, at)) for task in tasks)
+        yield f"| `{recipe}` | {at:g} | {cells} |\n"
 
 
 def costs(rows: Rows, r: float) -> Iterator[str]:
-    yield f"| recipe | r | {' | '.join(name.replace('_', ' ') for name in COSTS)} |\n|---|---|{'---|' * len(COSTS)}\n"
+    yield head([name.replace("_", " ") for name in COSTS])
+    for recipe, at in recipes_at(rows, r):
+        means = []
+        for cost in COSTS:
+            found = [row["score"] for k, row in rows.items() if k[2:] == (recipe, at, cost)]
+            means.append(f"{sum(found) / len(found):.4g}" if found else "")
+        yield f"| `{recipe}` | {at:g} | {' | '.join(means)} |\n"
+
+
+def against_full(rows: Rows, r: float) -> Iterator[str]:
+    """First tokens that are full attention's, and KL from its distribution: the worst model's, task by task."""
+    tasks = names(rows, 1)
+    yield head(tasks)
+    for recipe, at in recipes_at(rows, r):
+        cells = []
+        for task in tasks:
+            agreed, away = (
+                [row["score"] for k, row in rows.items() if k[1:] == (task, recipe, at, metric)]
+                for metric in ("agreement", "kl")
+            )
+            cells.append(f"{100 * min(agreed):.1f}; {max(away):.2g}" if agreed and away else "")
+        yield f"| `{recipe}` | {at:g} | {' | '.join(cells)} |\n"
+
+
+def deviations(rows: Rows) -> Iterator[str]:
+    """How far reused KV is from full attention's, by layer: means over the tasks, of the model that is furthest."""
+    layers = sorted({int(key[4].removeprefix(DEVIATION)) for key in rows if key[4].startswith(DEVIATION)})
+    yield f"| recipe | {' | '.join(f'layer {layer}' for layer in layers)} |\n|---|{'---|' * len(layers)}\n"
     for recipe in names(rows, 2):
-        known = {ratio for _, _, name, ratio, _ in rows if name == recipe}
-        at = r if r in known else next(iter(known)) if len(known) == 1 else None
-        if at is not None:
-            means = []
-            for cost in COSTS:
-                found = [row["score"] for k, row in rows.items() if k[2:] == (recipe, at, cost)]
-                means.append(f"{sum(found) / len(found):.4g}" if found else "")
-            yield f"| `{recipe}` | {at:g} | {' | '.join(means)} |\n"
+        cells = []
+        for layer in layers:
+            found: dict[str, list[float]] = {}
+            for (model, _, name, _, metric), row in rows.items():
+                if (name, metric) == (recipe, f"{DEVIATION}{layer}"):
+                    found.setdefault(model, []).append(row["score"])
+            cells.append(f"{max(sum(v) / len(v) for v in found.values()):.3f}" if found else "")
+        if any(cells):
+            yield f"| `{recipe}` | {' | '.join(cells)} |\n"
 
 
 def page(report: Path) -> str:
@@ -86,6 +128,13 @@ def page(report: Path) -> str:
             parts += [f"\nr = {r:g}\n\n", *table(rows, group, r)]
     middle = min(ratios(rows), key=lambda r: abs(r - 0.15))
     parts += ["\n### Cost, mean over models and tasks\n\n", *costs(rows, middle)]
+    parts += ["\n### Against full attention\n\nFirst tokens that are full attention's, in percent; KL of the first "]
+    parts += ["token's distribution from full attention's, in nats. The lowest and the highest over the models.\n\n"]
+    parts += against_full(rows, middle)
+    parts += [
+        "\n### KV deviation by layer, r = 0\n\nRelative L2 of reused keys and values against full attention's: "
+    ]
+    parts += ["mean over the tasks, of the model that is furthest off in the layer.\n\n", *deviations(rows)]
     return "".join(parts)
 
 

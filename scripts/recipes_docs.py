@@ -14,6 +14,10 @@ A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `pro
 Numbers in brackets are the modifier's own; those left out take the defaults.
 """
 VERSIONS = """
+`full_attention` and `prefix_cache` take no modifier. SnapKV over full attention is a recipe with `snapkv` at a ratio
+of 1: all of the context is computed, the question votes, and what it does not vote for goes
+(`fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`).
+
 ## Versions
 
 `cache_craft+versions(3)`, and any recipe with `versions(N)`, reuses a chunk as it was computed behind other chunks,

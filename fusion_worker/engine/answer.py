@@ -123,7 +123,8 @@ class Answerer:
         self._fuser.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, ratio)
-        summary.ratio, summary.raised = self._guard.ratio(recipe, corpus, ratio)
+        allowed = self._guard.ratio(recipe, corpus, ratio)
+        summary.ratio, summary.raised = allowed.ratio, allowed.why
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
                 self._enter(stack)
@@ -137,7 +138,7 @@ class Answerer:
                         answer.append(piece.token)
                     yield piece
         if summary.first_logits is not None:
-            self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits))
+            self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, allowed))
         yield summary
 
     def _watched(self, summary: Summary, params: SamplingParams) -> bool:

@@ -9,11 +9,27 @@ from fusionkv.fusion_worker.methods.recipes import Recipe
 SAMPLES = 20
 _LEAST = 0.15  # the first raised ratio, for a recipe that recomputes less
 _MOST_KEYS = 1024
+# A recipe, a corpus, and whether less than the recipe's own ratio was asked for: who asks for little raises it for
+# those who do the same, and for nobody else.
+_Key = tuple[str, str, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """The ratio that a request gets. why: what it was raised for, empty when it is the one asked for.
+
+    key, level: what its answer counts for, and how far that was up.
+    """
+
+    ratio: float
+    why: str
+    key: _Key
+    level: int
 
 
 @dataclass(slots=True)
 class _Seen:
-    """The latest answers under one recipe over one corpus, same as full attention's or not, and how far it is up."""
+    """The latest answers at one level, same as full attention's or not, and how far it is up."""
 
     same: "deque[bool]" = field(default_factory=lambda: deque(maxlen=SAMPLES))
     level: int = 0
@@ -21,33 +37,36 @@ class _Seen:
 
 
 class Guard:
-    """Raises ratios by recipe and corpus; never lowers one again while the worker lives.
+    """Raises ratios by recipe and corpus; lowers none again, but forgets all but the 1,024 that were asked for last.
 
     floor: the least share of answers that must be full attention's; 0 raises nothing.
     """
 
     def __init__(self, floor: float) -> None:
         self._floor = floor
-        self._seen: OrderedDict[tuple[str, str], _Seen] = OrderedDict()
+        self._seen: OrderedDict[_Key, _Seen] = OrderedDict()
 
-    def ratio(self, recipe: Recipe, corpus: str, asked: float) -> tuple[float, str]:
-        """The ratio to use instead of the one asked for, and why it is another; empty when it is not."""
-        seen = self._seen.get((recipe.name, corpus))
+    def ratio(self, recipe: Recipe, corpus: str, asked: float) -> Allowed:
+        """The ratio to use for a request that asks for `asked`."""
+        key = (recipe.name, corpus, asked < recipe.ratio)
+        seen = self._seen.get(key)
         if seen is None or seen.level == 0 or recipe.lossless:
-            return asked, ""
+            return Allowed(asked, "", key, 0)
+        self._seen.move_to_end(key)
         if seen.level == 1 and not recipe.fixed:
             raised = max(2 * asked, _LEAST)
             if raised < 1.0:
-                return raised, seen.why
-        return 1.0, seen.why
+                return Allowed(raised, seen.why, key, seen.level)
+        return Allowed(1.0, seen.why, key, seen.level)
 
-    def record(self, recipe: Recipe, corpus: str, same: bool) -> None:
-        """One answer under `ratio`'s ratio, held against full attention's."""
-        key = (recipe.name, corpus)
-        seen = self._seen.setdefault(key, _Seen())
-        self._seen.move_to_end(key)
+    def record(self, allowed: Allowed, same: bool) -> None:
+        """One answer at that ratio, held against full attention's; dropped when the ratio was raised since."""
+        seen = self._seen.setdefault(allowed.key, _Seen())
+        self._seen.move_to_end(allowed.key)
         if len(self._seen) > _MOST_KEYS:
             self._seen.popitem(last=False)
+        if allowed.level != seen.level:
+            return
         seen.same.append(same)
         share = sum(seen.same) / SAMPLES
         if len(seen.same) == SAMPLES and share < self._floor:

@@ -10,7 +10,7 @@ from opentelemetry import metrics
 
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fuser import Fuser
-from fusionkv.fusion_worker.engine.guard import Guard
+from fusionkv.fusion_worker.engine.guard import Allowed, Guard
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -33,13 +33,14 @@ _MOST_WAITING = 16
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A greedy answer. logits: float32 [vocabulary], what its first token was drawn from."""
+    """A greedy answer. logits: float32 [vocabulary], what its first token was drawn from. allowed: its ratio."""
 
     prompt: Prompt
     recipe: Recipe
     corpus: str
     tokens: tuple[int, ...]
     logits: torch.Tensor
+    allowed: Allowed
 
 
 class Shadow:
@@ -106,7 +107,7 @@ class Shadow:
         attributes = {"fusionkv.recipe": sample.recipe.name, "fusionkv.corpus": sample.corpus}
         _kl.record(float((log_p.exp() * (log_p - log_q)).sum()), attributes)
         _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
-        self._guard.record(sample.recipe, sample.corpus, same)
+        self._guard.record(sample.allowed, same)
 
     async def _again(self, sample: Sample) -> torch.Tensor:
         """float32 [answer tokens, vocabulary]: full attention's logits for every token of the answer."""

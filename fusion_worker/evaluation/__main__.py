@@ -97,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--store", nargs="+", choices=STORES, default=["plain"], help="how chunks' KV is stored (default: plain)")
     add("--processes", type=positive, help="(default: one on a GPU, one a core on a CPU)")
+    add("--json", action="store_true", help="print the worst scores, and where the reports are, as JSON")
     return parser
 
 
@@ -121,7 +122,11 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
     lines = ",\n".join(json.dumps(asdict(row)) for row in figures)
     (args.out / "report.json").write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     (args.out / "report.html").write_text(report.page(figures, judged, found), encoding="utf-8")
-    console.print(report.summary(figures, judged))
+    if args.json:
+        written = {kind: str(args.out / f"report.{kind}") for kind in ("json", "html")}
+        print(json.dumps({"reports": written, "worst": report.worst(figures, judged)}))
+    else:
+        console.print(report.summary(figures, judged))
     minutes = (time.monotonic() - started) / 60
     console.print(f"{len(figures)} figures in {args.out}/report.json, drawn in report.html; {minutes:.1f} minutes")
     return 0

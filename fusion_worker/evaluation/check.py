@@ -1,8 +1,9 @@
 """`fusionkv check`: holds a model to the oracles and to small needle sets, and says which recipes are safe on it.
 
-Writes fusionkv-check.json beside the model; a worker that serves the model refuses recipes that failed. A recipe is
-safe when it keeps 90% of the answers that full attention gets right at the recipe's own ratio, on the tasks that the
-model answers at all; when it answers none, when 90% of the first tokens are full attention's.
+Writes fusionkv-check.json beside the model; a worker that serves the model refuses recipes that failed, and ratios
+below the one that was checked where full reuse failed. A recipe is safe when it keeps 90% of the answers that full
+attention gets right at the recipe's own ratio, on the tasks that the model answers at all; when it answers none, when
+90% of the first tokens are full attention's.
 """
 
 import argparse
@@ -29,10 +30,10 @@ from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.verdict import Judged, Verdict
+from fusionkv.fusion_worker.verdict import FILE, Judged, Verdict
 from fusionkv.models.tasks import TASKS
 from fusionkv.protos.errors import ServiceError
-from fusionkv.protos.settings import SettingsError, parse_bytes
+from fusionkv.protos.settings import SettingsError, parse_bytes, positive
 
 KEPT = 0.9
 _ANSWERED = 0.8  # share that full attention must get right for a task to count
@@ -47,11 +48,12 @@ class Score:
     agreed: int
     samples: int
 
-    def judge(self) -> Judged:
+    def judge(self, ratio: float) -> Judged:
         if self.right:
-            return Judged(self.kept >= KEPT * self.right, f"it keeps {self.kept} of {self.right} right answers")
+            why = f"it keeps {self.kept} of {self.right} right answers"
+            return Judged(self.kept >= KEPT * self.right, ratio, why)
         why = f"the model answers no task; {self.agreed} of {self.samples} first tokens are full attention's"
-        return Judged(self.agreed >= KEPT * self.samples, why)
+        return Judged(self.agreed >= KEPT * self.samples, ratio, why)
 
 
 def main() -> int:
@@ -70,10 +72,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="directory of a Hugging Face causal language model")
-    add("--n", type=int, default=20, help="samples a task (default: %(default)s)")
+    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, to check the recipe cacheclip with")
+    add("--n", type=positive, default=20, help="samples a task (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     add("--pool-bytes", type=parse_bytes, default=1 << 30, metavar="SIZE", help="KV on the device (default: 1GiB)")
+    add(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"where to write the verdict (default: {FILE} beside the model, where workers look for it)",
+    )
     add("--json", action="store_true", help="print the verdict as JSON")
     return parser
 
@@ -81,41 +90,47 @@ def _parser() -> argparse.ArgumentParser:
 async def _check(args: argparse.Namespace, console: Console) -> int:
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
+    auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None
     oracles = await compare(args.model, model, config)
-    recipes = [r for r in RECIPES.values() if not r.lossless and not isinstance(r.score, AuxiliaryAttention)]
-    recipes = [r for r in recipes if r.links <= max(map(len, model.links), default=0)]
+    recipes = [r for r in RECIPES.values() if not r.lossless and r.links <= max(map(len, model.links), default=0)]
+    recipes = [r for r in recipes if auxiliary is not None or not isinstance(r.score, AuxiliaryAttention)]
     if oracles.held:
-        judged = await _judge(model, config, recipes, args.n, console)
+        judged = await _judge(Runner(model, config, 512, auxiliary), recipes, args.n, console)
     else:
         why = f"the engine is off by {max(oracles.full_attention, oracles.full_reuse):.1e} from the model's own code"
-        judged = {recipe.name: Judged(False, why) for recipe in recipes}
-    verdict = Verdict(model.fingerprint.hex(), judged)
-    path = verdict.write(args.model)
+        judged = {recipe.name: Judged(False, recipe.ratio, why) for recipe in recipes}
+    verdict = Verdict(model.fingerprint.hex(), judged, auxiliary.fingerprint.hex() if auxiliary else "")
+    # Before it is written, which fails where the model is mounted to be read only: what was measured is said then.
     if args.json:
-        print(json.dumps({"oracles": asdict(oracles), **asdict(verdict)}))
+        print(json.dumps({"oracles": asdict(oracles), **asdict(verdict)}), flush=True)
     else:
         Console().print(_table(model, oracles, judged))
-        console.print(f"written to {path}")
+    path = args.out or args.model / FILE
+    try:
+        verdict.write(path)
+    except OSError as error:
+        raise OSError(
+            f"the verdict is not written: {error}; --out FILE takes another place, and workers look for {FILE} "
+            "beside the model"
+        ) from error
+    console.print(f"written to {path}")
     return 0 if oracles.held else 1
 
 
-async def _judge(
-    model: Model, config: WorkerConfig, recipes: Sequence[Recipe], count: int, console: Console
-) -> dict[str, Judged]:
+async def _judge(runner: Runner, recipes: Sequence[Recipe], count: int, console: Console) -> dict[str, Judged]:
     tasks = [*(needles(kind, count) for kind in KINDS), *(reference(name, count) for name in TASKS)]
     cells = [Cell(RECIPES["full_attention"], 1.0), *(Cell(recipe, recipe.ratio) for recipe in recipes)]
-    runner = Runner(model, config, chunk_tokens=512)
     found: list[tuple[Task, list[Measured]]] = []
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
-            for task in progress.track(tasks, description=f"check {model.name}"):
+            for task in progress.track(tasks, description="check"):
                 (block,) = task.blocks(count)
                 full = (await runner.measure(block, cells[:1], picture=False, timed=False))[0].values[primary(task)]
                 if sum(full) >= _ANSWERED * count or task is tasks[0]:
                     found.append((task, await runner.measure(block, cells, picture=False, timed=False)))
     finally:
         await runner.close()
-    return {cell.recipe.name: _score(found, i).judge() for i, cell in enumerate(cells) if i}
+    return {cell.recipe.name: _score(found, i).judge(cell.ratio) for i, cell in enumerate(cells) if i}
 
 
 def _score(found: Sequence[tuple[Task, Sequence[Measured]]], cell: int) -> Score:
@@ -138,7 +153,7 @@ def _table(model: Model, oracles: Oracles, judged: dict[str, Judged]) -> Table:
     for column in ("recipe", "ratio", "safe", "because"):
         table.add_column(column, justify="right" if column == "ratio" else "left")
     for name, found in judged.items():
-        table.add_row(name, f"{RECIPES[name].ratio:g}", "yes" if found.safe else "no", found.why)
+        table.add_row(name, f"{found.ratio:g}", "yes" if found.safe else "no", found.why)
     return table
 
 

@@ -7,12 +7,14 @@ CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. git
 """
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 
+log = logging.getLogger(__name__)
 _SUBSETS = ("validation", "test", "dev")
 # The first line of a RULER input is its instruction, unless it is longer than any of them: then it is the context.
 _LONGEST_INSTRUCTION = 400
@@ -20,6 +22,7 @@ _LONGEST_INSTRUCTION = 400
 _RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # Metrics and answer tokens of LongBench's datasets.
 _QA, _SUMMARY, _NUMBER = ("f1", "exact_match"), ("rouge_l",), ("number_match",)
+_CLASS, _CODE = ("class_match",), ("code_similarity",)
 _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq"), (_QA, 32)),
     **dict.fromkeys(("multifieldqa_en", "multifieldqa_zh"), (_QA, 64)),
@@ -27,15 +30,27 @@ _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), (_SUMMARY, 512)),
     **dict.fromkeys(("samsum", "dureader"), (_SUMMARY, 128)),
     **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh", "passage_count"), (_NUMBER, 32)),
+    **dict.fromkeys(("trec", "lsht"), (_CLASS, 64)),
+    **dict.fromkeys(("lcc", "repobench-p"), (_CODE, 64)),
 }
 # Tasks by example: they go without a chat template, and a line ends the answer.
-_FEW_SHOT = ("triviaqa", "samsum")
+_FEW_SHOT = ("triviaqa", "samsum", "trec", "lsht")
 _ANSWER = "Answer the question using the passages. Give only the answer, in as few words as possible."
-_INSTRUCTIONS = {_QA: _ANSWER, _SUMMARY: "Summarize the text.", _NUMBER: "Read the numbered paragraphs."}
+_INSTRUCTIONS = {
+    _QA: _ANSWER,
+    _SUMMARY: "Summarize the text.",
+    _NUMBER: "Read the numbered paragraphs.",
+    _CLASS: "Say the class of the last text, as the examples do.",
+    _CODE: "Complete the code.",
+}
 
 
 class DatasetError(ValueError):
     """A file that is not what it should be; says which one, where and why."""
+
+
+class UnknownDataset(DatasetError):
+    """A file of none of the formats, or of a dataset that nothing here scores."""
 
 
 def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
@@ -44,6 +59,8 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
     prompts: LongBench's own (config/dataset2prompt.json), by dataset, with {context} and {input}. Without them a
     short instruction stands in.
 
+    In a folder, files that are of none of the formats or of no known dataset are left out with a warning.
+
     Raises:
         DatasetError: no file, or one that is none of the three formats; the message names the file and the record.
     """
@@ -51,14 +68,22 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
         files = sorted(f for f in path.rglob("*") if f.suffix in (".jsonl", ".json") and f.is_file())
         if not files:
             raise DatasetError(f"{path}: no .jsonl or .json file in this folder")
-        return [task for file in files for task in load(file, prompts)]
+        found = []
+        for file in files:
+            try:
+                found += load(file, prompts)
+            except UnknownDataset as error:
+                log.warning("left out: %s", error)
+        if not found:
+            raise DatasetError(f"{path}: none of the {len(files)} files in this folder could be read")
+        return found
     records = _records(path)
     first_place, first = records[0]
     for needed, read in _FORMATS:
         if all(name in first for name in needed):
             return [read(path, records, prompts or {})]
     formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
-    raise DatasetError(f"{first_place}: a record of none of the known formats ({formats}): it has {_names(first)}")
+    raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {_names(first)}")
 
 
 def read_prompts(path: Path) -> dict[str, str]:
@@ -99,10 +124,12 @@ def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompt
     dataset = first.get("dataset") or path.stem
     name = dataset.removesuffix("_e")
     if name not in _LONGBENCH:
-        raise DatasetError(f"{place}: dataset {dataset!r} is scored in a way that is not offered: {_offered()}")
+        raise UnknownDataset(f"{place}: dataset {dataset!r} is none of LongBench's: {', '.join(_LONGBENCH)}")
     metrics, max_tokens = _LONGBENCH[name]
     instruction = _INSTRUCTIONS[metrics]
     asks = "\n\n{input}" if metrics != _QA or name in _FEW_SHOT else "\n\nQuestion: {input}\nAnswer:"
+    if metrics == _CODE:
+        asks = "{input}Next line of code:\n"
     prompt = prompts.get(name, f"{instruction}\n\n{{context}}{asks}")
     before, after = prompt.split("{context}")
     samples = []
@@ -110,8 +137,9 @@ def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompt
         context, question = _string(place, record, "context"), _string(place, record, "input", empty=True)
         answers = _strings(place, record, "answers")
         samples.append(Sample(before, (context,), after.replace("{input}", question), answers, whole=True))
-    few = name in _FEW_SHOT
-    return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, chat=not few, first_line=few)
+    few, classes = name in _FEW_SHOT, _strings(place, first, "all_classes") if metrics == _CLASS else ()
+    chat = not few and metrics != _CODE
+    return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, chat, first_line=few, classes=classes)
 
 
 def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
@@ -201,9 +229,3 @@ def _name(path: Path) -> str:
 
 def _names(record: Mapping[str, Any]) -> str:
     return ", ".join(record) or "nothing"
-
-
-def _offered() -> str:
-    return (
-        "F1, ROUGE-L and matching numbers are; leave out code completion (lcc, repobench-p) and classes (trec, lsht)"
-    )

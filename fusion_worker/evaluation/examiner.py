@@ -86,7 +86,8 @@ class Examiner:
         found = logits.argmax(-1).tolist()
         if task.metrics:
             fused, text = await self._generate(task, fused, found[0])
-            answer.values |= {name: metrics.TEXT_METRICS[name](text, asked.sample.answers) for name in task.metrics}
+            known = (asked.sample.answers, task.classes)
+            answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
         else:
             # Up to the first wrong token this sees what generating would see, so all right equals generated right.
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends

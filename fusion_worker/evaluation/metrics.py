@@ -7,6 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+from difflib import SequenceMatcher
 
 import numpy as np
 
@@ -68,9 +69,38 @@ def number_match(answer: str, expected: Sequence[str]) -> float:
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
+def code_similarity(answer: str, expected: Sequence[str]) -> float:
+    """Ratcliff and Obershelp's similarity of the answer's first line that is no comment, in hundredths (LongBench's
+    code_sim_score: fuzzywuzzy's ratio, which is difflib's). The best over the expected lines."""
+    lines = answer.lstrip("\n").split("\n")
+    line = next((line for line in lines if not any(sign in line for sign in ("`", "#", "//"))), "")
+    return max(
+        (round(100 * SequenceMatcher(None, line, e).ratio()) / 100 if line else 0.0 for e in expected), default=0.0
+    )
+
+
+def class_match(answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
+    """1 / the classes named in the answer when the expected one is among them, else 0 (LongBench's
+    classification_score). Classes whose name is a part of the expected one's do not count."""
+
+    def share(right: str) -> float:
+        named = [name for name in classes if name in answer and (name == right or name not in right)]
+        return 1 / len(named) if right in named else 0.0
+
+    return max(map(share, expected), default=0.0)
+
+
 TEXT_METRICS: dict[str, Score] = {
-    score.__name__: score for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match)
+    score.__name__: score
+    for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match, code_similarity)
 }
+
+
+def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
+    """One of TEXT_METRICS, or class_match, which needs to know all classes."""
+    if name == class_match.__name__:
+        return class_match(answer, expected, classes)
+    return TEXT_METRICS[name](answer, expected)
 
 
 def normalised(score: float, full_reuse: float, full_attention: float) -> float:

@@ -66,13 +66,23 @@ class Figures:
         ]
         return sum(found) / len(found) if found else None
 
-    def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[tuple[float, Row]]]:
-        """Each recipe's curve: its ratios and its worst scores."""
+    def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[charts.Point]]:
+        """Each recipe's curve: its worst scores, ratio by ratio, and what they cost on the model that has them."""
         curves = {}
         for recipe in self.recipes:
-            points = [(r, self.worst(task, recipe, r, models)) for r in self.ratios_of(task, recipe)]
-            curves[recipe] = [(r, row) for r, row in points if row is not None]
+            worst = (self.worst(task, recipe, r, models) for r in self.ratios_of(task, recipe))
+            curves[recipe] = [self._point(row) for row in worst if row is not None]
         return curves
+
+    def _point(self, row: Row) -> charts.Point:
+        def mean(recipe: str, r: float, metric: str) -> float:
+            found = self.by.get((row.model, row.task, recipe, r, metric))
+            return found.score or 0.0 if found is not None else 0.0
+
+        # Full attention computes all of the context.
+        context = mean("full_attention", 1.0, "recomputed_tokens")
+        share = mean(row.recipe, row.r, "recomputed_tokens") / context if context else row.r
+        return charts.Point(row, share, mean(row.recipe, row.r, "scored_rows"))
 
     def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
         """Recipe, its ratio (its own where it is fixed), and its worst row on every task."""
@@ -124,6 +134,19 @@ def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
         scores = ["" if row is None or row.score is None else f"{100 * row.score:.1f}" for row in cells]
         table.add_row(recipe, f"{r:g}", *scores)
     return table
+
+
+def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The same table for a program: recipe, ratio and score by task, None where a model has none."""
+    figures = Figures.of(rows, judged)
+    return [
+        {
+            "recipe": recipe,
+            "r": r,
+            "scores": {t: row and row.score for t, row in zip(figures.tasks, cells, strict=True)},
+        }
+        for recipe, r, cells in figures.table(figures.middle)
+    ]
 
 
 def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:

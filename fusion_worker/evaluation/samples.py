@@ -26,10 +26,11 @@ class Sample:
 class Task:
     """Samples that are scored together.
 
-    metrics: names in metrics.TEXT_METRICS, of answers that are generated, at most `max_tokens` long. Without any the
-    first expected answer is fed in and compared token by token.
+    metrics: names that metrics.text_score knows, of answers that are generated, at most `max_tokens` long. Without
+    any the first expected answer is fed in and compared token by token.
     chat: whether the prompt goes into the model's chat template. first_line: only the answer's first line counts.
     group: neighbours of a chunk are looked for in the context of so many samples together.
+    classes: what answers choose from, where the metric is class_match.
     contexts: tasks of the same name here ask about the same contexts, sample by sample.
     """
 
@@ -40,6 +41,7 @@ class Task:
     chat: bool = False
     first_line: bool = False
     group: int = 1
+    classes: tuple[str, ...] = ()
     contexts: str = ""
 
     def first(self, count: int) -> "Task":
@@ -73,6 +75,13 @@ class Block:
     def digest(self) -> str:
         """Names the samples' text and how they are scored, whatever file they came from."""
         task = self.task
-        how = [task.metrics, task.max_tokens, task.chat, task.first_line, task.group]
+        how = [
+            task.metrics,
+            task.max_tokens,
+            task.chat,
+            task.first_line,
+            task.group,
+            *[task.classes] * bool(task.classes),
+        ]
         text = json.dumps([how, [astuple(sample) for sample in self.samples]])
         return hashlib.sha256(text.encode()).hexdigest()[:16]

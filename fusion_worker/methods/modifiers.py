@@ -145,7 +145,10 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
         named = ", ".join(MODIFIERS)
         raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
     if recipe.lossless:
-        raise InvalidArgument(f"{recipe.name} is full attention, so there is nothing to modify by {term}")
+        raise InvalidArgument(
+            f"{recipe.name} is full attention, so there is nothing to modify by {term}; recipes that take "
+            "modifiers compute all of the context at a ratio of 1"
+        )
     given = [int(number) for number in match[2].split(",")] if match[2] else []
     numbers = (*given, *modifier.defaults[len(given) :])
     if len(numbers) != len(modifier.defaults) or any(n < low for n, low in zip(numbers, modifier.least, strict=True)):

@@ -105,9 +105,9 @@ class Oracle:
         return self.network(torch.tensor([ids]), **more).logits[0, -1].float()
 
     @torch.inference_mode()
-    def kv(self, ids: Ids, past: "KV | None" = None) -> "KV":
+    def kv(self, ids: Ids, past: "KV | DynamicCache | None" = None) -> "KV":
         """Keys and values of every layer, each [1, kv_heads, tokens, head_dim]; `past` comes first."""
-        found = _cache_of(past) if past else DynamicCache()
+        found = past if isinstance(past, DynamicCache) else _cache_of(past)
         self.network(torch.tensor([ids]), past_key_values=found)
         return [(layer.keys, layer.values) for layer in found.layers]
 
@@ -241,9 +241,9 @@ class Oracle:
         return Oracle(network)
 
     @torch.inference_mode()
-    def scores(self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids) -> torch.Tensor:
+    def scores(self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids, kv: Any = None) -> torch.Tensor:
         """float32 [context and system]: how a recipe scores every token, from dense passes over the whole prompt."""
-        ids, context = [*system, *(i for c in chunks for i in c), *question], self.reused(system, chunks)
+        ids, context = [*system, *(i for c in chunks for i in c), *question], kv or self.reused(system, chunks)
         last, layers = len(ids) - len(question), self.network.config.num_hidden_layers
         starts = [len(system) + sum(map(len, chunks[:i])) for i in range(len(chunks))]
         if recipe == "epic":
@@ -267,16 +267,12 @@ class Oracle:
     def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
         """float32 [vocabulary]: all of `ids` computed densely, but in every layer the KV of context tokens that are
         not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""
-        found = DynamicCache()
-        found.layers = [_Overlay(k, v, fresh) for k, v in stale]
-        return self.logits(ids, past_key_values=found)
+        return self.logits(ids, past_key_values=overlay(stale, fresh))
 
     @torch.inference_mode()
     def weights(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
         """float32 [tokens, tokens]: attention in the pass of `overlaid`, the mean over heads and layers."""
-        found = DynamicCache()
-        found.layers = [_Overlay(k, v, fresh) for k, v in stale]
-        out = self.network(torch.tensor([ids]), past_key_values=found, output_attentions=True)
+        out = self.network(torch.tensor([ids]), past_key_values=overlay(stale, fresh), output_attentions=True)
         return torch.stack([layer[0].float().mean(0) for layer in out.attentions]).mean(0)
 
 
@@ -293,6 +289,13 @@ def join(parts: Sequence[KV]) -> KV:
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest expected value."""
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def overlay(stale: KV, fresh: torch.Tensor) -> DynamicCache:
+    """The cache of `Oracle.overlaid`; `Oracle.kv` over it gives the KV that all of a mixed context has."""
+    found = DynamicCache()
+    found.layers = [_Overlay(k, v, fresh) for k, v in stale]
+    return found
 
 
 def _cache_of(kv: KV | None) -> DynamicCache:

@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 
 from fusionkv.protos.errors import FailedPrecondition
+from tests.fusion_worker.oracle import overlay
 
 CLOSE = 1e-4
 FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4")
@@ -16,17 +18,22 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
 
 
 @pytest.mark.parametrize("name", FULL)
-@pytest.mark.parametrize(("recipe", "ratio"), [("full_reuse", None), ("prophetkv", 1.0), ("a3", 1.0)])
+@pytest.mark.parametrize(
+    ("recipe", "ratio"), [("full_reuse", 0.0), ("prophetkv", 0.3), ("prophetkv", 1.0), ("a3", 1.0)]
+)
 async def test_kept_by_layer_and_head(
-    name: str, recipe: str, ratio: float | None, start: Any, oracle: Any, parts: Any, tools: Any
+    name: str, recipe: str, ratio: float, start: Any, oracle: Any, parts: Any, tools: Any
 ) -> None:
     system, chunks, question = parts
     rig, plain = await start(name), oracle(name)
-    everything = plain.kv([*system, *(i for c in chunks for i in c)])
-    context = plain.reused(system, chunks) if ratio is None else everything
-    low = len(system)
-    more = {} if ratio is None else {"ratio": ratio}
-    answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", max_tokens=6, **more)
+    before, low, stale = [*system, *(i for c in chunks for i in c)], len(system), plain.reused(system, chunks)
+    fresh = torch.zeros(len(before), dtype=torch.bool)
+    if ratio:
+        scores = plain.scores("prophetkv", system, chunks, question).clone()
+        scores[: low + len(chunks[0])] = float("-inf")
+        fresh[scores.sort(descending=True, stable=True).indices[: round(ratio * (len(before) - low))]] = True
+    context = plain.kv(before, past=overlay(stale, fresh))
+    answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", ratio=ratio, max_tokens=6)
     assert tools.error(answer.logits[0], plain.after(context, question)) < CLOSE, "the first token sees all"
     shrunk = plain.seeing(plain.kept(context, question, low, 12))
     whole = plain.kv(question, past=context)

@@ -206,8 +206,9 @@ async def test_any_pattern_of_hits(
         assert tools.error(answer.logits[0], expected) < CLOSE
 
 
+@pytest.mark.parametrize("recipe", ["epic", "cacheblend", "prophetkv+window(4,2)"])
 async def test_kinds_mixed_and_several_at_once(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    recipe: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     """Exact, alternative, variant and miss in one prompt, a third recomputed, beside other requests."""
     plain = oracle("qwen3")
@@ -230,16 +231,21 @@ async def test_kinds_mixed_and_several_at_once(
             plain.alone(system, chunks[missed], ends[4]),
         ]
     )
-    order = sorted((p - start, p) for start, stop in itertools.pairwise(ends[2:]) for p in range(start, stop))
-    context = ends[-1] - ends[0]
-    count = round(0.3 * context)
+    name, _, windowed = recipe.partition("+")
+    scores = plain.scores(name, system, chunks, question, stale)
+    best = sorted(range(ends[2], ends[-1]), key=lambda p: (-float(scores[p]), p))[: round(0.3 * (ends[-1] - ends[0]))]
     fresh = torch.zeros(ends[-1], dtype=torch.bool)
-    fresh[[p for _, p in order[:count]]] = True
+    fresh[best] = True
+    for low in range(ends[2], ends[-1], 4) if windowed else ():
+        fresh[low : low + 4] &= fresh[low : low + 4].sum() >= 2
+    count = int(fresh.sum())
+    assert 0 < count <= len(best)
+    assert (count < len(best)) == bool(windowed), "the windows keep all, so this test shows nothing"
     whole = [*system, *itertools.chain(*chunks), *question]
     expected = plain.overlaid(whole, stale, fresh)
     mixed, alone, full = await asyncio.gather(
         rig.ask(
-            system, chunks, question, recipe="epic", ratio=0.3, variants=[[], [], [], [variant], []], tenant=tenant
+            system, chunks, question, recipe=recipe, ratio=0.3, variants=[[], [], [], [variant], []], tenant=tenant
         ),
         rig.ask(system, [d, c], question[:1], recipe="full_reuse", tenant=tenant + "y"),
         rig.ask(system, chunks, question, recipe="full_attention"),

@@ -122,6 +122,22 @@ async def test_bfloat16(family: str, start: Any, oracle: Any, parts: Any) -> Non
     assert away(none, true) < AS_GOOD * away(plain.after(plain.reused(system, chunks), question), true)
 
 
+async def test_bfloat16_with_a_third_recomputed(family: str, start: Any, oracle: Any, parts: Any) -> None:
+    """By `epic`, whose choice no rounding changes."""
+    system, chunks, question = parts
+    rig, plain = await start(family, torch.bfloat16), oracle(family, torch.bfloat16)
+    exact, prompt = type(plain)(copy.deepcopy(plain.network).float()), whole(parts)
+    first, last = len(system) + len(chunks[0]), len(system) + sum(map(len, chunks))
+    scores = exact.scores("epic", system, chunks, question).clone()
+    scores[:first] = float("-inf")
+    fresh = torch.zeros(last, dtype=torch.bool)
+    fresh[sorted(range(last), key=lambda p: (-float(scores[p]), p))[: round(0.3 * (last - len(system)))]] = True
+    true = exact.overlaid(prompt, exact.reused(system, chunks), fresh)
+    theirs = plain.overlaid(prompt, plain.reused(system, chunks), fresh)
+    ours = (await rig.ask(*parts, recipe="epic", ratio=0.3)).logits[0]
+    assert float((ours - true).norm()) < AS_GOOD * float((theirs - true).norm())
+
+
 async def test_context_at_another_temperature(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
     """Of APE: weights by its definition, in an untouched model over the reused context."""
     system, chunks, question = parts

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.guard import SAMPLES, Guard
+from fusionkv.fusion_worker.engine.guard import SAMPLES, Allowed, Guard
 from fusionkv.fusion_worker.engine.shadow import Sample
 from fusionkv.fusion_worker.methods.modifiers import find
 
@@ -60,7 +60,8 @@ def _sample(rig: Any, parts: Any) -> tuple[Any, ...]:
 
     system, chunks, question = parts
     prompt = Prompt(Chunk(tuple(system)), tuple(Chunk(tuple(c)) for c in chunks), tuple(question))
-    return prompt, find("full_reuse"), "", (1, 2), torch.zeros(rig.model.vocabulary)
+    recipe, logits = find("full_reuse"), torch.zeros(rig.model.vocabulary)
+    return prompt, recipe, "", (1, 2), logits, Guard(0.0).ratio(recipe, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -103,44 +104,86 @@ async def test_what_replaces_a_recipe_is_full_attention(recipe: str, start: Any,
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
     assert (await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=6)).summary.ratio < 1.0
     for _ in range(2 * SAMPLES):
-        rig.servicer.answerer._guard.record(find(recipe), "", same=False)
+        record(rig.servicer.answerer._guard, recipe, "", 0.3, same=False)
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=6)
     assert answer.summary.ratio == 1.0
     assert answer.ids == full.ids
     assert all(tools.error(a, b) < 1e-4 for a, b in zip(answer.logits, full.logits, strict=True))
 
 
-def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
-    guard, epic, reuse = Guard(0.8), find("epic"), find("full_reuse")
+async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, parts: Any) -> None:
+    rig = await start("llama", shadow_share=1.0, shadow_floor=0.9)
+    made: list[Sample] = []
+    rig.servicer.answerer.shadow.offer = made.append
+    guard, epic = rig.servicer.answerer._guard, find("epic")
+    await rig.ask(*parts, recipe="epic", max_tokens=2)
+    for _ in range(2 * SAMPLES):
+        guard.record(made[0].allowed, same=False)
+    assert guard.ratio(epic, "", 0.2).ratio == 0.4, "40 answers at 0.2 say nothing about 0.4"
+    await rig.ask(*parts, recipe="epic", max_tokens=2)
     for _ in range(SAMPLES):
-        guard.record(epic, "a", same=False)
-        guard.record(reuse, "a", same=False)
-        guard.record(epic, "b", same=True)
-    assert guard.ratio(epic, "a", 0.05)[0] == 0.15
-    assert guard.ratio(epic, "a", 0.3)[0] == 0.6
-    assert guard.ratio(epic, "a", 0.5)[0] == 1.0
-    assert guard.ratio(reuse, "a", 0.0)[0] == 1.0, "a recipe of a fixed ratio has nothing in between"
-    assert guard.ratio(epic, "b", 0.05) == (0.05, "")
-    assert guard.ratio(find("epic+window"), "a", 0.05) == (0.05, "")
+        guard.record(made[1].allowed, same=False)
+    assert guard.ratio(epic, "", 0.2).ratio == 1.0
+
+
+def record(guard: Guard, recipe: str, corpus: str, asked: float, same: bool) -> None:
+    """An answer at what the guard allows."""
+    guard.record(guard.ratio(find(recipe), corpus, asked), same)
+
+
+def allowed(guard: Guard, recipe: str, corpus: str, asked: float) -> tuple[float, str]:
+    found: Allowed = guard.ratio(find(recipe), corpus, asked)
+    return found.ratio, found.why
+
+
+def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
+    guard = Guard(0.8)
+    for _ in range(SAMPLES):
+        record(guard, "epic", "a", 0.2, same=False)
+        record(guard, "full_reuse", "a", 0.0, same=False)
+        record(guard, "epic", "b", 0.2, same=True)
+    assert allowed(guard, "epic", "a", 0.2)[0] == 0.4
+    assert allowed(guard, "epic", "a", 0.5)[0] == 1.0
+    assert allowed(guard, "full_reuse", "a", 0.0)[0] == 1.0, "a recipe of a fixed ratio has nothing in between"
+    assert allowed(guard, "epic", "b", 0.2) == (0.2, "")
+    assert allowed(guard, "epic+window", "a", 0.2) == (0.2, "")
+
+
+def test_who_asks_for_less_than_a_recipe_takes_raises_it_for_nobody_else() -> None:
+    guard = Guard(0.8)
+    for _ in range(SAMPLES):
+        record(guard, "epic", "", 0.01, same=False)
+    assert allowed(guard, "epic", "", 0.2) == (0.2, "")
+    assert allowed(guard, "epic", "", 0.01)[0] == allowed(guard, "epic", "", 0.05)[0] == 0.15
+    assert allowed(guard, "epic", "", 0.19)[0] == 0.38
+
+
+def test_what_was_raised_stays_however_many_others_come() -> None:
+    guard = Guard(0.8)
+    for _ in range(2 * SAMPLES):
+        record(guard, "epic", "a", 0.2, same=False)
+    for corpus in range(3000):
+        record(guard, "epic", str(corpus), 0.2, same=True)
+        assert allowed(guard, "epic", "a", 0.2)[0] == 1.0
 
 
 def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
-    guard, epic = Guard(0.8), find("epic")
+    guard = Guard(0.8)
     for _ in range(SAMPLES - 1):
-        guard.record(epic, "", same=False)
-    assert guard.ratio(epic, "", 0.1) == (0.1, "")
+        record(guard, "epic", "", 0.2, same=False)
+    assert allowed(guard, "epic", "", 0.2) == (0.2, "")
     guard = Guard(0.8)
     for same in (*[True] * 100, *[False] * 4):
-        guard.record(epic, "", same=same)
-    assert guard.ratio(epic, "", 0.1) == (0.1, ""), "16 of the latest 20 are not below the floor"
-    guard.record(epic, "", same=False)
-    raised, why = guard.ratio(epic, "", 0.1)
-    assert raised == 0.2
+        record(guard, "epic", "", 0.2, same=same)
+    assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "16 of the latest 20 are not below the floor"
+    record(guard, "epic", "", 0.2, same=False)
+    raised, why = allowed(guard, "epic", "", 0.2)
+    assert raised == 0.4
     assert why == "75% of 20 answers were full attention's, below the floor of 80%"
 
 
 def test_the_guard_without_a_floor_raises_nothing() -> None:
     guard = Guard(0.0)
     for _ in range(3 * SAMPLES):
-        guard.record(find("epic"), "", same=False)
-    assert guard.ratio(find("epic"), "", 0.1) == (0.1, "")
+        record(guard, "epic", "", 0.2, same=False)
+    assert allowed(guard, "epic", "", 0.2) == (0.2, "")

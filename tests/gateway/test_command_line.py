@@ -81,12 +81,19 @@ def test_a_gateway_that_is_not_there_is_one_line_and_exit_1(
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["serve", "ingest", "ask", "delete", "list", "stats"])
+@pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "delete", "list", "stats"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main([command, "--help"])
     assert exit.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["eval", "check"])
+def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", command, "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    assert "--json" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -38,12 +38,19 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "prophetkv")} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
     assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
-    again = fusionkv(*asked, "--recipes", "prophetkv", "epic", "--ratios", 0.1, 0.2)
+    again = fusionkv(*asked, "--recipes", "prophetkv", "epic", "--ratios", 0.1, 0.2, "--json")
     assert again.returncode == 0, again.stderr
+    said = json.loads(again.stdout)
+    assert Path(said["reports"]["json"]) == tmp_path / "report.json"
+    assert Path(said["reports"]["html"]).is_file()
     more = (tmp_path / "cells.jsonl").read_bytes()
     assert more.startswith(kept)
     assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
     after = rows(tmp_path)
+    assert [(line["recipe"], line["r"]) for line in said["worst"]] == [
+        *(("full_attention", 1.0), ("full_reuse", 0.0), ("prophetkv", 0.1), ("epic", 0.1))
+    ]
+    assert said["worst"][1]["scores"]["twohop"] == reuse["score"]
     assert {name: after[name] for name in found} == found
     assert "epic" in (tmp_path / "report.html").read_text()
 
@@ -59,12 +66,17 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     (data / "niah_x.jsonl").write_text(json.dumps(ruler) + "\n")
     story = {"context": context, "input": asked, "answers": ["123"], "dataset": "hotpotqa"}
     (data / "hotpotqa.jsonl").write_text((json.dumps(story) + "\n") * 3)
+    choice = {**story, "dataset": "trec", "all_classes": ["123", "124"]}
+    (data / "trec.jsonl").write_text(json.dumps(choice) + "\n")
+    (data / "prompts.json").write_text("{}")
     flags = ("--recipes", "fusionrag", "cacheblend", "--ratios", 0.2, "--chunk-tokens", 48, "--processes", 1)
     done = fusionkv(reference_model, "--out", tmp_path, "--data", data, *flags)
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
+    assert "left out: " in done.stderr
     metrics = {"cacheblend/pages": "f1", "ruler/niah_x": "string_match_all", "longbench/hotpotqa": "f1"}
-    for (task, metric), n in zip(metrics.items(), (2, 1, 3), strict=True):
+    metrics["longbench/trec"] = "class_match"
+    for (task, metric), n in zip(metrics.items(), (2, 1, 3, 1), strict=True):
         for recipe, r in (("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("cacheblend", 0.2)):
             row = found[task, recipe, r, metric]
             assert row["n"] == n

@@ -5,18 +5,24 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 from fusionkv.fusion_worker import models, verdict
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.evaluation import check
 from fusionkv.fusion_worker.evaluation.check import Score
 from fusionkv.fusion_worker.evaluation.needles import KINDS, needles
 from fusionkv.fusion_worker.evaluation.oracles import compare
+from fusionkv.fusion_worker.evaluation.runner import Runner
+from fusionkv.fusion_worker.methods.modifiers import find
+from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.verdict import FILE, Judged, Verdict
 from fusionkv.protos.errors import FailedPrecondition
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -63,21 +69,79 @@ def test_needles_hold_their_answers(kind: str) -> None:
     ],
 )
 def test_what_is_safe(score: Score, safe: bool, why: str) -> None:
-    assert score.judge() == Judged(safe, why)
+    assert score.judge(0.2) == Judged(safe, 0.2, why)
 
 
 def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
-    made = Verdict(b"f".hex(), {"epic": Judged(False, "bad"), "a3": Judged(True, "good")})
-    assert made.write(tmp_path) == tmp_path / FILE
+    made = Verdict(b"f".hex(), {"epic": Judged(False, 0.2, "bad"), "a3": Judged(True, 0.15, "good")})
+    made.write(tmp_path / FILE)
     read = verdict.read(tmp_path, b"f")
     assert read == made
     for name in ("a3", "a3+window", "prophetkv", "full_attention"):
-        read.check(name)
+        read.check(find(name), 0.2)
     for name in ("epic", "epic+window"):
         with pytest.raises(FailedPrecondition, match=r"failed `fusionkv check` on this model: bad\. Use another"):
-            read.check(name)
+            read.check(find(name), 0.9)
     with pytest.raises(FailedPrecondition, match="is of another model, or this one was changed"):
         verdict.read(tmp_path, b"g")
+
+
+def test_ratios_that_were_not_judged() -> None:
+    recipes = {"epic": Judged(False, 0.2, ""), "a3": Judged(True, 0.15, ""), "full_reuse": Judged(False, 0.0, "")}
+    found = Verdict("", recipes)
+    found.check(find("epic"), 1.0)
+    found.check(find("full_reuse"), 1.0)
+    for ratio in (0.15, 0.5, 1.0):
+        found.check(find("a3+window"), ratio)
+    for ratio in (0.0, 0.14):
+        with pytest.raises(FailedPrecondition, match=r"full reuse is not: ask for 0\.15 or more instead of 0"):
+            found.check(find("a3+window"), ratio)
+    recipes["full_reuse"] = Judged(True, 0.0, "")
+    for ratio in (0.0, 0.14):
+        found.check(find("a3"), ratio)
+
+
+def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
+    made = Verdict("66", {"cacheclip": Judged(False, 0.2, ""), "epic": Judged(False, 0.2, "")}, b"second".hex())
+    made.write(tmp_path / FILE)
+    assert verdict.read(tmp_path, b"f", b"second") == made
+    assert list(verdict.read(tmp_path, b"f", b"third").recipes) == ["epic"]
+
+
+async def test_what_was_found_is_said_where_it_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    network("llama").save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+
+    async def judge(runner: Runner, recipes: Sequence[Recipe], *rest: Any) -> dict[str, Judged]:
+        await runner.close()
+        return {recipe.name: Judged(True, recipe.ratio, "it is said") for recipe in recipes}
+
+    monkeypatch.setattr(check, "_judge", judge)
+    asked = [str(tmp_path), "--pool-bytes", "8MiB", "--json", "--out"]
+    console = Console(stderr=True)
+    with pytest.raises(OSError, match=r"the verdict is not written: .*nowhere.*; --out FILE takes another place"):
+        await check._check(check._parser().parse_args([*asked, str(tmp_path / "nowhere/x.json")]), console)
+    said = json.loads(capsys.readouterr().out)
+    assert said["recipes"]["epic"]["why"] == "it is said"
+    own = tmp_path / "own.json"
+    assert await check._check(check._parser().parse_args([*asked, str(own)]), console) == 0
+    assert json.loads(own.read_text())["recipes"] == said["recipes"]
+    assert not (tmp_path / FILE).exists()
+    assert "cacheclip" not in said["recipes"]
+    asked = [*asked, str(own), "--auxiliary", str(tmp_path)]
+    assert await check._check(check._parser().parse_args(asked), console) == 0
+    found = json.loads(own.read_text())
+    assert set(found["recipes"]) == {*said["recipes"], "cacheclip"}
+    assert found["auxiliary"] == found["fingerprint"]
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_samples_are_no_check(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check._parser().parse_args(["m", "--n", count])
+    assert "--n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"fingerprint": "66", "recipes": {"a": 1}}', "\x00"])
@@ -88,7 +152,7 @@ def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
 
 
 def test_no_verdict_refuses_nothing(tmp_path: Path) -> None:
-    verdict.read(tmp_path, b"f").check("epic")
+    verdict.read(tmp_path, b"f").check(find("epic"), 0.0)
 
 
 @pytest.mark.system
@@ -107,6 +171,12 @@ async def test_a_worker_refuses_what_failed(reference_model: Path, tmp_path: Pat
         asked = {"chunks": [pb.Chunk(ids=[5, 6])], "question": pb.Tokens(ids=[7])}
         with pytest.raises(FailedPrecondition, match="recipe 'full_reuse' failed `fusionkv check` on this model"):
             _ = [r async for r in client.generate(pb.GenerateRequest(recipe="full_reuse", **asked))]
-        assert [r async for r in client.generate(pb.GenerateRequest(recipe="full_attention", **asked))]
+        with pytest.raises(FailedPrecondition, match=r"ask for 0\.15 or more instead of 0,"):
+            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="trace", ratio=0.0, **asked))]
+        for recipe in ("full_attention", "trace"):
+            assert [r async for r in client.generate(pb.GenerateRequest(recipe=recipe, **asked))]
+        for recipe in said["recipes"]:
+            if recipe not in ("full_reuse", "ape"):
+                assert [r async for r in client.generate(pb.GenerateRequest(recipe=recipe, ratio=1.0, **asked))]
     finally:
         await client.close()

@@ -65,6 +65,20 @@ def test_longbench(tmp_path: Path) -> None:
     assert few.samples[0].question == "\n\nDialogue: a"
 
 
+def test_longbench_s_classes_and_code(tmp_path: Path) -> None:
+    classes = {"dataset": "trec", "input": "Question: Who?\nType:", "all_classes": ["Person", "Place"]}
+    (trec,) = load(lines(tmp_path / "trec.jsonl", STORY | classes))
+    assert (trec.metrics, trec.max_tokens, trec.chat, trec.first_line) == (("class_match",), 64, False, True)
+    assert trec.classes == ("Person", "Place")
+    other = load(lines(tmp_path / "other.jsonl", STORY | classes | {"all_classes": ["Person"]}))[0]
+    assert {block.digest for block in trec.blocks(1)} != {block.digest for block in other.blocks(1)}
+    code = {**STORY, "input": "def f():\n", "answers": ["    return 1"], "dataset": "repobench-p_e"}
+    (code_task,) = load(lines(tmp_path / "code.jsonl", code))
+    assert (code_task.metrics, code_task.max_tokens) == (("code_similarity",), 64)
+    assert (code_task.chat, code_task.first_line) == (False, False)
+    assert code_task.samples[0].question == "def f():\nNext line of code:\n"
+
+
 def test_cacheblend(tmp_path: Path) -> None:
     (task,) = load(lines(tmp_path / "musique_s.json", json.dumps([PAGES], indent=1)))
     assert (task.name, task.metrics, task.first_line) == ("cacheblend/musique_s", ("f1", "exact_match"), True)
@@ -79,6 +93,25 @@ def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
     lines(tmp_path / "data/a.jsonl", STORY)
     assert [task.name for task in load(tmp_path)] == ["longbench/musique", "ruler/vt"]
     assert load(tmp_path)[0].first(0).samples == ()
+
+
+def test_a_folder_is_read_without_what_is_none_of_the_formats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines(tmp_path / "a.jsonl", STORY)
+    lines(tmp_path / "dataset2prompt.json", {"qmsum": "{context}"})
+    lines(tmp_path / "new.jsonl", {**STORY, "dataset": "new"})
+    assert [task.name for task in load(tmp_path)] == ["longbench/musique"]
+    first, second = caplog.messages
+    assert first.startswith(f"left out: {tmp_path}/dataset2prompt.json:1: a record of none of the known formats")
+    assert second.startswith(f"left out: {tmp_path}/new.jsonl:1: dataset 'new'")
+    lines(tmp_path / "torn.jsonl", "{\n")
+    with pytest.raises(DatasetError, match=r"torn\.jsonl:1: no JSON"):
+        load(tmp_path)
+    (tmp_path / "torn.jsonl").unlink()
+    (tmp_path / "a.jsonl").unlink()
+    with pytest.raises(DatasetError, match="none of the 2 files in this folder could be read"):
+        load(tmp_path)
 
 
 def without(record: dict[str, Any], name: str) -> dict[str, Any]:
@@ -101,7 +134,8 @@ def without(record: dict[str, Any], name: str) -> dict[str, Any]:
         ([{**NEEDLE, "input": "one line"}], r"f\.jsonl:1: the input is one line"),
         ([STORY, {**STORY, "context": ""}], r"f\.jsonl:2: 'context' must be a string that is not empty"),
         ([STORY, without(STORY, "input")], r"f\.jsonl:2: 'input' must be a string$"),
-        ([{**STORY, "dataset": "lcc"}], r"f\.jsonl:1: dataset 'lcc' is scored in a way that is not offered"),
+        ([{**STORY, "dataset": "new"}], r"f\.jsonl:1: dataset 'new' is none of LongBench's: hotpotqa, "),
+        ([{**STORY, "dataset": "trec"}], r"f\.jsonl:1: 'all_classes' must be a list of strings"),
         ([json.dumps([PAGES, {**PAGES, "ctxs": []}])], r"f\.jsonl: record 2: 'ctxs' must be a list of objects"),
         ([json.dumps([{**PAGES, "ctxs": [{"title": "x"}]}])], r"f\.jsonl: record 1: 'ctxs' must be"),
         ([json.dumps([PAGES, 3])], r"f\.jsonl: record 2: a record must be a JSON object, not int"),

@@ -54,6 +54,35 @@ def test_rouge_l(answer: str, expected: str, score: float) -> None:
     assert rouge_l(answer, ["x", expected]) == pytest.approx(score)
 
 
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("\n\nreturn x\nreturn y", 1.0),
+        ("# first\nx = 1  // second\n```\nreturn x", 1.0),
+        ("return y", 0.88),  # 2 * 7 / 16 in hundredths, as fuzzywuzzy rounds
+        ("# nothing else", 0.0),
+    ],
+)
+def test_code_by_its_first_line_that_is_no_comment(answer: str, score: float) -> None:
+    assert metrics.code_similarity(answer, ["return x"]) == score
+    assert metrics.code_similarity(answer, ["", "return x"]) == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("Type: Other location", 1.0),  # "location" is a part of the right class
+        ("Other location or date", 1 / 2),
+        ("location", 0.0),
+        ("date", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_classes(answer: str, score: float) -> None:
+    classes = ("date", "location", "Other location")
+    assert metrics.text_score("class_match", answer, ["Other location"], classes) == score
+
+
 def test_numbers() -> None:
     assert number_match("Paragraph 7, or 12", ["Paragraph 7"]) == 0.5
     assert number_match("none", ["Paragraph 7"]) == 0.0

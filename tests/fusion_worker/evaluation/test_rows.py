@@ -33,7 +33,7 @@ def picture(chosen: int) -> dict[str, object]:
 
 
 def measured(right: list[float], tokens: float, pictured: int = -1) -> Measured:
-    values = {"exact_match": right, "recomputed": [tokens] * 8}
+    values = {"exact_match": right, "recomputed": [tokens] * 8, "scored_rows": [16.0] * 8}
     return Measured(values, {"select": [0.5, 1.5]}, picture(pictured) if pictured >= 0 else None)
 
 
@@ -97,6 +97,15 @@ def test_the_worst_model_counts(figures: list[Row]) -> None:
     ]
 
 
+def test_a_program_gets_the_same_table(figures: list[Row]) -> None:
+    found = report.worst(
+        [row for row in figures if row.model == "a" or row.recipe != "epic"], {"chain2": "exact_match"}
+    )
+    assert [(line["recipe"], line["r"], line["scores"]["chain2"]) for line in found] == [
+        *(("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.125), ("epic", 0.15, None), ("prophetkv", 0.15, 0.625))
+    ]
+
+
 class Page(HTMLParser):
     """Text and attributes, and whether every element that is opened is closed."""
 
@@ -153,12 +162,35 @@ def test_a_chart_is_well_formed_and_to_scale(figures: list[Row]) -> None:
     assert (zero - y1) / (zero - hundred) == pytest.approx(0.75, abs=1e-3)
     assert (zero - y2) / (zero - hundred) == pytest.approx(0.875, abs=1e-3)
     assert x2 > x1
+    ticks = {
+        float(e.text or ""): float(e.get("x") or "") for e in root.iter("text") if e.get("text-anchor") == "middle"
+    }
+    assert (x1, x2) == (ticks[0.15], ticks[0.2])
     titles = [e.text for e in root.iter("title")]
-    assert "prophetkv, r = 0.15: 75.0 (40.9 to 92.9) (a)" in titles
+    assert "prophetkv, r = 0.15: 75.0 (40.9 to 92.9) (a); 15.0% recomputed, 16 rows for scores" in titles
     assert len(titles) == 5
     hues = [charts.hue([str(i) for i in range(12)], str(i)) for i in range(12)]
     assert min(min((a - b) % 360, (b - a) % 360) for a in hues for b in hues if a != b) > 15
     assert not math.isnan(sum(hues))
+
+
+def test_a_point_stands_at_what_was_recomputed_not_at_what_was_asked_for() -> None:
+    windows = {**table(0), cell("prophetkv+window", 0.2): measured(exact(0, 1, 2), 5)}
+    found = report.Figures.of(rows("a", TASK, windows), {"chain2": "exact_match"})
+    (point,) = found.lines("chain2")["prophetkv+window"]
+    assert (point.row.r, point.share, point.scored) == (0.2, 0.05, 16.0)
+    root = ElementTree.fromstring(charts.curves(found.lines("chain2"), found.recipes))
+    dots = {
+        g.findtext("title"): float(circle.get("cx") or "")
+        for g in root.iter("g")
+        if (circle := g.find("circle")) is not None
+    }
+    (x,) = (at for title, at in dots.items() if title and title.startswith("prophetkv+window, r = 0.2: "))
+    ticks = {
+        float(e.text or ""): float(e.get("x") or "") for e in root.iter("text") if e.get("text-anchor") == "middle"
+    }
+    zero = ticks[0.15] - 3 * (ticks[0.2] - ticks[0.15])
+    assert x == pytest.approx(zero + 0.25 * (ticks[0.2] - zero), abs=0.5)
 
 
 def test_the_terminal_gets_the_middle_ratio(figures: list[Row]) -> None:
