@@ -144,14 +144,6 @@ def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
                 assert environment(workload)[f"FUSIONKV_{name.upper()}_TLS_CERT"] == "/etc/fusionkv/tls.crt"
 
 
-@pytest.mark.parametrize("drain", [0, 10, 37.5, 600])
-def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
-    for name, workload in workloads(render({name: {"config": {"drain_seconds": drain}} for name in PORTS})).items():
-        config = settings.load(CONFIGS[name], name, environ=environment(workload))
-        assert config.drain_seconds == drain
-        assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain + 10
-
-
 def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     values = {
         "kvcache": {"config": {"memory_bytes": 3 << 30, "sync": True}},

@@ -178,3 +178,30 @@ def test_a_route_leads_to_the_gateway(render: Render) -> None:
     assert backend["port"] in services[backend["name"]]
     with pytest.raises(ValueError, match="parents"):
         render({"gateway": {"route": {"enabled": True}}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"certManager": {"enabled": True}}, {"gateway": {"config": {"tls_cert": "/etc/fusionkv/tls.crt"}}}],
+    ids=["cert-manager", "own"],
+)
+def test_a_route_without_tls_does_not_lead_to_a_gateway_with_it(render: Render, values: dict[str, Any]) -> None:
+    route = {"enabled": True, "parents": [{"name": "gw"}]}
+    with pytest.raises(ValueError, match="BackendTLSPolicy"):
+        render({**values, "gateway": {**values.get("gateway", {}), "route": route}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "port"),
+    [
+        ("https://login.example/keys", {443}),
+        ("https://login.example:8443/realms/x/keys", {8443}),
+        ("/etc/fusionkv/keys.json", set()),
+    ],
+)
+def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
+    issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
+    found = render({"gateway": {"config": issuer}})
+    policies = {p["metadata"]["name"]: p["spec"]["egress"] for p in found["NetworkPolicy"]}
+    assert {rule["ports"][0]["port"] for rule in policies["rel-gateway"]} == {53, 7071, *port}
+    assert {rule["ports"][0]["port"] for rule in policies["rel-worker"]} == {53, 7070}
