@@ -109,7 +109,7 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     queue = {"url": "rediss://redis.data.svc:6380", "cluster": True, "password": True}
     encode = {"corpora": ["a", "b"], "parallelism": 8, "secret": "encoder", "queue": queue}
     endpoint = "http://collector:4317"
-    (job,) = render({"encode": encode, "otlp": {"endpoint": endpoint}})["Job"]
+    (job,) = render({"encode": encode, "otlp": {"endpoint": endpoint}, "worker": {"startupSeconds": 1800}})["Job"]
     spec = job["spec"]
     # All pods work until the queue is empty: a number of completions would start more after that.
     assert spec["parallelism"] == 8
@@ -119,6 +119,7 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     args = cli._parser().parse_args(encoding["command"][1:])
     assert (args.corpora, args.index, args.queue, args.queue_cluster) == (["a", "b"], None, queue["url"], True)
     assert str(args.queue_password) == "/etc/fusionkv/redis"
+    assert args.wait == 1800
     # A run is named after the release's revision, so an upgrade is another pass.
     assert args.run == "rel-encode-1"
     env = {e["name"]: e.get("value") for e in encoding["env"]}
@@ -138,6 +139,7 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     args = cli._parser().parse_args(words)
     assert (args.corpora, args.index, args.recipe) == (["a", "b c", "d"], 2, "fusionrag")
     assert args.gateway == "rel-gateway:7072"
+    assert args.wait == 600
     env = {e["name"]: e for e in encoding["env"]}
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
