@@ -153,7 +153,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     loaded = {}
     for name, workload in workloads(render(values)).items():
         env = environment(workload)
-        assert all(key.startswith(f"FUSIONKV_{name.upper()}_") for key in env)
+        assert all(key.startswith((f"FUSIONKV_{name.upper()}_", "FUSIONKV_LOG")) for key in env)
         loaded[name] = settings.load(CONFIGS[name], name, environ=env)
         assert loaded[name].listen == (f"[::]:{PORTS[name]}",)
     assert (loaded["kvcache"].memory_bytes, loaded["kvcache"].sync) == (3 << 30, True)
@@ -280,6 +280,9 @@ def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
         ({"gateway": {"service": {"type": "ExternalName"}}}, "type"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"otlp": {"endpoint": "collector"}}, "endpoint"),
+        ({"otlp": {"ratio": 5}}, "ratio"),
+        ({"log": {"format": "xml"}}, "format"),
+        ({"log": {"level": "loud"}}, "level"),
         ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),
         ({"certManager": {"issuer": {"kind": "Vault"}}}, "kind"),
         ({"redis": {"image": "redis:latest@sha"}}, "image"),

@@ -123,7 +123,12 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     # A run is named after the release's revision, so an upgrade is another pass.
     assert args.run == "rel-encode-1"
     env = {e["name"]: e.get("value") for e in encoding["env"]}
-    assert env == {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token"}
+    log = {"FUSIONKV_LOG": "info", "FUSIONKV_LOG_FORMAT": "json"}
+    assert env == {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token",
+        **log,
+    }
 
 
 def test_corpora_are_encoded_one_an_index(render: Render) -> None:
