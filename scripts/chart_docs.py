@@ -9,8 +9,9 @@ INTRODUCTION = """\
 # The Helm chart
 
 The tables of values below are written by `make docs` from [values.yaml](values.yaml); a test keeps them current.
-Nothing here has run in a cluster yet: what the chart renders is checked against the schemas of Kubernetes 1.29, 1.33
-and 1.37 over a matrix of values, and what the pods run is tested outside of a cluster.
+Nothing here has run in a cluster yet: what the chart renders is checked against the schemas of Kubernetes 1.27, 1.33
+and 1.37 over a matrix of values, objects of other APIs against a list of their fields, and what the pods run is
+tested outside of a cluster.
 
 ## From nothing to an answer
 

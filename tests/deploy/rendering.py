@@ -12,12 +12,12 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos import settings
+from tests.deploy import foreign
 
-VERSIONS = ("1.29", "1.33", "1.37")
+# From the oldest that the chart takes on.
+VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
-# Of the Gateway API, the Prometheus operator and cert-manager, which Kubernetes' own schemas lack.
-_FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule", "Certificate", "Issuer"}
 _CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 
 
@@ -32,9 +32,11 @@ def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1]) 
 
 
 def validate(documents: Iterable[Any], version: str) -> None:
-    """Holds objects to the schemas of a version of Kubernetes, as far as it has them."""
+    """Holds objects to the schemas of a version of Kubernetes, and those of other APIs to what is known of these."""
     for document in documents:
-        if document["kind"] not in _FOREIGN:
+        if document["kind"] in foreign.KINDS:
+            foreign.validate(document)
+        else:
             kubernetes_validate.validate(document, version, strict=True)
 
 
