@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # One file, four images: docker build --target kvcache|worker|worker-gpu|gateway .
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
-# builds, with --build-arg PIP_EXTRA_INDEX_URL=...
+# builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
 

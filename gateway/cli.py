@@ -112,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
     encode.add_argument(
         "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
     )
+    encode.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="for gateway, workers and corpora that are not there yet (default: not at all)",
+    )
     shared = encode.add_argument_group(
         "sharing", "any number of processes on any machines take the documents of a run from a queue in Redis"
     )

@@ -2,13 +2,15 @@
 
 import argparse
 import asyncio
+import functools
 import signal
 import sys
+import time
 from dataclasses import asdict
 
 from fusionkv.gateway import connect
 from fusionkv.gateway.client import AsyncClient
-from fusionkv.gateway.console import print_json, progress_bar
+from fusionkv.gateway.console import awaited, print_json, progress_bar
 from fusionkv.gateway.encoder import Encoder
 from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.results import Progress
@@ -26,9 +28,10 @@ async def run(args: argparse.Namespace) -> int:
         return await _shared(args)
     if args.index is not None and not 0 <= args.index < len(args.corpora):
         raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
+    end = time.monotonic() + args.wait
     async with connect.client(args) as client:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
-            done = await corpus(client, args.json, name, args.recipe)
+            done = await awaited(functools.partial(corpus, client, args.json, name, args.recipe), end)
             if not args.json:
                 print(f"{name}: {done.done - done.skipped} chunks encoded, {done.skipped} were already")
     return 0
@@ -69,6 +72,7 @@ async def _shared(args: argparse.Namespace) -> int:
                 attempts=args.attempts,
                 concurrency=args.concurrency,
                 patience=args.timeout,
+                wait=args.wait,
             )
             work = asyncio.ensure_future(encoder.run())
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)

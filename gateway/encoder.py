@@ -12,7 +12,7 @@ from typing import TypeVar
 from opentelemetry import metrics
 
 from fusionkv.gateway.client import AsyncClient
-from fusionkv.gateway.console import patiently
+from fusionkv.gateway.console import awaited, patiently
 from fusionkv.gateway.results import Progress
 from fusionkv.gateway.work_queue import END, MOST_ITEMS, Item, Standing, WorkQueue
 from fusionkv.protos.errors import (
@@ -56,9 +56,11 @@ class Encoder:
         attempts: int,
         concurrency: int,
         patience: float,
+        wait: float,
     ) -> None:
         """attempts: deliveries of a document that fails, until it is set aside. concurrency: documents at once.
         patience: seconds of silence of the gateway, or without anything done by anybody, until this process gives up.
+        wait: seconds for gateway, workers and corpora to be there at all.
         """
         self._client = client
         self._queue = queue
@@ -67,6 +69,7 @@ class Encoder:
         self._attempts = attempts
         self._concurrency = concurrency
         self._patience = patience
+        self._wait = wait
         self._feeding = asyncio.Lock()
         self._done, self._moved = -1, time.monotonic()
         self._failures = 0
@@ -79,9 +82,10 @@ class Encoder:
             ServiceError: nothing can be done, for `patience` seconds or at all; what was in work is given back.
         """
         work = json.dumps({"corpora": self._corpora, "recipe": self._recipe})
-        self.chunks = sum(
-            [await patiently(functools.partial(self._look_at, name), self._patience) for name in self._corpora]
-        )
+        end = time.monotonic() + self._wait
+        looks = [functools.partial(self._look_at, name) for name in self._corpora]
+        self.chunks = sum([await awaited(functools.partial(patiently, look, self._patience), end) for look in looks])
+        self._moved = time.monotonic()
         await self._insist(lambda: self._queue.join(work))
         slots = [asyncio.create_task(self._work_through(work)) for _ in range(self._concurrency)]
         try:

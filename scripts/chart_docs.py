@@ -9,8 +9,9 @@ INTRODUCTION = """\
 # The Helm chart
 
 The tables of values below are written by `make docs` from [values.yaml](values.yaml); a test keeps them current.
-Nothing here has run in a cluster yet: what the chart renders is checked against the schemas of Kubernetes 1.29, 1.33
-and 1.37 over a matrix of values, and what the pods run is tested outside of a cluster.
+Nothing here has run in a cluster yet: what the chart renders is checked against the schemas of Kubernetes 1.27, 1.33
+and 1.37 over a matrix of values, objects of other APIs against a list of their fields, and what the pods run is
+tested outside of a cluster.
 
 ## From nothing to an answer
 
@@ -21,7 +22,9 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
           docker push REGISTRY/fusionkv-$service:0.1.0
         done
 
-    With a GPU it is the target `worker-gpu`. With kind, `kind load docker-image` takes the place of the push.
+    With a GPU it is the target `worker-gpu`. The target `worker` takes the torch that pip finds, from PyPI on x86-64
+    the one that brings CUDA; `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` lets it find the
+    one for CPUs. With kind, `kind load docker-image` takes the place of the push.
 
 2. Take the example that is nearest, and install:
 
@@ -37,9 +40,10 @@ and 1.37 over a matrix of values, and what the pods run is tested outside of a c
         fusionkv ingest notes README.md
         fusionkv ask notes 'What does FusionKV keep?'
 
-5. For traces and metrics name a collector: `--set otlp.endpoint=http://collector.observability:4317`. Prometheus and
-    Grafana: [observability](../../docs/observability.md). With `--set gateway.config.admin_listen=127.0.0.1:8081` the
-    gateway has pages that explain its last answers, for those who may forward that port of its pod to themselves.
+5. For traces and metrics name a collector: `--set otlp.endpoint=http://collector.observability:4317`; `otlp` has
+    the share that is traced, headers and a CA as well. Prometheus and Grafana:
+    [observability](../../docs/observability.md). With `--set gateway.config.admin_listen=127.0.0.1:8081` the gateway
+    has pages that explain its last answers, for those who may forward that port of its pod to themselves.
 
 | example | for |
 |---|---|

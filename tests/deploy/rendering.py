@@ -11,12 +11,13 @@ import yaml
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
+from fusionkv.protos import settings
+from tests.deploy import foreign
 
-VERSIONS = ("1.29", "1.33", "1.37")
+# From the oldest that the chart takes on.
+VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
-# Of the Gateway API, the Prometheus operator and cert-manager, which Kubernetes' own schemas lack.
-_FOREIGN = {"GRPCRoute", "ServiceMonitor", "PrometheusRule", "Certificate", "Issuer"}
 _CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 
 
@@ -31,7 +32,29 @@ def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1]) 
 
 
 def validate(documents: Iterable[Any], version: str) -> None:
-    """Holds objects to the schemas of a version of Kubernetes, as far as it has them."""
+    """Holds objects to the schemas of a version of Kubernetes, and those of other APIs to what is known of these."""
     for document in documents:
-        if document["kind"] not in _FOREIGN:
+        if document["kind"] in foreign.KINDS:
+            foreign.validate(document)
+        else:
             kubernetes_validate.validate(document, version, strict=True)
+
+
+def named(documents: Iterable[Any]) -> dict[str, dict[str, Any]]:
+    """Objects by kind, then by what follows the release in their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for document in documents:
+        found.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
+    return found
+
+
+def pod_of(found: dict[str, dict[str, Any]], name: str) -> Any:
+    """The pod's spec of a StatefulSet or Deployment."""
+    return ({**found["StatefulSet"], **found["Deployment"]})[name]["spec"]["template"]["spec"]
+
+
+def config_of(found: dict[str, dict[str, Any]], name: str) -> Any:
+    """The settings that a service reads from its pod's environment."""
+    env = {e["name"]: e["value"] for e in pod_of(found, name)["containers"][0]["env"] if "value" in e}
+    ours = {key: value for key, value in env.items() if key.startswith(f"FUSIONKV_{name.upper()}_")}
+    return settings.load(CONFIGS[name], name, environ=ours)

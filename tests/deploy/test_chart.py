@@ -144,14 +144,6 @@ def test_a_secret_is_mounted_and_tls_changes_the_probes(render: Render) -> None:
                 assert environment(workload)[f"FUSIONKV_{name.upper()}_TLS_CERT"] == "/etc/fusionkv/tls.crt"
 
 
-@pytest.mark.parametrize("drain", [0, 10, 37.5, 600])
-def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
-    for name, workload in workloads(render({name: {"config": {"drain_seconds": drain}} for name in PORTS})).items():
-        config = settings.load(CONFIGS[name], name, environ=environment(workload))
-        assert config.drain_seconds == drain
-        assert workload["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > drain + 10
-
-
 def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     values = {
         "kvcache": {"config": {"memory_bytes": 3 << 30, "sync": True}},
@@ -161,7 +153,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
     loaded = {}
     for name, workload in workloads(render(values)).items():
         env = environment(workload)
-        assert all(key.startswith(f"FUSIONKV_{name.upper()}_") for key in env)
+        assert all(key.startswith((f"FUSIONKV_{name.upper()}_", "FUSIONKV_LOG")) for key in env)
         loaded[name] = settings.load(CONFIGS[name], name, environ=env)
         assert loaded[name].listen == (f"[::]:{PORTS[name]}",)
     assert (loaded["kvcache"].memory_bytes, loaded["kvcache"].sync) == (3 << 30, True)
@@ -288,6 +280,9 @@ def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
         ({"gateway": {"service": {"type": "ExternalName"}}}, "type"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"otlp": {"endpoint": "collector"}}, "endpoint"),
+        ({"otlp": {"ratio": 5}}, "ratio"),
+        ({"log": {"format": "xml"}}, "format"),
+        ({"log": {"level": "loud"}}, "level"),
         ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),
         ({"certManager": {"issuer": {"kind": "Vault"}}}, "kind"),
         ({"redis": {"image": "redis:latest@sha"}}, "image"),

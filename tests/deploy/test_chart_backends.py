@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fusionkv.protos import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, template, validate
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, config_of, named, pod_of, template, validate
 from tests.system.redis_process import RedisServer
 
 Render = Callable[..., dict[str, dict[str, Any]]]
@@ -25,23 +24,9 @@ def render(helm: str, tmp_path: Path) -> Render:
     def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
         documents = template(helm, tmp_path, values, version)
         validate(documents, version)
-        found: dict[str, dict[str, Any]] = {}
-        for document in documents:
-            found.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
-        return found
+        return named(documents)
 
     return run
-
-
-def pod_of(found: dict[str, dict[str, Any]], name: str) -> Any:
-    return ({**found["StatefulSet"], **found["Deployment"]})[name]["spec"]["template"]["spec"]
-
-
-def config_of(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """The settings that a service reads from its pod's environment."""
-    env = {e["name"]: e["value"] for e in pod_of(found, name)["containers"][0]["env"] if "value" in e}
-    ours = {key: value for key, value in env.items() if key.startswith("FUSIONKV_")}
-    return settings.load(CONFIGS[name], name, environ=ours)
 
 
 def policy_of(found: dict[str, dict[str, Any]], name: str) -> Any:
@@ -212,11 +197,6 @@ def test_gateways_share_the_charts_own_milvus(render: Render, version: str) -> N
     assert env["ETCD_CONFIG_PATH"] == f"{mounts['etcd']}/{key}"
     with pytest.raises(ValueError, match="choose one"):
         render({"milvus": {"enabled": True}, "gateway": {"config": {"milvus_url": "http://other:19530"}}})
-
-
-def test_a_cache_drains_for_longer_than_requests_use_what_they_leased(render: Render) -> None:
-    found = render({})
-    assert config_of(found, "kvcache").drain_seconds > config_of(found, "worker").cache_seconds
 
 
 @pytest.mark.system

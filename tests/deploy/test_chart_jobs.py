@@ -109,7 +109,7 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     queue = {"url": "rediss://redis.data.svc:6380", "cluster": True, "password": True}
     encode = {"corpora": ["a", "b"], "parallelism": 8, "secret": "encoder", "queue": queue}
     endpoint = "http://collector:4317"
-    (job,) = render({"encode": encode, "otlp": {"endpoint": endpoint}})["Job"]
+    (job,) = render({"encode": encode, "otlp": {"endpoint": endpoint}, "worker": {"startupSeconds": 1800}})["Job"]
     spec = job["spec"]
     # All pods work until the queue is empty: a number of completions would start more after that.
     assert spec["parallelism"] == 8
@@ -119,10 +119,16 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     args = cli._parser().parse_args(encoding["command"][1:])
     assert (args.corpora, args.index, args.queue, args.queue_cluster) == (["a", "b"], None, queue["url"], True)
     assert str(args.queue_password) == "/etc/fusionkv/redis"
+    assert args.wait == 1800
     # A run is named after the release's revision, so an upgrade is another pass.
     assert args.run == "rel-encode-1"
     env = {e["name"]: e.get("value") for e in encoding["env"]}
-    assert env == {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token"}
+    log = {"FUSIONKV_LOG": "info", "FUSIONKV_LOG_FORMAT": "json"}
+    assert env == {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token",
+        **log,
+    }
 
 
 def test_corpora_are_encoded_one_an_index(render: Render) -> None:
@@ -138,6 +144,7 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     args = cli._parser().parse_args(words)
     assert (args.corpora, args.index, args.recipe) == (["a", "b c", "d"], 2, "fusionrag")
     assert args.gateway == "rel-gateway:7072"
+    assert args.wait == 600
     env = {e["name"]: e for e in encoding["env"]}
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
@@ -178,3 +185,30 @@ def test_a_route_leads_to_the_gateway(render: Render) -> None:
     assert backend["port"] in services[backend["name"]]
     with pytest.raises(ValueError, match="parents"):
         render({"gateway": {"route": {"enabled": True}}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"certManager": {"enabled": True}}, {"gateway": {"config": {"tls_cert": "/etc/fusionkv/tls.crt"}}}],
+    ids=["cert-manager", "own"],
+)
+def test_a_route_without_tls_does_not_lead_to_a_gateway_with_it(render: Render, values: dict[str, Any]) -> None:
+    route = {"enabled": True, "parents": [{"name": "gw"}]}
+    with pytest.raises(ValueError, match="BackendTLSPolicy"):
+        render({**values, "gateway": {**values.get("gateway", {}), "route": route}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "port"),
+    [
+        ("https://login.example/keys", {443}),
+        ("https://login.example:8443/realms/x/keys", {8443}),
+        ("/etc/fusionkv/keys.json", set()),
+    ],
+)
+def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
+    issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
+    found = render({"gateway": {"config": issuer}})
+    policies = {p["metadata"]["name"]: p["spec"]["egress"] for p in found["NetworkPolicy"]}
+    assert {rule["ports"][0]["port"] for rule in policies["rel-gateway"]} == {53, 7071, *port}
+    assert {rule["ports"][0]["port"] for rule in policies["rel-worker"]} == {53, 7070}

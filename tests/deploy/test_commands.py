@@ -25,14 +25,14 @@ from fusionkv.protos import settings
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
 PAGES = [*(ROOT / page for page in ELSEWHERE), *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = {"make", "fusionkv", "python"}
+PROGRAMS = ("make", "fusionkv", "python")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 # What a table [name] of these pages is, if it is no service's.
 TABLES = {"default": "quotas", "tenants": "quotas", "token": "tokens"}
 
 
-def commands() -> list[str]:
-    """Lines of indented blocks and of `sh` blocks, and what stands in backquotes, that begin with our programs."""
+def commands(*programs: str) -> list[str]:
+    """Lines of indented blocks and of `sh` blocks, and what stands in backquotes, that begin with these programs."""
     found = set()
     for page in PAGES:
         text = page.read_text()
@@ -42,7 +42,7 @@ def commands() -> list[str]:
         lines += re.sub(r"\\\n", " ", shell).splitlines()
         for line in lines:
             words = shlex.split(re.sub(r"\\\n", " ", line), comments=True) if line.split()[:1] else []
-            if words and words[0] in PROGRAMS and words[1:] and "." * 3 not in line:
+            if words and words[0] in programs and words[1:] and "." * 3 not in line:
                 found.add(shlex.join(words))
     return sorted(found)
 
@@ -59,7 +59,7 @@ def flags_are_known(words: list[str], *module: str) -> None:
     assert not flags or flags <= set(re.findall(r"--[a-z][a-z-]*", usage(*module)))
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", commands(*PROGRAMS))
 def test_a_command_is_one_that_there_is(command: str) -> None:
     program, *words = shlex.split(command)
     if program == "make":
@@ -89,6 +89,39 @@ def test_a_command_is_one_that_there_is(command: str) -> None:
     else:
         # Only mentioned, without what it needs.
         flags_are_known(words[1:], "fusionkv.gateway.cli", words[0])
+
+
+def installs() -> list[str]:
+    """Those of the pages, and the one that each example of values begins with."""
+    examples = sorted((ROOT / "k8s/examples").glob("*.yaml"))
+    headers = [re.findall(r"^#   (helm install .*)$", file.read_text(), re.MULTILINE) for file in examples]
+    assert all(len(found) == 1 for found in headers)
+    return [*(line for line in commands("helm") if line.startswith("helm install ")), *(line for (line,) in headers)]
+
+
+@pytest.mark.parametrize("command", installs())
+def test_a_release_can_be_installed_so(command: str, helm: str) -> None:
+    """As far as that goes without a cluster."""
+    _, _, *words = shlex.split(command)
+    done = subprocess.run(
+        [helm, "template", *words, "--kube-version", "1.33"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_docker_is_told_to_build_there_is() -> None:
+    images = (ROOT / "Dockerfile").read_text()
+    text = "".join(page.read_text() for page in PAGES)
+    targets = {
+        *re.findall(r"--target ([\w-]+)", text),
+        *" ".join(re.findall(r"for service in ([^;]+); do", text)).split(),
+    }
+    assert (
+        {"kvcache", "worker", "gateway"} <= targets <= set(re.findall(r"^FROM \S+ AS (\S+)$", images, re.MULTILINE))
+    )
+    arguments = set(re.findall(r"--build-arg (\w+)=", text))
+    assert arguments
+    assert arguments <= set(re.findall(r"^ARG (\w+)=", images, re.MULTILINE))
 
 
 def snippets(language: str) -> list[Any]:

@@ -183,10 +183,10 @@ spec:
         {{- with .advertise }}
         - {name: FUSIONKV_{{ $section }}_ADVERTISE, value: {{ . | quote }}}
         {{- end }}
-        {{- with .root.Values.otlp.endpoint }}
-        - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ . | quote }}}
+        {{- if .root.Values.otlp.endpoint }}
         - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
         {{- end }}
+        {{- include "fusionkv.telemetry" .root | nindent 8 }}
       startupProbe:
         {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 2
@@ -213,6 +213,7 @@ spec:
         {{- if .root.Values.certManager.enabled }}
         - {name: certificates, mountPath: {{ include "fusionkv.certificates" . }}, readOnly: true}
         {{- end }}
+        {{- include "fusionkv.otlpMount" .root | nindent 8 }}
   volumes:
     - name: tmp
       emptyDir: {}
@@ -225,6 +226,40 @@ spec:
     - name: certificates
       secret: {secretName: {{ include "fusionkv.fullname" . }}-tls, defaultMode: 0440}
     {{- end }}
+    {{- include "fusionkv.otlpVolume" .root | nindent 4 }}
+{{- end }}
+
+{{/* How a process logs, and where it sends traces and metrics: its environment, and the mount and volume for that. */}}
+{{- define "fusionkv.telemetry" -}}
+- {name: FUSIONKV_LOG, value: {{ .Values.log.level }}}
+- {name: FUSIONKV_LOG_FORMAT, value: {{ .Values.log.format }}}
+{{- with .Values.otlp }}{{ if .endpoint }}
+- {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
+{{- if lt (float64 .ratio) 1.0 }}
+- {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ toJson .ratio | quote }}}
+{{- end }}
+{{- with .headersSecret }}
+- name: OTEL_EXPORTER_OTLP_HEADERS
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: headers}}
+{{- end }}
+{{- if .caSecret }}
+- {name: OTEL_EXPORTER_OTLP_CERTIFICATE, value: /etc/fusionkv-otlp/ca.crt}
+{{- end }}
+{{- end }}{{ end }}
+{{- end }}
+
+{{- define "fusionkv.otlpMount" -}}
+{{- if and .Values.otlp.endpoint .Values.otlp.caSecret -}}
+- {name: otlp, mountPath: /etc/fusionkv-otlp, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.otlpVolume" -}}
+{{- if and .Values.otlp.endpoint .Values.otlp.caSecret -}}
+- name: otlp
+  secret: {secretName: {{ .Values.otlp.caSecret }}, defaultMode: 0440}
+{{- end }}
 {{- end }}
 
 {{/* Kubernetes' gRPC probes can't speak TLS: a service with a certificate is asked only whether it accepts connections. */}}

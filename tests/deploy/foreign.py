@@ -1,0 +1,69 @@
+"""Kinds that the chart makes and Kubernetes does not have: the fields that it sets, as their CRDs have them.
+
+By hand, since the CRDs come with no package, from the Gateway API 1.6.1, the Prometheus operator 0.93.0 and
+cert-manager 1.21.1. A field that is to be set is looked up there and added here.
+"""
+
+from typing import Any
+
+# The name of a field, with ! if it has to be there, and what it holds: a type, one of some words, a list of one
+# thing, other fields, or under "*" any names.
+_NAMES = {"*": str}
+_ISSUER = {"group": str, "kind": {"Issuer", "ClusterIssuer"}, "name!": str}
+_KINDS: dict[tuple[str, str], Any] = {
+    ("gateway.networking.k8s.io/v1", "GRPCRoute"): {
+        "parentRefs": [{"name!": str, "namespace": str, "sectionName": str}],
+        "hostnames": [str],
+        "rules": [{"backendRefs": [{"name!": str, "port": int}]}],
+    },
+    ("monitoring.coreos.com/v1", "ServiceMonitor"): {
+        "selector!": {"matchLabels": _NAMES},
+        "podTargetLabels": [str],
+        "endpoints!": [{"port": str, "interval": str}],
+    },
+    ("monitoring.coreos.com/v1", "PrometheusRule"): {
+        "groups": [
+            {
+                "name!": str,
+                "rules": [{"alert": str, "expr!": str, "for": str, "labels": _NAMES, "annotations": _NAMES}],
+            }
+        ]
+    },
+    ("cert-manager.io/v1", "Issuer"): {"selfSigned": {}, "ca": {"secretName!": str}},
+    ("cert-manager.io/v1", "Certificate"): {
+        "secretName!": str,
+        "issuerRef!": _ISSUER,
+        "isCA": bool,
+        "commonName": str,
+        "dnsNames": [str],
+        "duration": str,
+        "usages": [{"digital signature", "server auth", "client auth"}],
+        "privateKey": {"algorithm": {"ECDSA"}, "size": int, "rotationPolicy": {"Always"}},
+    },
+}
+KINDS = {kind for _, kind in _KINDS}
+
+
+def validate(document: Any) -> None:
+    """Raises ValueError for a version, a field or a value that the kind does not have."""
+    where = document["kind"]
+    form = _KINDS.get((document["apiVersion"], where))
+    if form is None or set(document) != {"apiVersion", "kind", "metadata", "spec"}:
+        raise ValueError(f"{document['apiVersion']} has no {where} of {sorted(document)}")
+    _fits(document["spec"], form, f"{where}.spec")
+
+
+def _fits(value: Any, form: Any, where: str) -> None:
+    if isinstance(form, dict) and isinstance(value, dict):
+        fields = {name.rstrip("!"): inner for name, inner in form.items()}
+        for name, inner in value.items():
+            if name not in fields and "*" not in fields:
+                raise ValueError(f"{where} has no field {name}")
+            _fits(inner, fields.get(name, fields.get("*")), f"{where}.{name}")
+        if missing := [name for name in form if name.endswith("!") and name.rstrip("!") not in value]:
+            raise ValueError(f"{where} lacks {missing}")
+    elif isinstance(form, list) and isinstance(value, list):
+        for each in value:
+            _fits(each, form[0], where)
+    elif not (value in form if isinstance(form, set) else isinstance(form, type) and type(value) is form):
+        raise ValueError(f"{where} can't be {value!r}")

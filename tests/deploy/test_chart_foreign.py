@@ -1,0 +1,64 @@
+"""Objects of other APIs, made by the chart, have no field that those lack."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy import foreign
+from tests.deploy.rendering import VERSIONS, template
+
+EVERYTHING = {
+    "metrics": {
+        "port": 9464,
+        "serviceMonitor": {"enabled": True, "labels": {"a": "b"}},
+        "rules": {"enabled": True},
+    },
+    "gateway": {"route": {"enabled": True, "parents": [{"name": "a", "namespace": "b"}], "hostnames": ["c.example"]}},
+}
+
+
+@pytest.fixture
+def objects(helm: str, tmp_path: Path) -> list[Any]:
+    """All that are of no API of Kubernetes' own."""
+    found = []
+    # Not at once: a route leads to no gateway with TLS.
+    for values in (EVERYTHING, {"certManager": {"enabled": True}}):
+        found += [document for document in template(helm, tmp_path, values) if document["kind"] in foreign.KINDS]
+    return found
+
+
+def test_all_of_them_are_made_and_valid(objects: list[Any]) -> None:
+    assert {document["kind"] for document in objects} == foreign.KINDS
+    for document in objects:
+        foreign.validate(document)
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("GRPCRoute", lambda spec: spec.update(parentRef=spec.pop("parentRefs")), "no field parentRef"),
+        ("GRPCRoute", lambda spec: spec["rules"][0]["backendRefs"][0].update(port="grpc"), "port can't be 'grpc'"),
+        ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervall="30s"), "no field intervall"),
+        ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].pop("expr"), "lacks ['expr!']"),
+        ("Certificate", lambda spec: spec.update(usages=["server-auth"]), "usages can't be 'server-auth'"),
+        ("Issuer", lambda spec: spec.update(selfsigned={}), "no field selfsigned"),
+    ],
+)
+def test_a_wrong_field_is_noticed(objects: list[Any], kind: str, change: Any, told: str) -> None:
+    document = next(each for each in objects if each["kind"] == kind and not each["spec"].get("isCA"))
+    change(document["spec"])
+    with pytest.raises(ValueError, match=re.escape(told)):
+        foreign.validate(document)
+    with pytest.raises(ValueError, match="v2 has no"):
+        foreign.validate({**document, "apiVersion": "v2"})
+
+
+def test_the_oldest_kubernetes_is_the_oldest_tested(root: Path) -> None:
+    chart = yaml.safe_load((root / "k8s/fusionkv/Chart.yaml").read_text())
+    assert chart["kubeVersion"] == f">={VERSIONS[0]}.0-0"
+    assert (
+        f"Kubernetes {VERSIONS[0]}, {VERSIONS[1]}\nand {VERSIONS[2]}" in (root / "k8s/fusionkv/README.md").read_text()
+    )

@@ -1,0 +1,86 @@
+"""What the chart says about logs, traces and metrics, and that a process of ours does as it says."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.deploy.rendering import CONFIGS, VERSIONS, named, pod_of, template, validate
+
+SENT = {
+    "log": {"level": "debug", "format": "json"},
+    "otlp": {
+        "endpoint": "https://collector.observability:4317",
+        "ratio": 0.05,
+        "headersSecret": "collector",
+        "caSecret": "collector-ca",
+    },
+    "redis": {"enabled": True},
+    "encode": {"corpora": ["notes"]},
+}
+# What a process says of itself; it ends without sending anything, since nobody is there to take it.
+PROCESS = """
+import logging, os
+from opentelemetry import trace
+from fusionkv.protos import telemetry
+telemetry.attach("fusionkv-worker")
+logging.getLogger("probe").debug("told")
+print(trace.get_tracer_provider().sampler.get_description(), flush=True)
+os._exit(0)
+"""
+
+
+@pytest.fixture(params=[*CONFIGS, "encode"])
+def pod(request: Any, helm: str, tmp_path: Path) -> Any:
+    """The spec of each pod that logs and sends."""
+    documents = template(helm, tmp_path, SENT)
+    validate(documents, VERSIONS[-1])
+    found = named(documents)
+    if request.param != "encode":
+        return pod_of(found, request.param)
+    return found["Job"]["encode-1"]["spec"]["template"]["spec"]
+
+
+def test_every_pod_logs_and_sends_as_told(pod: Any, authority: Any) -> None:
+    (container,) = pod["containers"]
+    given = {e["name"]: e for e in container["env"]}
+    header = given["OTEL_EXPORTER_OTLP_HEADERS"]["valueFrom"]["secretKeyRef"]
+    assert header == {"name": "collector", "key": "headers"}
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "otlp"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == "otlp"]
+    assert volume["secret"]["secretName"] == "collector-ca"
+    assert given["OTEL_EXPORTER_OTLP_CERTIFICATE"]["value"] == f"{mount['mountPath']}/ca.crt"
+
+    env = {
+        name: e["value"] for name, e in given.items() if name.startswith(("OTEL_", "FUSIONKV_LOG")) and "value" in e
+    }
+    assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://collector.observability:4317"
+    env |= {
+        "OTEL_EXPORTER_OTLP_CERTIFICATE": str(authority("ca").ca),
+        "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x",
+    }
+    command = [sys.executable, "-P", "-c", PROCESS]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ParentBased{root:TraceIdRatioBased{0.05}")
+    (line,) = [json.loads(line) for line in done.stderr.splitlines() if '"probe"' in line]
+    assert (line["level"], line["message"]) == ("DEBUG", "told")
+
+
+def test_nothing_is_sent_unless_there_is_an_endpoint(helm: str, tmp_path: Path) -> None:
+    found = named(template(helm, tmp_path, {**SENT, "otlp": {**SENT["otlp"], "endpoint": ""}}))
+    for name in CONFIGS:
+        pod = pod_of(found, name)
+        assert not [e for e in pod["containers"][0]["env"] if e["name"].startswith("OTEL_")]
+        assert "otlp" not in {v["name"] for v in pod["volumes"]}
+    # All requests are traced, as the SDK does without being told.
+    found = named(template(helm, tmp_path, {"otlp": {"endpoint": "http://collector:4317"}}))
+    names = {e["name"] for e in pod_of(found, "gateway")["containers"][0]["env"]}
+    assert {name for name in names if name.startswith("OTEL_")} == {
+        "OTEL_EXPORTER_OTLP_ENDPOINT",
+        "OTEL_RESOURCE_ATTRIBUTES",
+    }
