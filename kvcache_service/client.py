@@ -212,7 +212,7 @@ class CacheClient:
             checksum=checksum,
             offered=offered,
         )
-        response = await self.send(header, data, timeout)
+        response = await self._holders.store(self, header, data, deadline - time.monotonic())
         if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
             header.here, header.asked = True, response.asked
             sent = await self._holders.put(response.address, header, data, (deadline - time.monotonic()) / 2)

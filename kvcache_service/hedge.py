@@ -46,7 +46,8 @@ class Hedge:
         try:
             while winner is None:
                 done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                patience = None
+                if not done:
+                    patience = None
                 winner = next((task for task in done if task.exception() is None), None)
                 # What is dead is no busier by another call; what is slow may be, for the same reason as the first.
                 dead = any(isinstance(task.exception(), Unavailable | DeadlineExceeded) for task in done)

@@ -140,6 +140,25 @@ class Holders:
         self._gone[entry.key] = time.monotonic() + _GONE_SECONDS
         raise NotFound(f"no holder of entry {entry.key.hex()} can be asked for it: {'; '.join(reasons)}")
 
+    async def store(self, own: Peer, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        """A Put at `own`, or while that is out of reach at the first of the others that takes it.
+
+        Raises:
+            ServiceError: `own` refuses it, or is out of reach, as all others are.
+        """
+        deadline = time.monotonic() + timeout
+        if self._up(own.address):
+            try:
+                return await own.send(header, data, timeout)
+            except Unavailable as error:
+                self._failed(own.address, error)
+        for address in random.sample(list(self._named), len(self._named)):
+            if address != own.address:
+                response = await self.put(address, header, data, (deadline - time.monotonic()) / 2)
+                if response is not None:
+                    return response
+        return await own.send(header, data, deadline - time.monotonic())
+
     async def put(
         self, address: str, header: pb.PutHeader, data: memoryview, timeout: float
     ) -> pb.PutResponse | None:

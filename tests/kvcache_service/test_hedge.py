@@ -103,6 +103,15 @@ async def test_where_one_is_dead_the_next_is_asked_whatever_was_asked_twice_befo
         await hedge.first(each(asked.wrong, lambda: asked.now("second")), asked.drop)
 
 
+async def test_one_that_is_asked_for_the_dead_may_be_slow_as_well() -> None:
+    hedge, asked = Hedge(), Asked()
+    await rested(hedge, asked)
+    asks = each(lambda: asked.refuse("own"), lambda: asked.late("second"), lambda: asked.now("third"))
+    assert await hedge.first(asks, asked.drop) == "third"
+    asked.gate.set()
+    await until(lambda: asked.unused == ["second"])
+
+
 async def test_an_answer_that_comes_as_its_caller_goes_away_is_let_go_of() -> None:
     hedge, asked = Hedge(), Asked()
     caller = asyncio.create_task(hedge.first(each(lambda: asked.late("first")), asked.drop))

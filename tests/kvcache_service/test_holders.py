@@ -58,6 +58,7 @@ class Service:
         self.seconds, self.at, self.dead = seconds, at, dead
         self.given: list[tuple[float, float]] = []
         self.released: list[int] = []
+        self.stored: list[pb.PutHeader] = []
 
     async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup:
         self.given.append((time.monotonic(), timeout))
@@ -67,6 +68,15 @@ class Service:
         if self.seconds >= timeout:
             raise DeadlineExceeded(f"{self.address} is late")
         return Lookup((Hit(HitKind.EXACT, entry(*self.at, lease=7)),), 7)
+
+    async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        self.given.append((time.monotonic(), timeout))
+        if self.dead:
+            raise Unavailable(f"{self.address} is dead")
+        if self.at and not header.here:
+            return pb.PutResponse(outcome=pb.PutResponse.OUTCOME_ELSEWHERE, address=self.at[0], asked=3)
+        self.stored.append(header)
+        return pb.PutResponse(outcome=pb.PutResponse.OUTCOME_STORED, key=b"k")
 
     async def release(self, lease: int) -> None:
         self.released.append(lease)
@@ -91,6 +101,13 @@ class Client(CacheClient):
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         await self._own.release(lease)
+
+    async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        return await self._own.send(header, data, timeout)
+
+    async def store(self) -> tuple[bytes, bool]:
+        data = memoryview(b"data")
+        return await self.put(namespace=NAMESPACE, path=[SYSTEM], tokens=1, base=0, data=data, timeout=SECONDS)
 
     async def find(self) -> Lookup:
         return await self.lookup(NAMESPACE, [(SYSTEM, ())], timeout=SECONDS)
@@ -160,6 +177,28 @@ def test_what_a_dead_service_holds_is_a_miss_in_the_answer_of_another(clock: Clo
     async def work() -> None:
         client = Client(Service("own", dead=True), Service("a", 0.0, "own"))
         assert (await client.find()).hits == (Hit(HitKind.MISS, None),)
+        await client.close()
+
+    run(clock, work())
+
+
+def test_what_is_put_while_its_own_service_is_dead_goes_where_it_belongs(clock: Clock) -> None:
+    async def work() -> None:
+        own, other, home = Service("own", dead=True), Service("a", 0.0, "b"), Service("b")
+        client = Client(own, other, home)
+        for _ in range(20):
+            assert await client.store() == (b"k", True)
+        assert len(own.given) == 1
+        assert len(home.stored) == 20
+        assert {header.asked for header in home.stored} <= {0, 3}, "sent there by either"
+        home.dead = True
+        with pytest.raises(Unavailable, match="own is dead"):
+            await client.store()
+        own.dead = False
+        assert await client.store() == (b"k", True)
+        assert own.stored, "where its home is out of reach too"
+        for service in (own, other, home):
+            assert all(given <= SECONDS for _, given in service.given)
         await client.close()
 
     run(clock, work())

@@ -94,4 +94,10 @@ async def test_a_worker_fetches_from_the_holder_and_outlives_either(
     lost, left = (remote, "memory") if killed else (len(CHUNKS) - remote, "remote")
     assert summary.chunks_missed == lost, "what it held is encoded anew"
     assert {hit.tier for hit in summary.hits if hit.chunks} <= {left, "device"}
+
+    async def held_by_the_other() -> bool:
+        there = (await services.clients[1 - killed].stats()).tiers[-1].entries
+        return there == len(CHUNKS) + 1
+
+    await until(held_by_the_other)
     await worker.close()
