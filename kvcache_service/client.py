@@ -213,10 +213,6 @@ class CacheClient:
             offered=offered,
         )
         response = await self._holders.store(self, header, data, deadline - time.monotonic())
-        if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
-            header.here, header.asked = True, response.asked
-            sent = await self._holders.put(response.address, header, data, (deadline - time.monotonic()) / 2)
-            response = sent or await self.send(header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:

@@ -141,25 +141,42 @@ class Holders:
         raise NotFound(f"no holder of entry {entry.key.hex()} can be asked for it: {'; '.join(reasons)}")
 
     async def store(self, own: Peer, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
-        """A Put at `own`, or while that is out of reach at the first of the others that takes it.
+        """A Put where `own` says that it belongs; while that is out of reach, where one of the others says so.
 
         Raises:
-            ServiceError: `own` refuses it, or is out of reach, as all others are.
+            ServiceError: `own` refuses it, or is out of reach, and no other takes it.
         """
-        deadline = time.monotonic() + timeout
+        deadline, failed = time.monotonic() + timeout, None
         if self._up(own.address):
             try:
-                return await own.send(header, data, timeout)
+                return await self._placed(own, header, data, timeout)
             except Unavailable as error:
                 self._failed(own.address, error)
+                failed = error
         for address in random.sample(list(self._named), len(self._named)):
-            if address != own.address:
-                response = await self.put(address, header, data, (deadline - time.monotonic()) / 2)
-                if response is not None:
-                    return response
-        return await own.send(header, data, deadline - time.monotonic())
+            if address != own.address and self._up(address):
+                try:
+                    left = deadline - time.monotonic()
+                    return await self._placed(await self._peer(address), header, data, left / 2)
+                except DataLoss:
+                    raise
+                except ServiceError as error:
+                    self._failed(address, error)
+        if failed is not None:
+            raise failed
+        return await self._placed(own, header, data, deadline - time.monotonic())
 
-    async def put(
+    async def _placed(self, peer: Peer, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        """A Put at `peer`, or where it says that the entry belongs; if it is not taken there, at `peer` after all."""
+        deadline = time.monotonic() + timeout
+        response = await peer.send(header, data, timeout)
+        if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
+            header.here, header.asked = True, response.asked
+            sent = await self._put(response.address, header, data, (deadline - time.monotonic()) / 2)
+            response = sent or await peer.send(header, data, deadline - time.monotonic())
+        return response
+
+    async def _put(
         self, address: str, header: pb.PutHeader, data: memoryview, timeout: float
     ) -> pb.PutResponse | None:
         """Puts an entry where it belongs; None where that service is out of reach, or has no room."""
