@@ -19,7 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from fusionkv.protos import cancellation
+from fusionkv.protos import cancellation, redis_url
 from fusionkv.protos.errors import FailedPrecondition, Unavailable
 
 # Items that wait or are in work: enough that hundreds of processes find some, few enough to be nothing for a Redis.
@@ -164,7 +164,7 @@ class WorkQueue:
         }
         if password is not None:
             options["password"] = password.read_text().strip()
-        self._redis: Any = (RedisCluster if cluster else redis.Redis).from_url(url, **options)
+        self._redis = redis_url.connect(RedisCluster if cluster else redis.Redis, url, **options)
         self.min_idle = min_idle
         self._min_idle_ms = int(1000 * min_idle)
         self._me = uuid.uuid4().hex

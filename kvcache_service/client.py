@@ -70,12 +70,18 @@ class CacheClient:
     ) -> Lookup:
         """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks.
 
-        Where several services share an index, another is asked as well when this one is slow (hedge.py).
+        Where several services share an index, another is asked as well when this one is slow, or out of reach
+        (hedge.py); all of it ends within `timeout`.
         """
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
-        again = partial(self._holders.lookup, request, timeout)
-        return await self._hedge.first(self.ask(request, timeout), again, self._unused)
+        asks = self._holders.lookups(self, request, time.monotonic() + timeout)
+        try:
+            # What is asked has no more time than that either, but a call's end may itself be late.
+            async with asyncio.timeout(timeout):
+                return await self._hedge.first(asks, self._unused)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{timeout:g} s were not enough for a lookup at {self.address}") from error
 
     async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup:
         """One Lookup of this service and of no other."""
@@ -206,11 +212,7 @@ class CacheClient:
             checksum=checksum,
             offered=offered,
         )
-        response = await self.send(header, data, timeout)
-        if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
-            header.here, header.asked = True, response.asked
-            sent = await self._holders.put(response.address, header, data, (deadline - time.monotonic()) / 2)
-            response = sent or await self.send(header, data, deadline - time.monotonic())
+        response = await self._holders.store(self, header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:

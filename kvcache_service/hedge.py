@@ -1,16 +1,18 @@
-"""When a slow lookup is asked of another service as well: after several times as long as usual, and seldom."""
+"""When a lookup is asked of another service as well: if the first is dead; if it is slow, and seldom."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from opentelemetry import metrics
 
+from fusionkv.protos.errors import DeadlineExceeded, Unavailable
+
 T = TypeVar("T")
 _meter = metrics.get_meter(__name__)
 _hedged = _meter.create_counter("fusionkv.worker.hedged", description="Lookups asked of a second service")
-# Of all lookups so many may be asked twice, and so many at once after a quiet time.
+# Of all lookups so many may be asked twice for being slow, and so many at once after a quiet time.
 SHARE, BURST = 0.05, 5.0
 # Seconds that a lookup takes, until that is known, and at most; so many times that is waited for, and
 # so long at least.
@@ -28,36 +30,40 @@ class Hedge:
         self._late: set[asyncio.Task[None]] = set()
 
     async def first(
-        self,
-        asking: Coroutine[Any, Any, T],
-        again: Callable[[], Coroutine[Any, Any, T] | None],
-        unused: Callable[[T], Awaitable[None]],
+        self, asks: Iterator[Coroutine[Any, Any, T]], unused: Callable[[T], Coroutine[Any, Any, None]]
     ) -> T:
-        """What `asking` answers; or what `again` does, if that is long in coming, and there is whom to ask again.
+        """What the first of `asks` answers; or the next, if that is long in coming, or its service is out of reach.
 
-        The answer that is not taken is given to `unused`, if it comes. Raises what `asking` raises, if both fail.
+        asks: each is begun when it is taken; there is at least one, and no more when nobody is left to be asked.
+
+        Answers that are not taken are given to `unused`, if they come. Raises what the first raises, if all fail.
         """
         self._allowed = min(BURST, self._allowed + SHARE)
         began = time.monotonic()
-        one = asyncio.create_task(asking)
-        asked, winner = [one], one
+        asked = [asyncio.create_task(next(asks))]
+        waiting, winner = set(asked), None
+        patience: float | None = max(_LEAST, _PATIENCE * self._usual)
         try:
-            done, _ = await asyncio.wait(asked, timeout=max(_LEAST, _PATIENCE * self._usual))
-            if not done and self._allowed >= 1.0 and (other := again()) is not None:
-                self._allowed -= 1.0
-                _hedged.add(1)
-                asked.append(asyncio.create_task(other))
-            waiting = set(asked)
-            while waiting:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if good := [task for task in done if task.exception() is None]:
-                    winner = good[0]
-                    break
+            while winner is None:
+                done, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    patience = None
+                winner = next((task for task in done if task.exception() is None), None)
+                # What is dead is no busier by another call; what is slow may be, for the same reason as the first.
+                dead = any(isinstance(task.exception(), Unavailable | DeadlineExceeded) for task in done)
+                wanted = winner is None and (dead or (not done and self._allowed >= 1.0))
+                if wanted and (other := next(asks, None)) is not None:
+                    self._allowed -= not dead
+                    _hedged.add(1)
+                    asked.append(asyncio.create_task(other))
+                    waiting.add(asked[-1])
+                if winner is None and not waiting:
+                    return await asked[0]
             self._usual += _SMOOTHING * (min(time.monotonic() - began, _MOST_USUAL) - self._usual)
-            return await winner
+            return winner.result()
         finally:
             for task in asked:
-                if task is not winner or not task.done():
+                if task is not winner:
                     self._drop(task, unused)
 
     async def close(self) -> None:
@@ -65,7 +71,7 @@ class Hedge:
         for late in self._late:
             late.cancel()
 
-    def _drop(self, task: "asyncio.Task[T]", unused: Callable[[T], Awaitable[None]]) -> None:
+    def _drop(self, task: "asyncio.Task[T]", unused: Callable[[T], Coroutine[Any, Any, None]]) -> None:
         async def wait() -> None:
             await asyncio.wait([task])
             if task.exception() is None:

@@ -1,9 +1,10 @@
 """The other services of a shared index, as a caller reaches them: one connection each, and who is out of reach."""
 
+import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,14 +18,22 @@ _DOWN_SECONDS = 5.0
 # So long an entry that was not there counts as a miss: the shared index is corrected meanwhile.
 _GONE_SECONDS, _MOST_GONE = 2.0, 1024
 _MOST_PEERS = 64
+# One that fails is not asked again if nobody has named it for so long: what is dead is named for a few seconds more.
+_NAMED_SECONDS = 60.0
+# A service that was given less than that for its answer to a Lookup, and gave none, need not be dead.
+_SILENT_SECONDS = 0.25
+# With less time than that nobody else is asked.
+_LEAST_SECONDS = 0.005
 
 
 class Peer(Protocol):
+    address: str
+
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None: ...
 
     async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup: ...
 
-    async def release(self, lease: int, *, timeout: float) -> None: ...
+    async def release(self, lease: int) -> None: ...
 
     async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse: ...
 
@@ -37,7 +46,9 @@ class Holders:
     def __init__(self, connect: Callable[[str], Peer]) -> None:
         self._connect = connect
         self._peers: dict[str, Peer] = {}
-        self._named: set[str] = set()
+        self._named: dict[str, float] = {}
+        """When each was a holder of something last, the oldest first."""
+        self._releasing: set[asyncio.Task[None]] = set()
         self._down: dict[str, float] = {}
         self._gone: dict[bytes, float] = {}
 
@@ -46,34 +57,64 @@ class Holders:
         if hit.entry is None or not hit.entry.holders:
             return hit
         now = time.monotonic()
-        if len(self._named) < _MOST_PEERS:
-            self._named.update(hit.entry.holders)
-        holders = tuple(address for address in hit.entry.holders if self._down.get(address, 0.0) <= now)
+        for address in hit.entry.holders:
+            self._named.pop(address, None)
+            self._named[address] = now
+        while len(self._named) > _MOST_PEERS:
+            del self._named[next(iter(self._named))]
+        holders = tuple(filter(self._up, hit.entry.holders))
         if not holders or self._gone.get(hit.entry.key, 0.0) > now:
             return Hit(HitKind.MISS, None)
         return Hit(hit.kind, replace(hit.entry, holders=holders))
 
-    def lookup(self, request: pb.LookupRequest, timeout: float) -> Coroutine[Any, Any, Lookup] | None:
-        """The same lookup at another service; None if none was named of late that may be reached."""
-        now = time.monotonic()
-        named = [address for address in self._named if self._down.get(address, 0.0) <= now]
-        return self._lookup(random.choice(named), request, timeout) if named else None
+    def lookups(self, own: Peer, request: pb.LookupRequest, deadline: float) -> Iterator[Coroutine[Any, Any, Lookup]]:
+        """The same lookup at `own`, then at others that were named as holders, as long as there is time.
 
-    async def _lookup(self, address: str, request: pb.LookupRequest, timeout: float) -> Lookup:
+        While `own` is out of reach it comes after all others. deadline: as time.monotonic says.
+        """
+        late = not self._up(own.address)
+        if not late:
+            yield self._ask(own, request, deadline)
+        for address in random.sample(list(self._named), len(self._named)):
+            if time.monotonic() + _LEAST_SECONDS >= deadline:
+                return
+            if address != own.address and self._up(address):
+                yield self._lookup(address, request, deadline)
+        if late:
+            yield self._ask(own, request, deadline)
+
+    async def _ask(self, peer: Peer, request: pb.LookupRequest, deadline: float) -> Lookup:
+        given = deadline - time.monotonic()
+        try:
+            found = await peer.ask(request, given)
+        except ServiceError as error:
+            if isinstance(error, Unavailable) or given >= _SILENT_SECONDS:
+                self._failed(peer.address, error)
+            raise
+        self._down.pop(peer.address, None)
+        return found
+
+    async def _lookup(self, address: str, request: pb.LookupRequest, deadline: float) -> Lookup:
         """What that service has itself is elsewhere for its caller: held while it is fetched, and not leased."""
         peer = await self._peer(address)
-        found = await peer.ask(request, timeout)
+        found = await self._ask(peer, request, deadline)
         if found.lease:
-            with contextlib.suppress(ServiceError):  # it expires
-                await peer.release(found.lease, timeout=timeout)
+            releasing = asyncio.create_task(self._release(peer, found.lease))
+            self._releasing.add(releasing)
+            releasing.add_done_callback(self._releasing.discard)
 
         def theirs(hit: Hit) -> Hit:
             if hit.entry is None:
                 return hit
             at = hit.entry.holders or (address,)
-            return Hit(hit.kind, replace(hit.entry, tier="remote", holders=at, lease=0, shared=None, extent=None))
+            entry = replace(hit.entry, tier="remote", holders=at, lease=0, shared=None, extent=None)
+            return self.reachable(Hit(hit.kind, entry))
 
         return Lookup(tuple(map(theirs, found.hits)), 0)
+
+    async def _release(self, peer: Peer, lease: int) -> None:
+        with contextlib.suppress(ServiceError):  # it expires
+            await peer.release(lease)
 
     async def fetch(self, entry: Entry, into: memoryview, timeout: float) -> None:
         """Fills `into` from the first holder that can; a share of the time is left, in which to do without them.
@@ -84,7 +125,7 @@ class Holders:
         reasons = []
         deadline = time.monotonic() + timeout
         for i, address in enumerate(entry.holders):
-            if self._down.get(address, 0.0) > time.monotonic():  # another fetch has found out meanwhile
+            if not self._up(address):  # another fetch has found out meanwhile
                 reasons.append(f"{address} was out of reach just now")
                 continue
             share = (deadline - time.monotonic()) / (len(entry.holders) - i + 1)
@@ -99,11 +140,47 @@ class Holders:
         self._gone[entry.key] = time.monotonic() + _GONE_SECONDS
         raise NotFound(f"no holder of entry {entry.key.hex()} can be asked for it: {'; '.join(reasons)}")
 
-    async def put(
+    async def store(self, own: Peer, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        """A Put where `own` says that it belongs; while that is out of reach, where one of the others says so.
+
+        Raises:
+            ServiceError: `own` refuses it, or is out of reach, and no other takes it.
+        """
+        deadline, failed = time.monotonic() + timeout, None
+        if self._up(own.address):
+            try:
+                return await self._placed(own, header, data, timeout)
+            except Unavailable as error:
+                self._failed(own.address, error)
+                failed = error
+        for address in random.sample(list(self._named), len(self._named)):
+            if address != own.address and self._up(address):
+                try:
+                    left = deadline - time.monotonic()
+                    return await self._placed(await self._peer(address), header, data, left / 2)
+                except DataLoss:
+                    raise
+                except ServiceError as error:
+                    self._failed(address, error)
+        if failed is not None:
+            raise failed
+        return await self._placed(own, header, data, deadline - time.monotonic())
+
+    async def _placed(self, peer: Peer, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+        """A Put at `peer`, or where it says that the entry belongs; if it is not taken there, at `peer` after all."""
+        deadline = time.monotonic() + timeout
+        response = await peer.send(header, data, timeout)
+        if response.outcome == pb.PutResponse.OUTCOME_ELSEWHERE:
+            header.here, header.asked = True, response.asked
+            sent = await self._put(response.address, header, data, (deadline - time.monotonic()) / 2)
+            response = sent or await peer.send(header, data, deadline - time.monotonic())
+        return response
+
+    async def _put(
         self, address: str, header: pb.PutHeader, data: memoryview, timeout: float
     ) -> pb.PutResponse | None:
         """Puts an entry where it belongs; None where that service is out of reach, or has no room."""
-        if self._down.get(address, 0.0) > time.monotonic():
+        if not self._up(address):
             return None
         try:
             return await (await self._peer(address)).send(header, data, timeout)
@@ -115,12 +192,20 @@ class Holders:
 
     async def close(self) -> None:
         """Ends all connections."""
+        for releasing in self._releasing:
+            releasing.cancel()
         while self._peers:
             await self._peers.popitem()[1].close()
 
+    def _up(self, address: str) -> bool:
+        return self._down.get(address, 0.0) <= time.monotonic()
+
     def _failed(self, address: str, error: ServiceError) -> None:
         if isinstance(error, Unavailable | DeadlineExceeded):
-            self._down[address] = time.monotonic() + _DOWN_SECONDS
+            now = time.monotonic()
+            self._down[address] = now + _DOWN_SECONDS
+            if self._named.get(address, now) + _NAMED_SECONDS < now:
+                del self._named[address]
 
     async def _peer(self, address: str) -> Peer:
         if address not in self._peers:

@@ -191,7 +191,7 @@ class Mover:
                 async for frame in reader.frames():
                     data[at : at + len(frame)] = frame
                     at += len(frame)
-            header = _header(entry.record, self._accesses(entry.heat))
+            header = _header(entry.record, self._accesses(entry.heat), self._store.asked(key))
             await self._peer(address).send(header, memoryview(data), _GIVE_SECONDS)
             if not entry.visible:  # deleted everywhere meanwhile, and there too early
                 await self._peer(address).delete([key], here=True, timeout=_GIVE_SECONDS)
@@ -213,8 +213,11 @@ class Mover:
             await self._peers.pop(address).close()
 
 
-def _header(record: Record, accesses: float) -> pb.PutHeader:
-    """For an entry as it is here. Its checksum travels with it: bytes damaged here are refused there."""
+def _header(record: Record, accesses: float, asked: int) -> pb.PutHeader:
+    """For an entry as it is here. Its checksum travels with it: bytes damaged here are refused there.
+
+    asked: how often its exact path was looked up of late; an offered entry may be there for that alone.
+    """
     return pb.PutHeader(
         namespace=record.namespace,
         path=[record.trail[at - DIGEST_BYTES : at] for at in range(len(record.trail), 0, -DIGEST_BYTES)],
@@ -226,4 +229,5 @@ def _header(record: Record, accesses: float) -> pb.PutHeader:
         offered=record.offered,
         here=True,
         accesses=accesses,
+        asked=asked,
     )

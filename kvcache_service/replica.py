@@ -116,10 +116,11 @@ class Replica:
         return home if home != self._mover.own else None
 
     async def delete(self, keys: list[bytes], namespace: bytes) -> int:
-        """Deletes entries at all other services; gives their number.
+        """Deletes entries at all other services that are alive; gives their number.
 
         Raises:
-            ServiceError: one of them, or Redis, which names them, is out of reach.
+            ServiceError: one of them, or Redis, which names them, is out of reach. One that is down by
+                the index is not asked, and has its entries when it comes back.
         """
         if not self._shared.reachable:
             raise Unavailable("Redis is out of reach: entries of other services are not deleted; try again later")

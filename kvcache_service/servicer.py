@@ -90,6 +90,9 @@ class KVCacheServicer:
             else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
             for i, (kind, entry) in enumerate(found)
         ]
+        own = (entry for i, (_, entry) in enumerate(found) if entry is not None and i not in elsewhere)
+        files_read = self._files is not None and context.peer().startswith("unix:")
+        self._store.ahead.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
@@ -239,6 +242,11 @@ class KVCacheServicer:
             arena_offset=_arena_offset(entry),
             extent=self._extent(entry),
         )
+
+    def _slow(self, entry: Resident, files_read: bool) -> bool:
+        """Whether an entry is in slow tiers alone; files_read: its caller reads what is on disk by itself."""
+        fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
+        return fastest.blocking and not (files_read and DiskTier.name in entry.places)
 
     def _extent(self, entry: Resident) -> pb.Extent | None:
         place = entry.places.get(DiskTier.name)

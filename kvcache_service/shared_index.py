@@ -18,7 +18,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, replica_key
 from fusionkv.kvcache_service.record import Record
-from fusionkv.protos import cancellation
+from fusionkv.protos import cancellation, redis_url
 from fusionkv.protos.errors import Unavailable
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ class SharedIndex:
         }
         if password is not None:
             options["password"] = password.read_text().strip()
-        self._redis: Any = (RedisCluster if cluster else redis.Redis).from_url(url, **options)
+        self._redis = redis_url.connect(RedisCluster if cluster else redis.Redis, url, **options)
         self._slots = asyncio.Semaphore(_CONNECTIONS)
         self.reachable = False
         self.failures = 0

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fusionkv.kvcache_service import heat
+from fusionkv.kvcache_service.ahead import Ahead
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.demand import Demand
 from fusionkv.kvcache_service.hits import HitKind
@@ -62,6 +63,7 @@ class Store:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._touched: set[int] = set()  # rows whose heat is not saved
         self._demand = Demand()
+        self.ahead = Ahead(self)
 
     @property
     def now(self) -> float:
@@ -76,7 +78,8 @@ class Store:
 
     async def close(self) -> None:
         """Waits for work under way, saves heat, closes the tiers."""
-        while pending := [*self._tasks, *self.loading.values()]:
+        self.ahead.close()
+        while pending := [*self._tasks, *self.loading.values(), *self.ahead.running]:
             await asyncio.gather(*pending, return_exceptions=True)
         await self._save_heat()
         self._threads.shutdown(wait=True)

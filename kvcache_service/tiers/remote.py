@@ -28,6 +28,7 @@ from fusionkv.kvcache_service import record as records
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import Extents
+from fusionkv.protos import redis_url
 
 # As much as a frame of the service, so that each is one answer; a larger one holds up Redis's other callers.
 BLOCK_BYTES = 1 << 20
@@ -67,11 +68,10 @@ class RemoteTier(Tier):
         # The braces keep all of it in one slot of a Redis Cluster.
         self._prefix = _PREFIX + b"{" + space.encode() + b"}:"
         self._owner, self._token = self._prefix + b"owner", secrets.token_hex(16).encode()
-        options = {"password": password} if password else {}
+        options: dict[str, Any] = {"password": password} if password else {}
         try:
-            self._redis: Any = redis.Redis.from_url(
-                url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=Retry(NoBackoff(), 1), **options
-            )
+            limits = {"socket_timeout": timeout, "socket_connect_timeout": timeout}
+            self._redis = redis_url.connect(redis.Redis, url, retry=Retry(NoBackoff(), 1), **limits, **options)
         except ValueError as error:
             raise OSError(f"remote_url can't be used: {error}") from error
         with self._errors():

@@ -70,7 +70,8 @@ class Service:
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
-        await until(lambda: not (self.store._tasks or self.store.loading or residents._reserved))
+        store = self.store
+        await until(lambda: not (store._tasks or store.loading or store.ahead.running or residents._reserved))
         await until(lambda: all(entry.pins == 0 for entry in residents.all()))
         self.store.check_integrity()
         residents.check_idle()

@@ -156,6 +156,7 @@ async def on_disk_only(service: Any, tools: Any, s: bytes) -> Any:
         await service.put([s, tools.digest(name)], tools.payload(name, 600_000))
     service.clock.now += 1
     await service.put([s, tools.digest("filler")], tools.payload("filler", MIB))
+    await service.find(s, tools.digest("filler"))  # leased, it leaves no room to what a Lookup would take up
     entry = (await service.find(s, tools.digest("bad"))).hits[1].entry
     assert entry.tier == "disk"
     return entry

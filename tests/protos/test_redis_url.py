@@ -1,0 +1,60 @@
+"""No part of a password is said where a Redis' URL is malformed: by the services' start, nor by the command."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from fusionkv.protos import redis_url
+
+# In each the parser takes some of the password for something else, a port for example.
+MALFORMED = [
+    "redis://:sesame/open@redis:6379", "redis://:sesame?open@redis:6379", "redis://:sesame#open@redis:6379",
+    "redis://:31337/sesame@redis:6379", "redis://user:31337?sesame@redis:6379", "redis://:31337#sesame@redis:6379",
+    "redis://:[sesame@redis:6379", "sesame", "https://:sesame@redis:6379",
+]  # fmt: skip
+FINE = [
+    "redis://redis:6379", "redis://:open@sesame@redis:6379/1", "rediss://user:sesame@redis?db=2", "unix:///run/a@b",
+    "redis://redis?password=open@sesame", "redis://",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("url", MALFORMED)
+def test_an_error_quotes_nothing_of_the_url(url: str) -> None:
+    with pytest.raises(ValueError, match="it is no URL of a Redis") as raised:
+        redis_url.connect(Redis, url)
+    error: BaseException | None = raised.value
+    while error is not None:
+        assert not any(part in str(error) for part in ("sesame", "open", "31337"))
+        error = error.__cause__ or error.__context__
+
+
+@pytest.mark.parametrize("url", FINE)
+def test_others_are_taken_as_they_are(url: str) -> None:
+    made, expected = redis_url.connect(Redis, url, socket_timeout=3), Redis.from_url(url, socket_timeout=3)
+    options, there = (client.connection_pool.connection_kwargs for client in (made, expected))
+    for name in ("host", "port", "db", "path", "username", "password", "socket_timeout"):
+        assert options.get(name) == there.get(name)
+    made.close()
+    expected.close()
+
+
+URL = "redis://:sesame/open@redis:6379"
+CACHE = ("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", "{folder}")
+ENCODE = ("fusionkv.gateway.cli", "encode", "c", "--gateway", "127.0.0.1:1", "--recipe", "fusionrag", "--run", "r")
+
+
+@pytest.mark.parametrize(
+    "command", [(*CACHE, "--redis-url", URL), (*CACHE, "--remote-url", URL), (*ENCODE, "--queue", URL)],
+    ids=["shared index", "remote tier", "queue"],
+)  # fmt: skip
+def test_no_command_prints_it(command: tuple[str, ...], tmp_path: Path) -> None:
+    arguments: list[Any] = [part.format(folder=tmp_path) for part in command]
+    done = subprocess.run([sys.executable, "-P", "-m", *arguments], capture_output=True, text=True, timeout=120)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "it is no URL of a Redis" in said
+    assert "sesame" not in said
