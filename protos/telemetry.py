@@ -92,8 +92,9 @@ def _exported(signal: str) -> bool:
 def _scraped(service: str, address: str) -> "MetricReader":
     """Serves the metrics at http://address/metrics, in a thread of its own."""
     try:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import start_http_server
+
+        from fusionkv.protos.exemplars import Exemplified
     except ModuleNotFoundError as error:
         raise ValueError(
             f"metrics_listen needs the package {error.name}: pip install 'fusionkv[prometheus]'"
@@ -101,10 +102,10 @@ def _scraped(service: str, address: str) -> "MetricReader":
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ValueError(f"metrics_listen is {address!r}: host:port")
-    reader = PrometheusMetricReader(scope_info_enabled=False)
-    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0")
+    registry = Exemplified()
+    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
     log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
-    return reader
+    return registry.reader
 
 
 def detach() -> None:

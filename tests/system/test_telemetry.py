@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.results import Summary
@@ -133,9 +133,9 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
 
 
 def scrape(service: Any) -> dict[str, Any]:
-    """The families of the scrape endpoint, by name."""
+    """The families of the scrape endpoint, by name, as Prometheus asks for them."""
     (address,) = re.findall(r"metrics at (http://\S+/metrics)", service.log)
-    text = httpx2.get(address, timeout=60).text
+    text = httpx2.get(address, headers={"Accept": "application/openmetrics-text;version=1.0.0"}, timeout=60).text
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
@@ -263,10 +263,13 @@ def test_prometheus_scrapes_the_same(run: Run, registry: dict[str, Any]) -> None
 
 
 def test_a_figure_leads_to_its_trace(run: Run) -> None:
-    """Exemplars: over OTLP, which is where the SDK has them."""
+    """Exemplars: over OTLP, and at the scrape endpoint."""
     wanted = {s.trace_id for s in run.summaries.values()}
     for name in (("fusionkv-gateway", "fusionkv.gateway.ttft"), ("fusionkv-worker", "fusionkv.worker.ttft")):
         assert run.received.exemplars[name] & wanted, name
+        service, metric = name
+        buckets = run.scraped[service][metric.replace(".", "_") + "_seconds"].samples
+        assert {bucket.exemplar.labels["trace_id"] for bucket in buckets if bucket.exemplar} & wanted, name
 
 
 def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
