@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 CORPUS, FOLDER = "shelf", ROOT / "examples/corpus/shelf-01"
 # Long enough for all stages; what is fetched and encoded is so before the first pair that counts.
-RECIPE, RATIO, PASSES_BEFORE = "prophetkv", 0.2, 2
+RECIPE, RATIO, QUESTIONS, PASSES_BEFORE = "prophetkv", 0.2, 20, 2
 _RESAMPLES, _SEED = 4000, 1
 _STOP_SECONDS = 60
 
@@ -129,7 +129,7 @@ async def _first_token(client: AsyncClient, question: str) -> tuple[float, str]:
 async def _pairs(sets: Sequence[Services], pairs: int) -> tuple[np.ndarray, list[float], list[str]]:
     """Without telemetry and with it: seconds [pair, 2] and processor seconds; and the traces of the latter."""
     questions = [q["question"] for q in json.loads((FOLDER.parent / "questions.json").read_text())]
-    questions = questions[: max(1, min(len(questions), pairs))]
+    questions = questions[: min(QUESTIONS, pairs)]
     clients = [AsyncClient(each.address, timeout=120) for each in sets]
     for client in clients:
         for file in sorted(FOLDER.glob("*.md")):
