@@ -1,6 +1,9 @@
 """OpenTelemetry's environment variables: what they switch on and off, what is refused, which requests are sampled."""
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,14 @@ def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env:
     known = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **{f"OTEL_{k}": v for k, v in env.items()}}
     with pytest.raises(AssertionError, match=says):
         launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
+
+
+def test_a_command_refuses_it_as_well() -> None:
+    command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "encode", "--queue", "redis://127.0.0.1:1"]
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    done = subprocess.run([*command, "--run", "r", "c"], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fusionkv: OTEL_EXPORTER_OTLP_PROTOCOL")
 
 
 @pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("always_on", 1)])
