@@ -204,7 +204,11 @@ def _time_left(context: Any) -> float | None:
 
 
 def _explanation(explanation: Explanation) -> pb.Explanation:
-    return pb.Explanation(chunks=[pb.ExplainedChunk(**asdict(chunk)) for chunk in explanation.chunks])
+    return pb.Explanation(
+        chunks=[pb.ExplainedChunk(**asdict(chunk)) for chunk in explanation.chunks],
+        system=pb.ExplainedChunk(**asdict(explanation.system)),
+        question=pb.ExplainedChunk(**asdict(explanation.question)),
+    )
 
 
 def _summary(summary: Summary, pool_tokens: int) -> pb.Summary:

@@ -101,7 +101,7 @@ async def ask(args: argparse.Namespace) -> int:
     names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
     options = {name: getattr(args, name) for name in names.split()}
     page = explain.template() if args.explain is not None else None
-    explanation = Explanation(())
+    explanation: Explanation | None = None
     text = ""
     sources: tuple[Passage, ...] = ()
     summary: Summary | None = None
@@ -121,7 +121,7 @@ async def ask(args: argparse.Namespace) -> int:
                         print(event.text, end="", flush=True)
         if summary is None:
             raise ServiceError("the answer ended without its summary")
-        if page is not None:
+        if page is not None and explanation is not None:
             full = await client.ask(
                 args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}
             )

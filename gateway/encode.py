@@ -61,7 +61,10 @@ async def _shared(args: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise UsageError(f"--queue: {error}") from error
-    telemetry.attach("fusionkv-encoder")
+    try:
+        telemetry.attach("fusionkv-encoder")
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     try:
         async with connect.client(args) as client:
             encoder = Encoder(

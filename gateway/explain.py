@@ -75,7 +75,11 @@ def render(
         seconds=[asdict(a.summary.seconds) for _, a in named],
         ends=ENDS,
         longest=longest,
-        chunks=[_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)],
+        pieces=[
+            _around("system prompt", explanation.system),
+            *(_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)),
+            _around("question", explanation.question),
+        ],
         **(asdict(served) if served else {}),
     )
 
@@ -125,6 +129,17 @@ def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
         "counts": {state: states.count(state) for state in ("lossless", "reused", "recomputed") if state in states},
         "runs": _runs(states),
         "tokens": list(zip(chunk.texts, states, scores, strict=True)),
+    }
+
+
+def _around(name: str, piece: ExplainedChunk) -> dict[str, Any]:
+    """What is no chunk: full attention computes it as well, so nothing of it is computed once more."""
+    state = "lossless" if piece.lossless else "computed"
+    return {
+        "name": name,
+        "counts": {state: len(piece.texts)},
+        "runs": [(state, len(piece.texts))],
+        "tokens": [(text, state, None) for text in piece.texts],
     }
 
 

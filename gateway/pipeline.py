@@ -151,18 +151,20 @@ def passage(found: Passage) -> pb.Passage:
 
 
 def _explanation(explanation: fusion_pb2.Explanation) -> pb.Explanation:
+    def explained(chunk: fusion_pb2.ExplainedChunk) -> pb.ExplainedChunk:
+        return pb.ExplainedChunk(
+            texts=chunk.texts,
+            kind=chunk.kind,
+            tier=chunk.tier,
+            lossless=chunk.lossless,
+            recomputed=chunk.recomputed,
+            scores=chunk.scores,
+        )
+
     return pb.Explanation(
-        chunks=[
-            pb.ExplainedChunk(
-                texts=chunk.texts,
-                kind=chunk.kind,
-                tier=chunk.tier,
-                lossless=chunk.lossless,
-                recomputed=chunk.recomputed,
-                scores=chunk.scores,
-            )
-            for chunk in explanation.chunks
-        ]
+        chunks=map(explained, explanation.chunks),
+        system=explained(explanation.system),
+        question=explained(explanation.question),
     )
 
 

@@ -37,9 +37,13 @@ class ExplainedChunk:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The chunks in the order of the sources; comes behind them, when it was asked for."""
+    """The chunks in the order of the sources, and what stands before and behind them, without kind, tier and scores;
+    comes behind the sources, when it was asked for.
+    """
 
     chunks: tuple[ExplainedChunk, ...]
+    system: ExplainedChunk
+    question: ExplainedChunk
 
 
 @dataclass(frozen=True)
@@ -177,17 +181,17 @@ def event(response: pb.GenerateResponse) -> Event:
     if response.HasField("sources"):
         return Sources(passages(response.sources))
     if response.HasField("explanation"):
-        return Explanation(
-            tuple(
-                ExplainedChunk(tuple(c.texts), c.kind, c.tier, c.lossless, frozenset(c.recomputed), tuple(c.scores))
-                for c in response.explanation.chunks
-            )
-        )
+        told = response.explanation
+        return Explanation(tuple(map(_explained, told.chunks)), _explained(told.system), _explained(told.question))
     s = response.summary
     plain = {name: getattr(s, name) for name in Summary.__dataclass_fields__ if name not in ("seconds", "hits")}
     seconds = StageSeconds(**{name: getattr(s.seconds, name) for name in StageSeconds.__dataclass_fields__})
     hits = tuple(TierHits(h.kind, h.tier, h.chunks, h.tokens) for h in s.hits)
     return Summary(seconds=seconds, hits=hits, **plain)
+
+
+def _explained(c: pb.ExplainedChunk) -> ExplainedChunk:
+    return ExplainedChunk(tuple(c.texts), c.kind, c.tier, c.lossless, frozenset(c.recomputed), tuple(c.scores))
 
 
 def stats(s: pb.StatsResponse) -> Stats:

@@ -15,11 +15,12 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.fleet import CHECK_SECONDS, Fleet, Member
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
+from fusionkv.protos import logs
 from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.tls import ClientTLS
 
-log = logging.getLogger(__name__)
+_faults = logs.Seldom(logging.getLogger(__name__))
 T = TypeVar("T")
 # Texts of one Embed: enough for full batches, few enough that a request never waits long behind a document.
 EMBED_BATCH = 32
@@ -127,7 +128,9 @@ class WorkerPool:
             except _ELSEWHERE as error:
                 if begun:
                     raise
-                log.warning("trying the next worker: %s", error)
+                # One that is busy has no fault.
+                if not isinstance(error, ResourceExhausted):
+                    _faults.warning("a worker failed, the next one is asked if there is one", error)
                 failures.append(error)
         raise _worst(failures)
 

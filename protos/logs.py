@@ -3,7 +3,9 @@
 import datetime
 import json
 import logging
+import math
 import os
+import time
 
 from opentelemetry import trace
 
@@ -24,6 +26,29 @@ def attach(service: str) -> None:
     text = logging.Formatter(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
     handler.setFormatter(JSONLines(service) if form == "json" else text)
     logging.basicConfig(level=os.environ.get("FUSIONKV_LOG", "INFO").upper(), handlers=[handler])
+
+
+class Seldom:
+    """Faults that many requests may meet: at most one line in `seconds`, with how many there were since the last. It
+    belongs to no trace, since of a request there is one line, the gateway's.
+    """
+
+    def __init__(self, log: logging.Logger, seconds: float = 60.0) -> None:
+        self._log = log
+        self._seconds = seconds
+        self._next = -math.inf
+        self._unsaid = 0
+
+    def warning(self, message: str, error: Exception) -> None:
+        """`message` and the error, or nothing."""
+        now = time.monotonic()
+        if now < self._next:
+            self._unsaid += 1
+            return
+        more = f" ({self._unsaid} more since the last such line)" if self._unsaid else ""
+        self._next, self._unsaid = now + self._seconds, 0
+        with trace.use_span(trace.INVALID_SPAN):
+            self._log.warning("%s: %s%s", message, error, more)
 
 
 class JSONLines(logging.Formatter):

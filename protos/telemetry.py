@@ -1,8 +1,9 @@
 """OpenTelemetry: code elsewhere calls only its API; the SDK is attached here, at launch, when somebody is to be told.
 
-Standard environment variables decide: OTEL_EXPORTER_OTLP_ENDPOINT switches export on, OTEL_TRACES_SAMPLER,
-OTEL_RESOURCE_ATTRIBUTES, OTEL_METRIC_EXPORT_INTERVAL and the rest are read by the SDK itself. Prometheus scrapes the
-same metrics where a service has an address for that. docs/telemetry.yaml lists all names.
+Standard environment variables decide: an OTLP endpoint switches export on, OTEL_TRACES_EXPORTER and
+OTEL_METRICS_EXPORTER switch one of the two off again; what samplers, processors and exporters are told is read by the
+SDK itself. Prometheus scrapes the same metrics where a service has an address for that. docs/telemetry.yaml lists all
+names.
 """
 
 import logging
@@ -28,40 +29,72 @@ NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 def attach(service: str, scraped_at: str = "") -> None:
     """Sets up logging; exports to an OTLP endpoint when one is configured, and serves Prometheus at `scraped_at`.
 
+    service: its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
+
     Raises:
         ValueError: a setting is wrong, or a package is missing.
         OSError: the address can't be bound.
     """
     logs.attach(service)
-    exports = bool(os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT"))
-    if not exports and not scraped_at:
+    traces, measures = _exported("TRACES"), _exported("METRICS")
+    if not traces and not measures and not scraped_at:
         return
-    from opentelemetry.sdk.metrics import MeterProvider
-    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    resource = Resource.create({"service.name": service, "service.namespace": "fusionkv"})
-    readers: list[MetricReader] = []
-    if exports:
-        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+    # What the environment says goes over ours: `create` puts it below.
+    ours = Resource.create({"service.name": service, "service.namespace": "fusionkv"})
+    resource = ours.merge(OTELResourceDetector().detect())
+    if traces:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         tracing = TracerProvider(resource=resource)
         tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         trace.set_tracer_provider(tracing)
+    if not measures and not scraped_at:
+        return
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    readers: list[MetricReader] = []
+    if measures:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
         readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
     if scraped_at:
         readers.append(_scraped(service, scraped_at))
     metrics.set_meter_provider(MeterProvider(readers, resource))
 
 
+def _exported(signal: str) -> bool:
+    """Whether TRACES or METRICS go to an OTLP endpoint. Raises ValueError where they would have to go another way."""
+
+    def told(name: str) -> str:
+        return os.environ.get(name, "").strip()
+
+    def otlp(name: str) -> str:
+        return told(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or told(f"OTEL_EXPORTER_OTLP_{name}")
+
+    exporter = told(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if not otlp("ENDPOINT") or exporter == "none":
+        return False
+    if exporter != "otlp":
+        raise ValueError(f"OTEL_{signal}_EXPORTER is {exporter!r}: otlp or none")
+    if (protocol := otlp("PROTOCOL") or "grpc") != "grpc":
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is spoken, to which a "
+            "collector listens on port 4317"
+        )
+    return True
+
+
 def _scraped(service: str, address: str) -> "MetricReader":
     """Serves the metrics at http://address/metrics, in a thread of its own."""
     try:
-        from opentelemetry.exporter.prometheus import PrometheusMetricReader
         from prometheus_client import start_http_server
+
+        from fusionkv.protos.exemplars import Exemplified
     except ModuleNotFoundError as error:
         raise ValueError(
             f"metrics_listen needs the package {error.name}: pip install 'fusionkv[prometheus]'"
@@ -69,10 +102,10 @@ def _scraped(service: str, address: str) -> "MetricReader":
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
         raise ValueError(f"metrics_listen is {address!r}: host:port")
-    reader = PrometheusMetricReader(scope_info_enabled=False)
-    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0")
+    registry = Exemplified()
+    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
     log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
-    return reader
+    return registry.reader
 
 
 def detach() -> None:

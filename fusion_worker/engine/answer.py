@@ -32,8 +32,9 @@ from fusionkv.fusion_worker.engine.text import TextStream
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
+from fusionkv.protos import logs
 
-log = logging.getLogger(__name__)
+_faults = logs.Seldom(logging.getLogger(__name__))
 tracer = trace.get_tracer(__name__)
 
 
@@ -177,7 +178,7 @@ class Answerer:
                     await stack.enter_async_context(held.pop_all())
                     return fused
             except CacheFault as fault:
-                log.warning("answered by plain prefill: %s", fault)
+                _faults.warning("answered by plain prefill", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
                 # What was found served no one: only the time it took counts.
                 summary.stages = Stages(seconds=summary.stages.seconds)

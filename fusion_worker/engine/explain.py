@@ -1,4 +1,4 @@
-"""How the KV of every context token of a prompt came about, token by token, for people to look at."""
+"""How the KV of every token of a prompt came about, token by token, for people to look at."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,9 +25,11 @@ class ExplainedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The chunks in the order of the prompt."""
+    """The chunks in the order of the prompt, and what stands before and behind them."""
 
     chunks: tuple[ExplainedChunk, ...]
+    system: ExplainedChunk
+    question: ExplainedChunk
 
 
 def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) -> Explanation:
@@ -36,12 +38,21 @@ def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) 
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
     chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
+    # What no other part stands before is as full attention has it, unless nothing at all is reused.
+    reused = bool(fused.placement.parts)
     return Explanation(
         tuple(
             ExplainedChunk(texts(tokenizer, chunk.ids), kind, tier, exact, found, scores)
             for chunk, (found, scores), (kind, tier), exact in chunks
-        )
+        ),
+        _around(texts(tokenizer, prompt.system.ids), reused),
+        _around(texts(tokenizer, prompt.question), False),
     )
+
+
+def _around(texts: list[str], lossless: bool) -> ExplainedChunk:
+    """What is no chunk: reused without loss, or computed."""
+    return ExplainedChunk(texts, "", "", lossless, [] if lossless else list(range(len(texts))), [])
 
 
 def chosen(prompt: Prompt, fused: Fused) -> Iterator[tuple[list[int], list[float]]]:

@@ -106,7 +106,7 @@ class Loader:
             try:
                 placement = await self._bring(stack, prompt, fresh, stages, encode, budget)
             except EntryGone as gone:
-                log.info("looked up once more: %s", gone)
+                log.debug("looked up once more: %s", gone)
                 await stack.aclose()
                 stages.start_over()
                 placement = await self._bring(stack, prompt, fresh, stages, encode, budget)

@@ -4,15 +4,17 @@ import asyncio
 import logging
 
 from opentelemetry import metrics, trace
-from opentelemetry.trace import Link, SpanContext
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.placement import Placed, Wanted
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos import logs
 from fusionkv.protos.errors import DeadlineExceeded, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
+_faults = logs.Seldom(log)
 tracer = trace.get_tracer(__name__)
 _dropped = metrics.get_meter(__name__).create_counter(
     "fusionkv.worker.puts_dropped", description="Encoded chunks that did not reach the cache service"
@@ -81,13 +83,16 @@ class Putter:
                 finally:
                     self._pool.unpin(part.resident)
                 # A trace of its own: the request that it leads back to has its answer, and waits for nothing here.
+                # It is sampled as that one was: below a span that is dropped, it is dropped too.
+                dropped = origin.is_valid and not origin.trace_flags.sampled
+                parent = trace.set_span_in_context(NonRecordingSpan(origin)) if dropped else None
                 links = [Link(origin)] if origin.is_valid else []
-                with tracer.start_as_current_span("fusionkv.put", links=links) as span:
+                with tracer.start_as_current_span("fusionkv.put", parent, links=links) as span:
                     span.set_attributes({"fusionkv.tokens": len(part.wanted.chunk), "fusionkv.bytes": len(data)})
                     await self._send(namespace, part.wanted, data, offered=True)
             except ServiceError as error:
                 _dropped.add(1, {"fusionkv.reason": type(error).__name__})
-                log.warning("a chunk was not stored: %s", error)
+                _faults.warning("a chunk was not stored", error)
                 if isinstance(error, Unavailable | DeadlineExceeded):
                     self._drop_waiting()
             except Exception:

@@ -66,7 +66,10 @@ def page() -> str:
     )
     answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
-    return explain.render(explain.template(), f"Which code? {EVIL}", answer, Explanation(chunks), full)
+    system = ExplainedChunk(("Answer ", "this."), "", "", True, frozenset(), ())
+    question = ExplainedChunk(("Which ", "code? ", EVIL), "", "", False, frozenset(range(3)), ())
+    explanation = Explanation(chunks, system, question)
+    return explain.render(explain.template(), f"Which code? {EVIL}", answer, explanation, full)
 
 
 class Balanced(HTMLParser):
@@ -107,13 +110,23 @@ def test_the_page_says_what_happened(page: str) -> None:
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
     assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "another answer"]
-    first, second = soup.select("details")
+    before, first, second, behind = soup.select("details")
     assert "lossless" in first.summary.text  # type: ignore[union-attr]
     assert "alternative from disk" in second.summary.text  # type: ignore[union-attr]
     states = [token["class"] for token in second.select(".tokens i")]
     assert states == [["recomputed"]] * 20 + [["reused"]] * 40
     assert second.select(".tokens i")[0]["title"] == "recomputed, score 0.50"
     assert first.select(".tokens i")[0]["title"] == "lossless"
+    for piece, name, state, text in (
+        (before, "system prompt", "lossless", "Answer this."),
+        (behind, "question", "computed", f"Which code? {EVIL}"),
+    ):
+        assert [each.text for each in piece.select("summary b, summary .badge")] == [name]
+        assert "".join(token.text for token in piece.select(".tokens i")) == text
+        assert {token["title"] for token in piece.select(".tokens i")} == {state}
+        assert {token["class"][0] for token in piece.select(".tokens i")} == {state}
+    # The whole prompt is in the ribbon, in its order.
+    assert [len(part.select("u")) for part in soup.select(".ribbon div")] == [1, 1, 2, 1]
     for bar, share in zip(soup.select(".bar"), (40.0, 100.0), strict=True):
         stretches = [re.findall(r"(left|width):([\d.]+)%", str(i["style"])) for i in bar.select("i")]
         assert stretches

@@ -104,7 +104,7 @@ def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -
 
 
 def test_a_page_explains_an_answer(run: Run, pages: Path, tmp_path: Path) -> None:
-    """Every token of the context is on it, as the summary counts them."""
+    """Every token of the prompt is on it, and those of the context as the summary counts them."""
     question = ("ask", "book", "code of Name3?", "--max-tokens", "4", "--json")
     for recipe, ratio in (("prophetkv", "0.5"), ("full_reuse", "0"), ("full_attention", "1")):
         file = tmp_path / f"{recipe}.html"
@@ -112,18 +112,25 @@ def test_a_page_explains_an_answer(run: Run, pages: Path, tmp_path: Path) -> Non
         assert asked.returncode == 0, asked.stderr
         answer = json.loads(asked.stdout)
         page = BeautifulSoup(file.read_text(), "html.parser")
-        tokens = page.select(".tokens i")
+        before, *context, behind = page.select(".tokens")
+        tokens = [token for piece in context for token in piece.select("i")]
         states = Counter(token["class"][0] for token in tokens)
         summary = answer["summary"]
         assert len(tokens) == summary["context_tokens"] > 0
         for state in ("lossless", "reused", "recomputed"):
             assert states[state] == summary[f"tokens_{state}"]
-        named = [each.text.split()[0] for each in page.select("details summary")]
-        assert named == [f"{s['document']}#{s['position']}" for s in answer["sources"]]
-        shown = ["".join(t.text for t in each.select("i")) for each in page.select(".tokens")]
+        named = [each.text for each in page.select("details summary b")]
+        chunks = [f"{s['document']}#{s['position']}" for s in answer["sources"]]
+        assert named == ["system prompt", *chunks, "question"]
+        assert len(page.select(".tokens i")) == summary["prompt_tokens"]
+        plain = recipe == "full_attention"
+        assert {i["class"][0] for i in before.select("i")} == {"computed" if plain else "lossless"}
+        assert {i["class"][0] for i in behind.select("i")} == {"computed"}
+        assert "code of Name3?" in "".join(i.text for i in behind.select("i"))
+        shown = ["".join(i.text for i in each.select("i")) for each in context]
         assert all(source["text"] in text for source, text in zip(answer["sources"], shown, strict=True))
         assert page.select_one(".answers .text").text == answer["text"].strip()
-        assert ("score" in file.read_text().split('class="tokens"')[1]) == (recipe == "prophetkv")
+        assert any("score" in piece["title"] for piece in tokens) == (recipe == "prophetkv")
 
 
 def test_ingest_as_json_names_every_document(run: Run, pages: Path) -> None:

@@ -1,0 +1,128 @@
+"""OpenTelemetry's environment variables: what they switch on and off, what is refused, which requests are sampled."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.kvcache_service.client import CacheClient
+from tests.system.otlp import Receiver, receiving
+
+pytestmark = pytest.mark.system
+CACHE = ("fusionkv.kvcache_service", "--listen", "127.0.0.1:0")
+PUTS = ("fusionkv-kvcache", "fusionkv.kvcache.puts")
+QUESTION = "Report Velkorda: code of Bervek?"
+PAGE = " ".join(f"Report Velkorda on page {i} says: the code of Bervek is {i}." for i in range(500, 506))
+
+
+@pytest.fixture
+def told(launch: Any, tmp_path: Path) -> Callable[..., Receiver]:
+    """What a cache service tells of one call, under such variables; in their values {} is the receiver's address."""
+
+    def tell(**env: str) -> Receiver:
+        async def ask(address: str) -> None:
+            client = CacheClient(address)
+            await client.stats()
+            await client.close()
+
+        with receiving() as received:
+            known = {f"OTEL_{name}": value.format(received.endpoint) for name, value in env.items()}
+            cache = launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
+            asyncio.run(ask(cache.address))
+            assert cache.stop() == 0
+            assert "Traceback" not in cache.log
+        return received
+
+    return tell
+
+
+def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> None:
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    cache = launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=env)
+    assert cache.stop() == 0
+    assert "otlp" not in cache.log.lower()
+    assert "metrics at" not in cache.log
+
+
+@pytest.mark.parametrize(
+    ("env", "spans", "metrics"),
+    [
+        ({"EXPORTER_OTLP_ENDPOINT": "{}"}, True, True),
+        ({"EXPORTER_OTLP_ENDPOINT": "{}", "METRICS_EXPORTER": "none"}, True, False),
+        ({"EXPORTER_OTLP_ENDPOINT": "{}", "TRACES_EXPORTER": "none"}, False, True),
+        ({"EXPORTER_OTLP_TRACES_ENDPOINT": "{}"}, True, False),
+        ({"EXPORTER_OTLP_METRICS_ENDPOINT": "{}", "METRICS_EXPORTER": "otlp"}, False, True),
+        ({"EXPORTER_OTLP_ENDPOINT": "{}", "SDK_DISABLED": "true"}, False, False),
+    ],
+)
+def test_each_signal_is_switched_by_itself(
+    told: Callable[..., Receiver], env: dict[str, str], spans: bool, metrics: bool
+) -> None:
+    received = told(**env)
+    assert (bool(received.spans), bool(received.metrics)) == (spans, metrics)
+
+
+@pytest.mark.parametrize("name", ["SERVICE_NAME", "RESOURCE_ATTRIBUTES"])
+def test_a_service_can_be_named(told: Callable[..., Receiver], name: str) -> None:
+    value = "service.name=mine" if name == "RESOURCE_ATTRIBUTES" else "mine"
+    received = told(EXPORTER_OTLP_ENDPOINT="{}", **{name: value})
+    assert {service for service, _ in received.spans} == {service for service, _ in received.metrics} == {"mine"}
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "only grpc is spoken"),
+        ({"EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"}, "'http/json' for metrics"),
+        ({"TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER is 'console': otlp or none"),
+    ],
+)
+def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env: dict[str, str], says: str) -> None:
+    known = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **{f"OTEL_{k}": v for k, v in env.items()}}
+    with pytest.raises(AssertionError, match=says):
+        launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
+
+
+def test_a_command_refuses_it_as_well() -> None:
+    command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "encode", "--queue", "redis://127.0.0.1:1"]
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
+    done = subprocess.run([*command, "--run", "r", "c"], env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fusionkv: OTEL_EXPORTER_OTLP_PROTOCOL")
+
+
+@pytest.mark.parametrize(("sampler", "count"), [("always_off", 0), ("always_on", 1)])
+def test_sampling_is_set_by_the_environment(told: Callable[..., Receiver], sampler: str, count: int) -> None:
+    """A sampler that takes nothing: the calls are answered, and nothing of them is sent."""
+    assert len(told(EXPORTER_OTLP_ENDPOINT="{}", TRACES_SAMPLER=sampler).spans) == count
+
+
+@pytest.mark.parametrize(("ratio", "services"), [("0", set()), ("1", {"gateway", "worker", "kvcache"})])
+def test_all_follow_the_sampler_of_the_gateway(
+    launch: Any, reference_model: Path, tmp_path: Path, ratio: str, services: set[str]
+) -> None:
+    """The others are told nothing; neither do they begin traces of their own, for what is stored after an answer."""
+    with receiving() as received:
+        env = {"OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint, "OTEL_METRIC_EXPORT_INTERVAL": "200"}
+        sampled = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": ratio}
+        cache = launch(*CACHE, "--data-dir", str(tmp_path / "kvcache"), env=env)
+        at = ("--listen", "127.0.0.1:0")
+        model = ("--model", str(reference_model), "--threads", "1")
+        worker = launch("fusionkv.fusion_worker", *at, "--cache", cache.address, *model, env=env)
+        flags = ("--workers", worker.address, "--data-dir", str(tmp_path / "gateway"), "--chunk-tokens", "16")
+        gateway = launch("fusionkv.gateway", *at, *flags, env=env | sampled)
+        with Client(gateway.address) as client:
+            client.ingest("c", "page.md", PAGE)
+            made = client.ask("c", QUESTION, recipe="full_reuse", max_tokens=2).summary.chunks_missed
+            # The system prompt is stored too.
+            received.wait_for(lambda: received.total(*PUTS) > made > 0)
+        for service in (gateway, worker, cache):
+            assert service.stop() == 0, service.log
+    assert {service for service, _ in received.spans} == {f"fusionkv-{name}" for name in services}
+    assert any(span.name == "fusionkv.put" for _, span in received.spans) == bool(services)
