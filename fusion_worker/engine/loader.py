@@ -50,7 +50,7 @@ class Loader:
         self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
         self._loads: dict[Resident, asyncio.Task[None]] = {}
         self._spans = LoadSpans()
-        self._turns = Turns(config.max_loads)
+        self.turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
         # Ranks get their heads from the first one's host memory.
@@ -253,7 +253,7 @@ class Loader:
         try:
             with self._spans.within(part.resident):
                 if part.wanted.entry is not None:
-                    async with self._turns.turn(number):
+                    async with self.turns.turn(number):
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.resident for p in before)

@@ -1,5 +1,8 @@
 """The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
+import asyncio
+import threading
+
 import pytest
 from rich.console import Console
 
@@ -41,6 +44,72 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
             assert 0 < float(str(row["ttft_p50_s"])) <= float(str(row["ttft_p99_s"]))
             assert 0 <= float(str(row["engine_idle"])) < 1
             assert float(str(row["tokens_per_s"])) > 0
+
+
+async def test_fetches_and_steps_alternate_and_fetches_go_side_by_side() -> None:
+    alternation, begun = overlap.Alternation(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def step(entered: asyncio.Event, leave: threading.Event) -> None:
+        with alternation.stepping():
+            loop.call_soon_threadsafe(entered.set)
+            assert leave.wait(60)
+
+    both = asyncio.Barrier(3)
+
+    async def fetch() -> None:
+        async with alternation.fetching():
+            begun.set()
+            await both.wait()
+            await both.wait()
+
+    # A step is under way: nothing is fetched until it is over.
+    first, leave = asyncio.Event(), threading.Event()
+    stepping = asyncio.create_task(asyncio.to_thread(step, first, leave))
+    await first.wait()
+    fetches = [asyncio.create_task(fetch()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert not begun.is_set()
+    # The next one wants to begin at once, and must not before both fetches are over.
+    second, free = asyncio.Event(), threading.Event()
+    free.set()
+    leave.set()
+    await stepping
+    waiting = asyncio.create_task(asyncio.to_thread(step, second, free))
+    async with asyncio.timeout(60):
+        await both.wait()  # both at once
+        await asyncio.sleep(0.05)
+        assert not second.is_set()
+        await both.wait()
+        await asyncio.gather(*fetches, waiting)
+        await second.wait()
+
+
+async def test_a_fetch_given_up_holds_no_step_back() -> None:
+    alternation = overlap.Alternation()
+
+    async def fetch() -> None:
+        async with alternation.fetching():
+            await asyncio.sleep(60)
+
+    async def step() -> None:
+        def run() -> None:
+            with alternation.stepping():
+                pass
+
+        await asyncio.to_thread(run)
+
+    with alternation.stepping():
+        waits = asyncio.create_task(fetch())
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits])
+    fetches = asyncio.create_task(fetch())
+    await asyncio.sleep(0)
+    stepping = asyncio.create_task(step())
+    fetches.cancel()
+    async with asyncio.timeout(60):
+        await stepping
 
 
 async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
