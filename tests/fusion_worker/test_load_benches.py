@@ -2,9 +2,12 @@
 
 import asyncio
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from fusionkv.fusion_worker import bench, layerwise, mixing, overlap, throughput
 from fusionkv.fusion_worker.throughput import Traffic
@@ -148,6 +151,28 @@ async def test_layers_that_wait_for_their_kv(monkeypatch: pytest.MonkeyPatch) ->
     assert float(str(row["ttft_layers_s"])) > 0.9 * loading
     # Layers that wait hold every answer up; requests that wait, none but themselves.
     assert float(str(row["stream_gap_layers_s"])) > 0.5 * loading
+
+
+async def test_the_median_pause_counts() -> None:
+    class Stand:
+        """Times of three runs each: without a device's time, whole, and by layer."""
+
+        bytes = 100
+        device = SimpleNamespace(rate=0.0, layered=False)
+        times = iter([9.0, 1.0, 2.0, 4.0, 3.0, 8.0, 2.0, 6.0, 3.0])
+        gaps = iter([0.5, 0.1, 0.3, 0.9, 0.2, 0.6])
+
+        async def ttft(self, recipe: str, ratio: float) -> float:
+            return next(self.times)
+
+        async def gap(self, recipe: str, ratio: float) -> float:
+            return next(self.gaps)
+
+    progress = Progress(console=Console(quiet=True))
+    stand: Any = Stand()
+    row = await layerwise._row(stand, "epic", 0.15, 3.0, 3, progress, progress.add_task(""))
+    assert (row["computing_s"], row["ttft_whole_s"], row["ttft_layers_s"]) == (2.0, 4.0, 3.0)
+    assert (row["stream_gap_whole_s"], row["stream_gap_layers_s"]) == (0.3, 0.6)
 
 
 async def test_streams_go_on_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
