@@ -49,6 +49,22 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
             assert float(str(row["tokens_per_s"])) > 0
 
 
+async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
+    """What stands behind other chunks too: the cache service on its own would not keep a second replica yet."""
+    model, traffic = throughput.small_model(), Traffic(4, 16, 3)
+    async with throughput._worker(model, traffic) as servicer:
+        throughput.store_at_once(servicer)
+        station = throughput.Station(servicer)
+        await throughput.fill(servicer, traffic)
+        found = []
+        for question in range(2):
+            servicer.pool.clear()
+            _, summary = await station.ask(traffic.prompt([2, 0, 1], question), "prefix_cache", 0.0)
+            found.append((summary.stages.missed, summary.lossless))
+            await servicer.settle()
+    assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
+
+
 async def test_fetches_and_steps_alternate_and_fetches_go_side_by_side() -> None:
     alternation, begun = overlap.Alternation(), asyncio.Event()
     loop = asyncio.get_running_loop()
