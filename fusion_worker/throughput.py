@@ -1,10 +1,10 @@
 """Requests a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
 
 Questions arrive at random (Poisson), whatever is still being answered. Each has chunks of its own choice and order,
-drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. Each system
-has a worker and a cache service of its own; a prefix cache stores all that it computes, behind whatever path. The rate
-begins at half of what a system answers one after another and rises until p99 of the time to the first token is over
-a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
+drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. Each
+system has a worker and a cache service of its own; a prefix cache stores all that it computes, behind whatever path.
+The rate begins at half of what a system answers one after another and rises until p99 of the time to the first token
+is over a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
 """
 
 import argparse

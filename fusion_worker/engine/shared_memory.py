@@ -13,7 +13,7 @@ from fusionkv.protos.cancellation import to_the_end
 
 
 async def copied(cache: CacheClient, entry: Entry, storage: Storage, resident: Resident) -> bool:
-    """Writes a leased entry to a chunk's slots; False if it has to be fetched: out of sight, or not leased to the end.
+    """Writes a leased entry to a chunk's slots; False if it has to be fetched: out of sight, or the lease ended.
 
     A GPU's bytes come from pinned memory, which the service's is not: the driver would copy them once more.
     """
