@@ -70,7 +70,7 @@ class Alternation:
             step.set_result(None)
 
 
-def stand_still(servicer: FusionServicer) -> Alternation:
+def stand_still(servicer: FusionServicer) -> None:
     """From now on the engine computes nothing while chunks are fetched, and the other way round."""
     alternation, turns, engine = Alternation(), servicer.loader.turns, servicer.engine
     turn, step = turns.turn, engine.step
@@ -86,7 +86,6 @@ def stand_still(servicer: FusionServicer) -> Alternation:
 
     turns.turn = turned  # type: ignore[method-assign]
     engine.step = stepped  # type: ignore[method-assign]
-    return alternation
 
 
 def drop_pages(folder: Path) -> None:
