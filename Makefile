@@ -89,8 +89,8 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.fusion_worker.mixing --json build/bench/mixing.json
 
 .PHONY: soak
-soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind
-	@$(PY) -m fusionkv.fusion_worker.evaluation.soak $(ARGS)
+soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind; build/soak.json
+	@$(PY) -m fusionkv.fusion_worker.evaluation.soak --json build/soak.json $(ARGS)
 
 .PHONY: chaos
 chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json

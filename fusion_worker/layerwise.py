@@ -2,12 +2,14 @@
 
 A worker computes a request once all its KV is in the pool (FusionRAG 4.2: whole requests). The other way is to begin
 at once and to let every layer wait for its own KV. Both are measured over a storage device of any speed: a thread
-that waits as long as the bytes would take there, and then moves them from memory to their place.
+that waits as long as the bytes would take there, and then moves them from memory to their place. Of the runs of each
+the median counts.
 """
 
 import argparse
 import asyncio
 import itertools
+import statistics
 import sys
 import tempfile
 import threading
@@ -158,7 +160,7 @@ class Stand:
 
 
 async def bench(model: models.Model, traffic: Traffic, repeats: int, console: Console) -> list[dict[str, object]]:
-    """One row for each recipe and speed of the device; the best of `repeats` runs."""
+    """One row for each recipe and speed of the device: medians of `repeats` runs."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = (4 * traffic.chunks * traffic.chunk_tokens + 2 * _STREAM_TOKENS) * model.kv.token_bytes
@@ -183,12 +185,12 @@ async def _row(
 ) -> dict[str, object]:
     device = stand.device
     device.rate, device.layered = float("inf"), False
-    computing = min([await stand.ttft(name, ratio) for _ in range(repeats)])
+    computing = statistics.median([await stand.ttft(name, ratio) for _ in range(repeats)])
     device.rate = stand.bytes / (share * computing)
     found: dict[bool, tuple[float, float]] = {}
     for device.layered in (False, True):
-        first = min([await stand.ttft(name, ratio) for _ in range(repeats)])
-        found[device.layered] = first, min([await stand.gap(name, ratio) for _ in range(repeats)])
+        first = statistics.median([await stand.ttft(name, ratio) for _ in range(repeats)])
+        found[device.layered] = first, statistics.median([await stand.gap(name, ratio) for _ in range(repeats)])
     progress.advance(task)
     (whole, whole_gap), (layers, layers_gap) = found[False], found[True]
     return {
@@ -208,7 +210,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.layerwise", description=__doc__)
     parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
     parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the best counts (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each; the median counts (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
     args = parser.parse_args()
     traffic = Traffic(2 * args.chunks, args.chunk_tokens, args.chunks)

@@ -1,16 +1,20 @@
 """What loading beside computing saves: the same questions with an engine that stands still while KV is loaded.
 
-All KV comes from the cache service's disk tier. Rates and questions are the same for both, in one run.
+All KV comes from the cache service's disk tier. Rates and questions are the same for both, which take turns at every
+rate, each with an empty pool and a page cache that holds nothing of the disk tier's files: a chunk that is asked for
+again comes from there or from the pool. Both fetch as many chunks at once.
 """
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -19,7 +23,6 @@ from rich.progress import Progress
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.bench import PATIENT, cache_process, show
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine.placement import Placed, Stages
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.throughput import Load, Station, Traffic, fill, small_model
 
@@ -27,33 +30,71 @@ SYSTEMS = (("full_reuse", 0.0), ("prophetkv", 0.15))
 SHARES = (0.3, 0.6, 0.9)
 
 
+class Alternation:
+    """Fetches side by side, or a step of the engine, and never both.
+
+    A fetch counts from when it waits for its turn among `max_loads`: a step begins when no chunk is left to fetch.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._fetches = 0
+        self._step: Future[None] | None = None
+
+    @asynccontextmanager
+    async def fetching(self) -> AsyncIterator[None]:
+        """Waits for the end of the step under way; no other begins inside."""
+        with self._changed:
+            self._fetches += 1
+            step = self._step
+        try:
+            if step is not None:
+                await asyncio.wait([asyncio.wrap_future(step)])
+            yield
+        finally:
+            with self._changed:
+                self._fetches -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """For the engine's thread: waits until nothing is fetched or is to be."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._fetches)
+            step = self._step = Future()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._step = None
+            step.set_result(None)
+
+
 def stand_still(servicer: FusionServicer) -> None:
-    """From now on the engine computes nothing while a chunk is fetched, and the other way round."""
-    turn, loader, engine = threading.Lock(), servicer.loader, servicer.engine
-    fetch, step = loader.fetch, engine.step
-    # A fetch has work for threads too: were all of them to wait for the turn, it would never end.
-    first = asyncio.Lock()
+    """From now on the engine computes nothing while chunks are fetched, and the other way round."""
+    alternation, turns, engine = Alternation(), servicer.loader.turns, servicer.engine
+    turn, step = turns.turn, engine.step
 
-    def over(taken: asyncio.Future[bool]) -> None:
-        if not taken.cancelled():
-            turn.release()
-
-    async def fetched(part: Placed, stages: Stages) -> None:
-        async with first:
-            taking = asyncio.ensure_future(asyncio.to_thread(turn.acquire))
-            try:
-                await asyncio.shield(taking)
-                await fetch(part, stages)
-            finally:
-                # A thread goes on waiting for the turn when this task is cancelled, and gets it.
-                taking.add_done_callback(over)
+    @asynccontextmanager
+    async def turned(number: int) -> AsyncIterator[None]:
+        async with alternation.fetching(), turn(number):
+            yield
 
     def stepped(parts: Sequence[object]) -> None:
-        with turn:
+        with alternation.stepping():
             step(parts)  # type: ignore[arg-type]
 
-    loader.fetch = fetched  # type: ignore[method-assign]
+    turns.turn = turned  # type: ignore[method-assign]
     engine.step = stepped  # type: ignore[method-assign]
+
+
+def drop_pages(folder: Path) -> None:
+    """Makes the next reads of the files below a folder go to their device, if the device is one of this machine."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 async def bench(model: models.Model, traffic: Traffic, requests: int, console: Console) -> list[dict[str, object]]:
@@ -63,40 +104,40 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
         task = progress.add_task("overlap", total=2 * len(SYSTEMS) * len(SHARES))
         # Memory for a chunk: everything else lies on disk.
         memory = max(1 << 20, traffic.chunk_tokens * model.kv.token_bytes)
-        async with cache_process(Path(directory), memory) as (address, _):
-            async with _worker(model, traffic, address) as first:
-                await fill(first, traffic)
-                station = Station(first)
-                rates = {name: 1 / (await station.alone(traffic, name, ratio))[1] for name, ratio in SYSTEMS}
-            found: dict[tuple[str, float, bool], Load] = {}
-            for still in (False, True):
-                async with _worker(model, traffic, address) as servicer:
-                    station = Station(servicer)
-                    if still:
-                        stand_still(servicer)
-                    for name, ratio in SYSTEMS:
-                        for number, share in enumerate(SHARES):
-                            prompts = traffic.prompts(requests, number)
-                            load = await station.load(prompts, name, ratio, share * rates[name], number)
-                            found[name, share, still] = load
-                            progress.advance(task)
-        for name, ratio in SYSTEMS:
-            for share in SHARES:
-                beside, after = (found[name, share, still] for still in (False, True))
-                ours, theirs = statistics.mean(beside.ttft), statistics.mean(after.ttft)
-                rows.append(
-                    {
-                        "name": name,
-                        "r": ratio,
-                        "requests_per_s": round(share * rates[name], 2),
-                        "ttft_still_s": round(theirs, 3),
-                        "ttft_beside_s": round(ours, 3),
-                        "saved": round(1 - ours / theirs, 3),
-                        "engine_idle_still": round(1 - after.busy, 3),
-                        "engine_idle_beside": round(1 - beside.busy, 3),
-                    }
-                )
+        async with AsyncExitStack() as stack:
+            address, _ = await stack.enter_async_context(cache_process(Path(directory), memory))
+            # Beside, and in turn.
+            workers = [await stack.enter_async_context(_worker(model, traffic, address)) for _ in range(2)]
+            stations = [Station(worker) for worker in workers]
+            await fill(workers[0], traffic)
+            alone = {name: (await stations[0].alone(traffic, name, ratio))[1] for name, ratio in SYSTEMS}
+            stand_still(workers[1])
+            for name, ratio in SYSTEMS:
+                for number, share in enumerate(SHARES):
+                    rate, found = share / alone[name], dict[int, Load]()
+                    # Another first at every rate: what a machine does besides changes slowly.
+                    for which in (0, 1) if number % 2 else (1, 0):
+                        workers[which].pool.clear()
+                        await asyncio.to_thread(drop_pages, Path(directory))
+                        prompts = traffic.prompts(requests, number)
+                        found[which] = await stations[which].load(prompts, name, ratio, rate, number)
+                        progress.advance(task)
+                    rows.append(_row(name, ratio, rate, found[0], found[1]))
     return rows
+
+
+def _row(name: str, ratio: float, rate: float, beside: Load, after: Load) -> dict[str, object]:
+    ours, theirs = statistics.mean(beside.ttft), statistics.mean(after.ttft)
+    return {
+        "name": name,
+        "r": ratio,
+        "requests_per_s": round(rate, 2),
+        "ttft_still_s": round(theirs, 3),
+        "ttft_beside_s": round(ours, 3),
+        "saved": round(1 - ours / theirs, 3),
+        "engine_idle_still": round(1 - after.busy, 3),
+        "engine_idle_beside": round(1 - beside.busy, 3),
+    }
 
 
 @asynccontextmanager

@@ -1,9 +1,10 @@
-"""Requests a second at rising rates: recipes beside full attention and a prefix cache, one engine, one run.
+"""Requests a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
 
 Questions arrive at random (Poisson), whatever is still being answered. Each has chunks of its own choice and order,
-drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. The rate
-begins at half of what a system answers one after another and rises until p99 of the time to the first token is over
-a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
+drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. Each
+system has a worker and a cache service of its own; a prefix cache stores all that it computes, behind whatever path.
+The rate begins at half of what a system answers one after another and rises until p99 of the time to the first token
+is over a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
 """
 
 import argparse
@@ -14,10 +15,11 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -169,8 +171,34 @@ async def bench(
     model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
 ) -> list[dict[str, object]]:
     """One row for each system and rate. The first system alone sets the bound."""
-    base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
     rows: list[dict[str, object]] = []
+    bound = 0.0
+    with Progress(console=console) as progress:
+        task = progress.add_task("throughput", total=len(systems))
+        for name, ratio in systems:
+            async with _worker(model, traffic) as servicer:
+                if name == "prefix_cache":
+                    store_at_once(servicer)
+                station = Station(servicer)
+                await fill(servicer, traffic)
+                alone = await station.alone(traffic, name, ratio)
+                bound = bound or _BOUND * alone[0]
+                for number in range(_MOST_RATES):
+                    rate = _FIRST * _RISE**number / alone[1]
+                    prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
+                    load = await station.load(prompts, name, ratio, rate, number)
+                    rows.append(_row(name, ratio, rate, load, bound))
+                    progress.console.print(rows[-1])
+                    if load.percentile(0.99) > bound:
+                        break
+            progress.advance(task)
+    return rows
+
+
+@asynccontextmanager
+async def _worker(model: models.Model, traffic: Traffic) -> AsyncIterator[FusionServicer]:
+    """A worker beside a cache service of its own, so that no system finds what another one stored."""
+    base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
     with tempfile.TemporaryDirectory() as directory:
         async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
             # Half the base, and what the requests in flight need of their own.
@@ -179,26 +207,23 @@ async def bench(
             )
             servicer = FusionServicer(config, model)
             try:
-                station = Station(servicer)
-                with Progress(console=console) as progress:
-                    task = progress.add_task("throughput", total=len(systems))
-                    await fill(servicer, traffic)
-                    bound = 0.0
-                    for name, ratio in systems:
-                        alone = await station.alone(traffic, name, ratio)
-                        bound = bound or _BOUND * alone[0]
-                        for number in range(_MOST_RATES):
-                            rate = _FIRST * _RISE**number / alone[1]
-                            prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
-                            load = await station.load(prompts, name, ratio, rate, number)
-                            rows.append(_row(name, ratio, rate, load, bound))
-                            progress.console.print(rows[-1])
-                            if load.percentile(0.99) > bound:
-                                break
-                        progress.advance(task)
+                yield servicer
             finally:
                 await servicer.close()
-    return rows
+
+
+def store_at_once(servicer: FusionServicer) -> None:
+    """From now on all that the worker computes is stored, as a prefix cache does.
+
+    Otherwise the cache service keeps a second replica of a chunk once its path is asked for again.
+    """
+    assert servicer.cache is not None
+    put = servicer.cache.put
+
+    async def stored(**entry: Any) -> tuple[bytes, bool]:
+        return await put(**{**entry, "offered": False})
+
+    servicer.cache.put = stored  # type: ignore[method-assign]
 
 
 async def fill(servicer: FusionServicer, traffic: Traffic) -> None:

@@ -140,6 +140,17 @@ class CacheClient:
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
+    def seen(self, entry: Entry) -> memoryview | None:
+        """The bytes of an entry in the service's memory on this machine; None if they are not there, or not leased.
+
+        What is made of them is right if the entry is `held` afterwards.
+        """
+        return entry.shared if self.held(entry) and not entry.holders else None
+
+    def held(self, entry: Entry) -> bool:
+        """Whether the lease of the lookup that found an entry is held now. For threads as well."""
+        return self._window.held(entry.lease)
+
     def on_disk(self, entry: Entry) -> bool:
         """Whether an entry is to be read from a disk of this machine: it is there, and not in memory."""
         return entry.shared is None and entry.extent is not None

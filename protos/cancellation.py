@@ -1,8 +1,11 @@
-"""Requests that the running task end, and calls that overlook them."""
+"""Requests that the running task end, calls that overlook them, and work that goes on to its end."""
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 def requests() -> int:
@@ -33,3 +36,13 @@ def heeded() -> Iterator[None]:
         raise
     if requests() > before:
         raise asyncio.CancelledError
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Waits for work also when the caller is cancelled, which it is then when the work is over."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise

@@ -12,10 +12,12 @@ from matplotlib import pyplot as plt
 ROOT = Path(__file__).parent.parent
 ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
 INK, OURS, OTHER, THIRD = "#334155", "#0f766e", "#b45309", "#6d28d9"
+FOURTH = "#be185d"
 
 
-def storage(growth: list[dict[str, Any]]) -> None:
+def storage(rows: dict[str, Any]) -> None:
     """Entries stored as queries go on, for both corpora."""
+    growth = rows["growth"]
     sizes = sorted({row["workload"]["knowledge"] for row in growth})
     figure, panels = plt.subplots(1, len(sizes), figsize=(9, 3.4), layout="constrained")
     for panel, size in zip(panels, sizes, strict=True):
@@ -45,6 +47,24 @@ def index(rows: list[dict[str, Any]]) -> None:
     save(figure, "index.svg")
 
 
+def throughput(rows: list[dict[str, Any]]) -> None:
+    """Time to the first token as questions come faster, of every system; and the tokens that it generates."""
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    shown = [("ttft_p50_s", "time to the first token, median, s"), ("ttft_p99_s", "the same, 99th percentile, s")]
+    names = dict.fromkeys(row["name"] for row in rows)
+    for panel, (what, title) in zip(panels, [*shown, ("tokens_per_s", "answer tokens a second")], strict=True):
+        for name, colour in zip(names, (INK, OTHER, OURS, THIRD, FOURTH), strict=False):
+            mine = [row for row in rows if row["name"] == name]
+            rates = [row["requests_per_s"] for row in mine]
+            panel.loglog(rates, [row[what] for row in mine], "o-", ms=3, color=colour, label=name)
+        panel.set(title=title, xlabel="questions a second")
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.yaxis.set_major_formatter("{x:g}")
+    panels[1].axhline(rows[0]["bound_s"], color=INK, lw=0.8, ls=":")
+    panels[0].legend(frameon=False, fontsize=8)
+    save(figure, "throughput.svg")
+
+
 def save(figure: Any, name: str) -> None:
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
@@ -57,8 +77,12 @@ def main() -> None:
         {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "text.color": INK, "axes.edgecolor": INK}
         | {"axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "font.family": "sans-serif"}
     )
-    storage(json.loads((ROWS / "storage.json").read_text())["growth"])
-    index(json.loads((ROWS / "scale.json").read_text()))
+    # A bench of its own each: what was not measured here keeps its plot.
+    for draw, name in ((storage, "storage.json"), (index, "scale.json"), (throughput, "throughput.json")):
+        if (ROWS / name).exists():
+            draw(json.loads((ROWS / name).read_text()))
+        else:
+            print(f"no {ROWS / name}: {draw.__name__}.svg stays as it is")
 
 
 if __name__ == "__main__":

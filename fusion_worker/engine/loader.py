@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import lru_cache, partial
 
@@ -12,6 +12,7 @@ import torch
 from opentelemetry import trace
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine import shared_memory
 from fusionkv.fusion_worker.engine.anchors import AnchoredChunk, laid
 from fusionkv.fusion_worker.engine.budget import Budget
 from fusionkv.fusion_worker.engine.direct import DirectReader
@@ -29,6 +30,7 @@ from fusionkv.fusion_worker.methods.recipes import ISOLATED, Encode
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.cancellation import to_the_end
 from fusionkv.protos.errors import NotFound, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class Loader:
         self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
         self._loads: dict[Resident, asyncio.Task[None]] = {}
         self._spans = LoadSpans()
-        self._turns = Turns(config.max_loads)
+        self.turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
         # Ranks get their heads from the first one's host memory.
@@ -253,7 +255,7 @@ class Loader:
         try:
             with self._spans.within(part.resident):
                 if part.wanted.entry is not None:
-                    async with self._turns.turn(number):
+                    async with self.turns.turn(number):
                         await self.fetch(part, stages)
                 else:
                     await _ready(p.resident for p in before)
@@ -277,10 +279,13 @@ class Loader:
         timeout = self._fetch_timeout
         buffer = await self._direct.fetch(self._cache, entry, timeout) if self._direct else None
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
-        if buffer is None:
-            buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
-            await self._cache.fetch(entry, buffer.numpy().data, timeout=timeout)
-        await _to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
+        stored = buffer is None and await shared_memory.copied(self._cache, entry, self.storage, part.resident)
+        if not stored:
+            if buffer is None:
+                buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+                await self._cache.fetch(entry, buffer.numpy().data, timeout=timeout)
+            # Also when this task is cancelled: its slots are not to be given away while they are written to.
+            await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 
     async def _encode(self, part: Placed, before: Sequence[Placed], scratch: Sequence[Run]) -> None:
@@ -297,16 +302,6 @@ class Loader:
 async def _ready(residents: Iterable[Resident]) -> None:
     for resident in residents:
         await asyncio.shield(resident.ready)
-
-
-async def _to_the_end(writing: Coroutine[None, None, None]) -> None:
-    """Waits for what writes to the pool, also when the caller is cancelled: its slots are not to be given away."""
-    task = asyncio.create_task(writing)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 Questions of the reference models' tasks are asked by several clients at once, by many recipes; one in seven is given
 up at some moment. Each answer is held to what the same question gave with nobody else there and no cache. Ten times
-all clients pause: nothing may be pinned, leased or waiting then, and memory and open files may not have grown.
+all clients pause: nothing may be pinned, leased or waiting then, and memory and open files may not have grown. In the
+end the cache service is stopped, and what it left on disk has to agree.
 """
 
 import argparse
@@ -10,10 +11,12 @@ import asyncio
 import dataclasses
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
 
@@ -21,7 +24,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.bench import PATIENT, cache_process
+from fusionkv.fusion_worker.bench import PATIENT, cache_process, write
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Piece, Summary
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -33,6 +36,7 @@ from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.models.tasks import TASKS
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 RECIPES = (
     ("full_attention", 1.0),
@@ -46,6 +50,7 @@ RECIPES = (
     ("prefix_cache", 0.0),
 )
 ANSWER = 8
+_SHOWN = 20  # wrong answers
 _GIVEN_UP = 1 / 7
 # Between a tenth of the run, when all is warm, and its end.
 BOUNDS = (1.1, 16 << 20, 8)  # growth, bytes more, files more
@@ -68,13 +73,10 @@ class Soak:
         self._cases = cases
         self._expected = expected
         self.seen: Counter[str] = Counter()
+        self.wrong: list[str] = []
 
     async def run(self, clients: int, seconds: float, seed: int) -> None:
-        """All clients ask until the time is over.
-
-        Raises:
-            AssertionError: an answer was not what it is alone.
-        """
+        """All clients ask until the time is over; `wrong` has the answers that were not what they are alone."""
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             for client in range(clients):
@@ -92,8 +94,8 @@ class Soak:
                 continue
             ids, summary = await asking
             case = self._cases[number]
-            assert not summary.degraded, summary.degraded
-            assert ids == self._expected[number], f"{case.recipe}: {ids}, alone {self._expected[number]}"
+            if summary.degraded or ids != self._expected[number]:
+                self.wrong.append(f"{case.recipe}: {ids}, alone {self._expected[number]} {summary.degraded}")
             self.seen["answers"] += 1
             self.seen["chunks encoded"] += summary.stages.missed
             for (_, tier), count in summary.stages.hits.items():
@@ -126,16 +128,38 @@ def questions(model: models.Model, count: int) -> list[Case]:
     return cases
 
 
+class Trail:
+    """What a process held, from the first look on."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._looks: list[Footing] = []
+
+    def look(self) -> None:
+        """Raises AssertionError when it has grown since the first look."""
+        now = Footing.of(self._pid)
+        self._looks.append(now)
+        assert not now.outgrew(self._looks[0], *BOUNDS), f"{self._looks[0]} became {now}"
+
+    def row(self, name: str) -> dict[str, object]:
+        """First, last and most memory in MiB and open files."""
+        mib, files = [look.bytes >> 20 for look in self._looks], [look.files for look in self._looks]
+        return {
+            f"{name}_{what}": [each[0], each[-1], max(each)] for what, each in (("rss_mib", mib), ("files", files))
+        }
+
+
 async def soak(
     model: models.Model, cases: list[Case], minutes: float, clients: int, console: Console
-) -> Counter[str]:
-    """Runs for so many minutes and gives what was counted.
+) -> tuple[dict[str, object], list[str]]:
+    """Runs for so many minutes; gives what was counted, and the answers that were wrong.
 
     Raises:
-        AssertionError: something was wrong, or left behind.
+        AssertionError: something was left behind.
     """
     chunk = max(len(part) for case in cases for part in case.prompt.parts) * model.kv.token_bytes
     longest = max(case.prompt.tokens for case in cases) * model.kv.token_bytes
+    started, pieces = time.monotonic(), 10
     with tempfile.TemporaryDirectory() as directory:
         # Small as well, so that what it leaves to the allocator hides no growth.
         alone = FusionServicer(WorkerConfig(pool_bytes=max(1 << 20, 4 * longest)), model)
@@ -144,27 +168,46 @@ async def soak(
         finally:
             await alone.close()
         # A few chunks in memory, a part of all on disk, a few prompts in the pool: all is evicted all the time.
-        tiers = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
-        async with cache_process(Path(directory), *tiers) as (address, pid):
+        memory, disk = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
+        async with cache_process(Path(directory), memory, disk) as (address, pid):
             pool = max(1 << 20, 4 * longest)
             config = WorkerConfig(cache=address, pool_bytes=pool, max_requests=6, max_queue=1000, **PATIENT)
             servicer, cache = FusionServicer(config, model), CacheClient(address)
             try:
-                run, early = Soak(servicer, cases, expected), dict[int, Footing]()
-                pieces = 10
+                run, worker, service = Soak(servicer, cases, expected), Trail(os.getpid()), Trail(pid)
                 with Progress(console=console) as progress:
                     for piece in progress.track(range(pieces), description="soak"):
                         await run.run(clients, 60 * minutes / pieces, piece)
                         await _check_idle(servicer, cache)
-                        for process in (os.getpid(), pid):
-                            now = Footing.of(process)
-                            grown = now.outgrew(early.setdefault(process, now), *BOUNDS)
-                            assert not grown, f"{early[process]} became {now}"
+                        worker.look()
+                        service.look()
                         progress.console.print(f"{Footing.of(os.getpid()).bytes >> 20} MiB, {dict(run.seen)}")
-                return run.seen
+                stats = await cache.stats()
             finally:
                 await cache.close()
                 await servicer.close()
+        left = await asyncio.to_thread(_check_stopped, Path(directory) / "kv", disk)
+    row = {
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "clients": clients,
+        "wrong_answers": len(run.wrong),
+        **{name.replace(" ", "_"): count for name, count in sorted(run.seen.items())},
+        "evictions": {pb.Tier.Name(each.tier).removeprefix("TIER_").lower(): each.evictions for each in stats.tiers},
+        "leases": stats.active_leases,
+        "entries_left": left,
+        **worker.row("worker"),
+        **service.row("cache"),
+    }
+    return row, run.wrong
+
+
+def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
+    """Entries that a stopped cache service left. Raises AssertionError when they do not agree with each other."""
+    command = [sys.executable, "-P", "-m", "fusionkv.kvcache_service.integrity"]
+    command += ["--data-dir", str(data_dir), "--disk-bytes", str(disk_bytes)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
 async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
@@ -179,20 +222,22 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
     servicer.pool.check_integrity(idle=True)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.fusion_worker.evaluation.soak", description=__doc__)
     parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="a reference model (%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
     parser.add_argument("--clients", type=int, default=12, help="(%(default)s)")
     parser.add_argument("--questions", type=int, default=20, help="of every task (%(default)s)")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write what was counted there as well")
+    args = parser.parse_args(argv)
     console, model = Console(stderr=True), models.load(args.model)
-    started = time.monotonic()
-    seen = asyncio.run(soak(model, questions(model, args.questions), args.minutes, args.clients, console))
-    Console().print(
-        f"{(time.monotonic() - started) / 60:.1f} minutes: {dict(seen)}; nothing wrong, nothing left behind"
-    )
-    return 0
+    cases = questions(model, args.questions)
+    row, wrong = asyncio.run(soak(model, cases, args.minutes, args.clients, console))
+    Console().print(row)
+    write([row], args.json)
+    for each in wrong[:_SHOWN]:
+        console.print(f"wrong: {each}")
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ async def test_a_load_that_nobody_waits_for_ends(
     line.down = line.stall
     loader = rig.servicer.loader
     # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
-    async with loader._turns.turn(-1):
+    async with loader.turns.turn(-1):
         waiting = [asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2)]
         await rig.until(lambda: any(resident.pins == 3 for resident in loader._loads))
     await rig.until(lambda: bool(line.touched))

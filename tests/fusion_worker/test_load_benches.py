@@ -1,7 +1,13 @@
 """The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
+import asyncio
+import threading
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from fusionkv.fusion_worker import bench, layerwise, mixing, overlap, throughput
 from fusionkv.fusion_worker.throughput import Traffic
@@ -43,6 +49,88 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
             assert float(str(row["tokens_per_s"])) > 0
 
 
+async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
+    """What stands behind other chunks too: the cache service on its own would not keep a second replica yet."""
+    model, traffic = throughput.small_model(), Traffic(4, 16, 3)
+    async with throughput._worker(model, traffic) as servicer:
+        throughput.store_at_once(servicer)
+        station = throughput.Station(servicer)
+        await throughput.fill(servicer, traffic)
+        found = []
+        for question in range(2):
+            servicer.pool.clear()
+            _, summary = await station.ask(traffic.prompt([2, 0, 1], question), "prefix_cache", 0.0)
+            found.append((summary.stages.missed, summary.lossless))
+            await servicer.settle()
+    assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
+
+
+async def test_fetches_and_steps_alternate_and_fetches_go_side_by_side() -> None:
+    alternation, begun = overlap.Alternation(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def step(entered: asyncio.Event, leave: threading.Event) -> None:
+        with alternation.stepping():
+            loop.call_soon_threadsafe(entered.set)
+            assert leave.wait(60)
+
+    both = asyncio.Barrier(3)
+
+    async def fetch() -> None:
+        async with alternation.fetching():
+            begun.set()
+            await both.wait()
+            await both.wait()
+
+    # A step is under way: nothing is fetched until it is over.
+    first, leave = asyncio.Event(), threading.Event()
+    stepping = asyncio.create_task(asyncio.to_thread(step, first, leave))
+    await first.wait()
+    fetches = [asyncio.create_task(fetch()) for _ in range(2)]
+    await asyncio.sleep(0.05)
+    assert not begun.is_set()
+    # The next one wants to begin at once, and must not before both fetches are over.
+    second, free = asyncio.Event(), threading.Event()
+    free.set()
+    leave.set()
+    await stepping
+    waiting = asyncio.create_task(asyncio.to_thread(step, second, free))
+    async with asyncio.timeout(60):
+        await both.wait()  # both at once
+        await asyncio.sleep(0.05)
+        assert not second.is_set()
+        await both.wait()
+        await asyncio.gather(*fetches, waiting)
+        await second.wait()
+
+
+async def test_a_fetch_given_up_holds_no_step_back() -> None:
+    alternation = overlap.Alternation()
+
+    async def fetch() -> None:
+        async with alternation.fetching():
+            await asyncio.sleep(60)
+
+    async def step() -> None:
+        def run() -> None:
+            with alternation.stepping():
+                pass
+
+        await asyncio.to_thread(run)
+
+    with alternation.stepping():
+        waits = asyncio.create_task(fetch())
+        await asyncio.sleep(0)
+        waits.cancel()
+        await asyncio.wait([waits])
+    fetches = asyncio.create_task(fetch())
+    await asyncio.sleep(0)
+    stepping = asyncio.create_task(step())
+    fetches.cancel()
+    async with asyncio.timeout(60):
+        await stepping
+
+
 async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SYSTEMS", (("full_reuse", 0.0),))
     # All at once: more chunks to fetch than there are threads to wait in.
@@ -79,6 +167,28 @@ async def test_layers_that_wait_for_their_kv(monkeypatch: pytest.MonkeyPatch) ->
     assert float(str(row["ttft_layers_s"])) > 0.9 * loading
     # Layers that wait hold every answer up; requests that wait, none but themselves.
     assert float(str(row["stream_gap_layers_s"])) > 0.5 * loading
+
+
+async def test_the_median_pause_counts() -> None:
+    class Stand:
+        """Times of three runs each: without a device's time, whole, and by layer."""
+
+        bytes = 100
+        device = SimpleNamespace(rate=0.0, layered=False)
+        times = iter([9.0, 1.0, 2.0, 4.0, 3.0, 8.0, 2.0, 6.0, 3.0])
+        gaps = iter([0.5, 0.1, 0.3, 0.9, 0.2, 0.6])
+
+        async def ttft(self, recipe: str, ratio: float) -> float:
+            return next(self.times)
+
+        async def gap(self, recipe: str, ratio: float) -> float:
+            return next(self.gaps)
+
+    progress = Progress(console=Console(quiet=True))
+    stand: Any = Stand()
+    row = await layerwise._row(stand, "epic", 0.15, 3.0, 3, progress, progress.add_task(""))
+    assert (row["computing_s"], row["ttft_whole_s"], row["ttft_layers_s"]) == (2.0, 4.0, 3.0)
+    assert (row["stream_gap_whole_s"], row["stream_gap_layers_s"]) == (0.3, 0.6)
 
 
 async def test_streams_go_on_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import itertools
+import json
 import random
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.evaluation import soak
@@ -76,16 +78,53 @@ async def test_requests_given_up_leave_no_lease(cache_service: str, start: Any, 
     await rig.until(none, 20)  # a lease's own end is after 30 s
 
 
-def test_the_soak_itself(tools: Any) -> None:
+def test_the_soak_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = models.load(shipped()[0])
     cases = soak.questions(model, 2)
     assert {case.recipe for case in cases} == {name for name, _ in soak.RECIPES}
-    seen = asyncio.run(soak.soak(model, cases, 0.1, 4, Console(quiet=True)))
-    assert seen["answers"] > 0
+    monkeypatch.setattr(soak, "questions", lambda *_: cases)
+    rows = tmp_path / "soak.json"
+    flags = ["--model", str(shipped()[0]), "--minutes", "0.1", "--clients", "4", "--json", str(rows)]
+    assert soak.main(flags) == 0
+    (row,) = json.loads(rows.read_text())
+    assert row["answers"] > 0
+    assert row["entries_left"] > 0
+    assert (row["wrong_answers"], row["leases"]) == (0, 0)
+    assert set(row["evictions"]) == {"memory", "disk"}
+    for name in ("worker_rss_mib", "worker_files", "cache_rss_mib", "cache_files"):
+        first, last, most = row[name]
+        assert 0 < max(first, last) <= most
+
+
+async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def answer(_servicer: Any, case: soak.Case) -> tuple[tuple[int, ...], Any]:
+        stages = SimpleNamespace(missed=0, hits={})
+        return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", stages=stages)
+
+    monkeypatch.setattr(soak, "answer", answer)
+    monkeypatch.setattr(soak, "_GIVEN_UP", 0.0)
+    for recipe, expected, wrong in (("trace", (1, 2), False), ("trace", (1, 3), True), ("epic", (1, 2), True)):
+        nothing: Any = None
+        run = soak.Soak(nothing, [soak.Case(nothing, recipe, 0.1)], [expected])
+        asking = asyncio.create_task(run.run(1, 0.01, 0))
+        await asking
+        assert run.seen["answers"] > 0
+        assert len(run.wrong) == (run.seen["answers"] if wrong else 0)
+
+
+def test_what_a_process_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     early = Footing(bytes=100 << 20, files=20)
     assert Footing(bytes=150 << 20, files=20).outgrew(early, *soak.BOUNDS)
     assert Footing(bytes=100 << 20, files=40).outgrew(early, *soak.BOUNDS)
     assert not Footing(bytes=110 << 20, files=22).outgrew(early, *soak.BOUNDS)
+    looks = iter([early, Footing(112 << 20, 25), Footing(101 << 20, 21), Footing(200 << 20, 21)])
+    monkeypatch.setattr(soak.Footing, "of", lambda _: next(looks))
+    trail = soak.Trail(1)
+    for _ in range(3):
+        trail.look()
+    assert trail.row("x") == {"x_rss_mib": [100, 101, 112], "x_files": [20, 21, 25]}
+    with pytest.raises(AssertionError, match="became"):
+        trail.look()
 
 
 def network_bytes(network: Any) -> int:

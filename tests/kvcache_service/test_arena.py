@@ -72,7 +72,12 @@ async def test_a_leased_entry_in_memory_is_copied(start: Any, tools: Any, tmp_pa
         entry = found.hits[0].entry
         assert await near.fetched(entry) == (data, 0)
         assert await near.fetched(entry) == (data, 0)
+        assert near.client.seen(entry) == data
+        assert near.client.held(entry)
+        assert near.client.seen(dataclasses.replace(entry, holders=("elsewhere:1",))) is None
         await near.client.release(found.lease)
+        assert near.client.seen(entry) is None
+        assert not near.client.held(entry)
         assert await near.fetched(entry) == (data, size), "without a lease the service sends what is there"
 
 

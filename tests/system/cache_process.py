@@ -5,11 +5,8 @@ import random
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+from fusionkv.kvcache_service import integrity
 from fusionkv.kvcache_service.client import CacheClient, Lookup
-from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import Store
-from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
 Asking = Callable[[CacheClient, object], Awaitable[Lookup]]
@@ -62,10 +59,4 @@ async def get(client: CacheClient, name: object, asking: Asking = find) -> bytes
 
 async def check_stopped(data: Path, disk: int = 256 * MIB) -> int:
     """Opens what a stopped process left, asserts that all of it agrees; gives the number of entries."""
-    store = Store(Config(data_dir=data), [MemoryTier(MIB), DiskTier(data, disk)])
-    await store.open()
-    store.check_integrity()
-    store.residents.check_idle()
-    count = len(store.residents)
-    await store.close()
-    return count
+    return await integrity.check(data, disk)
