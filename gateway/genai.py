@@ -5,6 +5,7 @@ No text of a question, a chunk or an answer goes into telemetry.
 
 from collections.abc import Mapping
 
+from fusionkv.gateway import results
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -41,7 +42,7 @@ def answered(summary: pb.Summary, model: str) -> Attributes:
         "gen_ai.response.finish_reasons": [summary.finish_reason],
         "gen_ai.usage.input_tokens": summary.prompt_tokens,
         "gen_ai.usage.output_tokens": summary.tokens_generated,
-        "gen_ai.usage.cache_read.input_tokens": summary.tokens_lossless + summary.tokens_reused,
+        "gen_ai.usage.cache_read.input_tokens": results.cached_tokens(summary),
         "fusionkv.ratio": summary.ratio,
         "fusionkv.ttft": summary.seconds.ttft,
         "fusionkv.tokens.lossless": summary.tokens_lossless,
