@@ -12,6 +12,7 @@ import pytest
 
 from fusionkv.gateway import fleet, workers
 from fusionkv.gateway.client import Client
+from fusionkv.protos.errors import Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.ports import free_port
 from tests.waiting import until
@@ -84,6 +85,16 @@ async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(
     assert first.suspect
     process.send_signal(signal.SIGCONT)
     await until(lambda: not first.suspect)
+    await pool.close()
+
+
+async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pool = workers.WorkerPool(["dns:a..b:7071"])
+    with pytest.raises(Unavailable, match="the name in `workers` has no address"):
+        async with asyncio.timeout(60):
+            await pool.model()
+    assert "can't look up the workers of dns:a..b:7071" in caplog.text
+    assert not any(task.done() for task in pool._fleet._resolving)
     await pool.close()
 
 
