@@ -37,9 +37,9 @@ class Chunk:
     text: str
     # Token ids within the prompt template; stored, so that the chunk's digest never depends on tokenising again.
     ids: tuple[int, ...]
-    # Digest of the chunk as encoded with its neighbours ahead of time, and of that set of neighbours; empty: not.
+    # Digest of the chunk as encoded with its neighbours ahead of time, and how many were asked for; empty and 0: not.
     variant: bytes = b""
-    neighbours: bytes = b""
+    neighbours: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

@@ -163,7 +163,7 @@ def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: s
 
 
 def test_rows_hold_what_they_are_made_from() -> None:
-    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, b"n" * 32)
+    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, 7)
     row = rows.of_chunk(chunk, rows.new_revision(), vector("text"))
     assert rows.chunk(row) == chunk
     assert len(rows.vector(row)) == DIM
