@@ -3,9 +3,13 @@
 No text of a question, a chunk or an answer goes into telemetry.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+
+from opentelemetry.trace import Span
 
 from fusionkv.gateway import results
+from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -55,3 +59,34 @@ def answered(summary: pb.Summary, model: str) -> Attributes:
     if summary.ratio_raised:
         made["fusionkv.ratio.raised"] = summary.ratio_raised
     return made
+
+
+def retrieval(corpus: str, top_k: int) -> Attributes:
+    """Of the span `gateway.retrieve`, when it begins."""
+    return {
+        "gen_ai.operation.name": "retrieval",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.data_source.id": corpus,
+        "fusionkv.corpus": corpus,
+        "fusionkv.top_k": top_k,
+    }
+
+
+def embedding(model: str) -> Attributes:
+    """Of the span `gateway.embed`."""
+    return {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+    }
+
+
+@contextlib.contextmanager
+def failures(span: Span) -> Iterator[None]:
+    """Says on the span which kind of error ended what runs inside."""
+    try:
+        yield
+    except Exception as error:
+        kind = error.status.name if isinstance(error, ServiceError) else type(error).__name__
+        span.set_attribute("error.type", kind)
+        raise
