@@ -13,6 +13,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval.base import within
 from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
@@ -56,6 +57,7 @@ class Pipeline:
             raise InvalidArgument(f"top_k is {count}: at most {self._config.max_top_k} chunks are retrieved")
         asked = genai.retrieval(corpus, count)
         with (
+            within(timeout),
             tracer.start_as_current_span("gateway.retrieve", attributes=asked) as span,
             genai.failures(span),
         ):

@@ -1,13 +1,34 @@
 """The contract of a retrieval engine: it holds the corpora and finds candidates by words and by meaning."""
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
 
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import FailedPrecondition
+
+_until: ContextVar[float] = ContextVar("_until", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The caller waits no longer for what is begun inside: an engine that asks others passes it on."""
+    token = _until.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def left() -> float:
+    """Seconds that the caller still waits."""
+    return _until.get() - time.monotonic()
 
 
 @dataclass(frozen=True)
