@@ -18,6 +18,7 @@ from fusionkv.gateway.work_queue import END, MOST_ITEMS, Item, Standing, WorkQue
 from fusionkv.protos.errors import (
     DeadlineExceeded,
     FailedPrecondition,
+    InvalidArgument,
     NotFound,
     PermissionDenied,
     ResourceExhausted,
@@ -131,8 +132,11 @@ class Encoder:
             return
         async with self._feeding:
             number, _, token = (standing.cursor or "0 ").partition(" ")
-            corpus = self._corpora[int(number)]
-            items, token = await self._client.page(corpus, token, _PAGE)
+            try:
+                corpus = self._corpora[int(number)]
+                items, token = await self._client.page(corpus, token, _PAGE)
+            except (ValueError, IndexError, InvalidArgument) as error:
+                await self._queue.forget(f"its place is {standing.cursor!r}: {error}")
             cursor = f"{number} {token}"
             if not token:
                 cursor = f"{int(number) + 1} " if int(number) + 1 < len(self._corpora) else END
@@ -227,6 +231,9 @@ class Encoder:
                 return await call()
             except Unavailable as error:
                 await self._pause(error)
+                # What stands in the way may be what is not the run's, which shows here.
+                with contextlib.suppress(Unavailable):
+                    await self._look()
 
     async def _pause(self, error: ServiceError) -> None:
         """Waits before the next try. Raises the error when nobody got anything done for too long."""

@@ -106,7 +106,7 @@ class Fleet:
         host, _, port = name.removeprefix(DNS).rpartition(":")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # the latter is for what can't be a name, as in "a..b"
             log.warning("can't look up the workers of %s: %s; those that are known stay", name, error)
             return
         known = self._named[name]

@@ -3,8 +3,13 @@
 No text of a question, a chunk or an answer goes into telemetry.
 """
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
+from opentelemetry.trace import Span
+
+from fusionkv.gateway import results
+from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -41,7 +46,7 @@ def answered(summary: pb.Summary, model: str) -> Attributes:
         "gen_ai.response.finish_reasons": [summary.finish_reason],
         "gen_ai.usage.input_tokens": summary.prompt_tokens,
         "gen_ai.usage.output_tokens": summary.tokens_generated,
-        "gen_ai.usage.cache_read.input_tokens": summary.tokens_lossless + summary.tokens_reused,
+        "gen_ai.usage.cache_read.input_tokens": results.cached_tokens(summary),
         "fusionkv.ratio": summary.ratio,
         "fusionkv.ttft": summary.seconds.ttft,
         "fusionkv.tokens.lossless": summary.tokens_lossless,
@@ -54,3 +59,34 @@ def answered(summary: pb.Summary, model: str) -> Attributes:
     if summary.ratio_raised:
         made["fusionkv.ratio.raised"] = summary.ratio_raised
     return made
+
+
+def retrieval(corpus: str, top_k: int) -> Attributes:
+    """Of the span `gateway.retrieve`, when it begins."""
+    return {
+        "gen_ai.operation.name": "retrieval",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.data_source.id": corpus,
+        "fusionkv.corpus": corpus,
+        "fusionkv.top_k": top_k,
+    }
+
+
+def embedding(model: str) -> Attributes:
+    """Of the span `gateway.embed`."""
+    return {
+        "gen_ai.operation.name": "embeddings",
+        "gen_ai.provider.name": PROVIDER,
+        "gen_ai.request.model": model,
+    }
+
+
+@contextlib.contextmanager
+def failures(span: Span) -> Iterator[None]:
+    """Says on the span which kind of error ended what runs inside."""
+    try:
+        yield
+    except Exception as error:
+        kind = error.status.name if isinstance(error, ServiceError) else type(error).__name__
+        span.set_attribute("error.type", kind)
+        raise

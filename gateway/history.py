@@ -17,13 +17,13 @@ Start = Callable[[pb.GenerateRequest], AsyncGenerator[pb.GenerateResponse]]
 
 @dataclass
 class Kept:
-    """One answer. at: seconds since the epoch. full: the answer by full attention, once it was asked for."""
+    """One answer. at: seconds since the epoch. full: that by full attention, once it was asked for."""
 
     tenant: str
     request: pb.GenerateRequest
     at: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    full: Answer | None = None
+    full: "Kept | None" = None
     _sources: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
     _explanation: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
     _summary: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
@@ -39,7 +39,8 @@ class Kept:
     @property
     def bytes(self) -> int:
         parts = (self.request, self._sources, self._explanation, self._summary)
-        return sum(part.ByteSize() for part in parts) + len(self._text)
+        own = sum(part.ByteSize() for part in parts) + len(self._text)
+        return own + (self.full.bytes if self.full is not None else 0)
 
     @property
     def answer(self) -> Answer:
@@ -87,8 +88,15 @@ class History:
         self._bytes += kept.bytes
         for old in self.of(kept.tenant)[self.most :]:
             self._drop(old)
-        while self._bytes > self._most_bytes:
-            self._drop(next(iter(self._kept.values())))
+        self._make_room()
+
+    def compare(self, kept: Kept, full: Kept) -> None:
+        """Adds the answer by full attention to one that is still there, in place of the oldest ones."""
+        if kept.id in self._kept:
+            self._bytes -= kept.bytes
+            kept.full = full
+            self._bytes += kept.bytes
+            self._make_room()
 
     def of(self, tenant: str) -> list[Kept]:
         """A tenant's answers, the latest first."""
@@ -98,6 +106,10 @@ class History:
         """A tenant's answer; None if there is none, or if it is another's."""
         kept = self._kept.get(id)
         return kept if kept is not None and kept.tenant == tenant else None
+
+    def _make_room(self) -> None:
+        while self._bytes > self._most_bytes:
+            self._drop(next(iter(self._kept.values())))
 
     def _drop(self, kept: Kept) -> None:
         self._bytes -= kept.bytes

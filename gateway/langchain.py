@@ -20,7 +20,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client import DEFAULT_ADDRESS, AsyncClient, Client
-from fusionkv.gateway.results import Event, Passage, Sources, Summary, Token
+from fusionkv.gateway.results import Event, Passage, Sources, Summary, Token, cached_tokens
 from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.tls import ClientTLS
 
@@ -68,7 +68,7 @@ class FusionKVRetriever(_Gateway, BaseRetriever):
 class ChatFusionKV(_Gateway, BaseChatModel):
     """Answers the last message over a corpus: retrieval, reuse and all happen in the gateway.
 
-    options: of `fusionkv.gateway.client.request`, such as recipe, ratio, top_k and max_tokens. The messages before
+    options: of `fusionkv.gateway.requests.generate`, such as recipe, ratio, top_k and max_tokens. The messages before
     the last one become part of the question, and chunks are searched for by the last one. `response_metadata` of an
     answer holds its sources and its summary. Raises the errors of `fusionkv.protos.errors`.
     """
@@ -165,7 +165,7 @@ def _chunk(event: Event) -> ChatGenerationChunk | None:
             input_tokens=event.prompt_tokens,
             output_tokens=event.tokens_generated,
             total_tokens=event.prompt_tokens + event.tokens_generated,
-            input_token_details={"cache_read": event.tokens_lossless + event.tokens_reused},
+            input_token_details={"cache_read": cached_tokens(event)},
         )
         told = {"summary": asdict(event), "finish_reason": event.finish_reason}
         message = AIMessageChunk(content="", response_metadata=told, usage_metadata=usage, chunk_position="last")

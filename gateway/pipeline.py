@@ -13,6 +13,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval import hybrid
+from fusionkv.gateway.retrieval.base import within
 from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
@@ -54,23 +55,21 @@ class Pipeline:
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
             raise InvalidArgument(f"top_k is {count}: at most {self._config.max_top_k} chunks are retrieved")
-        with tracer.start_as_current_span("gateway.retrieve") as span:
+        asked = genai.retrieval(corpus, count)
+        with (
+            within(timeout),
+            tracer.start_as_current_span("gateway.retrieve", attributes=asked) as span,
+            genai.failures(span),
+        ):
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
             await tenant.retrieval.documents(corpus, limit=1)
-            model = (vocabulary or await self._workers.model(timeout)).identity
-            with tracer.start_as_current_span("gateway.embed", attributes={"gen_ai.operation.name": "embeddings"}):
+            vocabulary = vocabulary or await self._workers.model(timeout)
+            asked = genai.embedding(vocabulary.model.name)
+            with tracer.start_as_current_span("gateway.embed", attributes=asked) as embed, genai.failures(embed):
                 vector = (await self._workers.embed([question], timeout))[0]
             depth = max(_DEPTH * count, _LEAST_DEPTH)
-            found = await tenant.retrieval.candidates(corpus, question, vector, depth, model)
-            span.set_attributes(
-                {
-                    "gen_ai.operation.name": "retrieval",
-                    "gen_ai.data_source.id": corpus,
-                    "fusionkv.corpus": corpus,
-                    "fusionkv.top_k": count,
-                    "fusionkv.candidates": len(found),
-                }
-            )
+            found = await tenant.retrieval.candidates(corpus, question, vector, depth, vocabulary.identity)
+            span.set_attribute("fusionkv.candidates", len(found))
             return hybrid.rank(found, self._config.dense_weight, count)
 
     async def answer(
@@ -135,7 +134,7 @@ async def _within(
 ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
     """Makes `span` current while the next response is awaited, and not while the reader handles it."""
     while True:
-        with trace.use_span(span):
+        with trace.use_span(span), genai.failures(span):
             response = await anext(responses, None)
         if response is None:
             return

@@ -117,8 +117,11 @@ def build(
         recipe=recipe.name,
         system=fusion_pb2.Tokens(ids=vocabulary.system),
         chunks=[
-            # What was encoded with neighbours is for recipes that want it so; others would reuse worse KV.
-            fusion_pb2.Chunk(ids=chunk.ids, variants=[chunk.variant] if chunk.variant and recipe.neighbours else [])
+            # What was encoded with neighbours is for recipes that want as many; others would reuse worse KV.
+            fusion_pb2.Chunk(
+                ids=chunk.ids,
+                variants=[chunk.variant] if chunk.variant and chunk.neighbours == recipe.neighbours else [],
+            )
             for chunk, _ in passages
         ],
         question=fusion_pb2.Tokens(ids=question),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,19 +13,21 @@ from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
-from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import InvalidArgument, NotFound
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
-# Variants stored in one commit; an interruption repeats at most this many lookups of what is encoded already.
+# Variants stored in one commit.
 _TOGETHER = 32
 # The papers use 10; a search for more than a few hundred takes longer than the encoding.
 _MOST_NEIGHBOURS = 256
 
 
 class Precompute:
-    """Works through a corpus, document by document; what is stored already is skipped."""
+    """Works through a corpus, document by document; what the cache service has already is skipped.
+
+    A worker looks each chunk up there, in one round trip: what a corpus says was encoded may be lost since.
+    """
 
     def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
         self._config = config
@@ -78,15 +81,12 @@ class Precompute:
         count: int,
         vocabulary: Vocabulary,
     ) -> int:
-        """Encodes and stores a batch; returns how many were there already."""
+        """Encodes and stores a batch; returns how many the cache service had already."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
-        async def one(chunk: Chunk, vector: np.ndarray) -> Chunk | None:
+        async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
             async with slots:
                 near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary)
-                neighbours = keys.neighbours_variant(n.digest for n in near)
-                if chunk.neighbours == neighbours and chunk.variant:
-                    return None
                 request = fusion_pb2.EncodeRequest(
                     system=fusion_pb2.Tokens(ids=vocabulary.system),
                     before=[fusion_pb2.Tokens(ids=n.ids) for n in near],
@@ -95,19 +95,21 @@ class Precompute:
                     model_fingerprint=vocabulary.model.fingerprint,
                     tenant=tenant.salt,
                 )
-                tenant.meter.spend(len(chunk.ids) + sum(len(n.ids) for n in near))
                 encoded = await self._workers.encode(request)
-                return Chunk(chunk.document, chunk.position, chunk.text, chunk.ids, encoded.variant, neighbours)
+                if not encoded.existed:
+                    tenant.meter.spend(len(chunk.ids) + sum(len(n.ids) for n in near))
+                return replace(chunk, variant=encoded.variant, neighbours=count), encoded.existed
 
         tasks = [asyncio.create_task(one(*pair)) for pair in batch]
         try:
-            done = [chunk for chunk in await asyncio.gather(*tasks) if chunk is not None]
+            done = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        if done:
-            await tenant.retrieval.set_variants(corpus, done)
-        return len(batch) - len(done)
+        known = {chunk for chunk, _ in batch}
+        if changed := [chunk for chunk, _ in done if chunk not in known]:
+            await tenant.retrieval.set_variants(corpus, changed)
+        return sum(existed for _, existed in done)
 
     async def _neighbours(
         self, tenant: Tenant, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary

@@ -170,6 +170,11 @@ class Stats:
 Event = Sources | Explanation | Token | Summary
 
 
+def cached_tokens(summary: Summary | pb.Summary) -> int:
+    """Tokens of chunks that were found in the cache; what missed is encoded, and then lossless or reused as well."""
+    return sum(hit.tokens for hit in summary.hits)
+
+
 def passages(found: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
     return tuple(Passage(p.document, p.position, p.text, p.score, p.tokens) for p in found.passages)
 

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from redis import asyncio as redis
 from redis.asyncio.cluster import RedisCluster
@@ -19,6 +19,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
+from fusionkv.gateway import queue_scripts as scripts
 from fusionkv.protos import cancellation, redis_url
 from fusionkv.protos.errors import FailedPrecondition, Unavailable
 
@@ -30,82 +31,6 @@ _REDIS_SECONDS = 10.0
 # So long nothing of a run is forgotten after the last change, and so many that were set aside are kept with reasons.
 _KEPT_MS, _MOST_ASIDE = 7 * 86_400_000, 10_000
 _MOST_REASON = 500
-
-# All keys of a run are in one slot of a Redis Cluster: {fusionkv:run:NAME}:items, :state, :aside.
-
-# KEYS items, state; ARGV cursor expected, the next, most items, milliseconds to live, then corpus, document...
-# Gives how many were added: -1 if somebody else was first, 0 if there is no room.
-_FEED = """
-if (redis.call('HGET', KEYS[2], 'cursor') or '') ~= ARGV[1] then return -1 end
-local n = (#ARGV - 4) / 2
-if redis.call('XLEN', KEYS[1]) + n > tonumber(ARGV[3]) then return 0 end
-for i = 5, #ARGV, 2 do redis.call('XADD', KEYS[1], '*', 'corpus', ARGV[i], 'document', ARGV[i + 1]) end
-redis.call('HSET', KEYS[2], 'cursor', ARGV[2])
-redis.call('HINCRBY', KEYS[2], 'fed', n)
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[4]) end
-return n
-"""
-# KEYS items, state, aside; ARGV group, id, milliseconds to live, encoded, skipped, most set aside, then nothing, or
-# fields and values to set the item aside with. Gives 1 to the one who ended the item, 0 to all others.
-_FINISH = """
-if redis.call('XACK', KEYS[1], ARGV[1], ARGV[2]) == 0 then return 0 end
-redis.call('XDEL', KEYS[1], ARGV[2])
-redis.call('HDEL', KEYS[2], 'why:' .. ARGV[2])
-if #ARGV > 6 then
-  redis.call('XADD', KEYS[3], 'MAXLEN', '~', ARGV[6], '*', unpack(ARGV, 7))
-  redis.call('HINCRBY', KEYS[2], 'aside', 1)
-else
-  redis.call('HINCRBY', KEYS[2], 'done', 1)
-  redis.call('HINCRBY', KEYS[2], 'encoded', ARGV[4])
-  redis.call('HINCRBY', KEYS[2], 'skipped', ARGV[5])
-end
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, ARGV[3]) end
-return 1
-"""
-# KEYS items; ARGV group, consumer, milliseconds, then the ids in work here. The first of the others that was idle for
-# so long is the consumer's from now on, and not delivered yet; gives its id.
-_CLAIM = """
-local here, start = {}, '0-0'
-for i = 4, #ARGV do here[ARGV[i]] = true end
-repeat
-  local found = redis.call('XAUTOCLAIM', KEYS[1], ARGV[1], ARGV[2], ARGV[3], start, 'COUNT', 1, 'JUSTID')
-  start = found[1]
-  if found[2][1] and not here[found[2][1]] then return found[2][1] end
-until start == '0-0'
-return false
-"""
-# KEYS items; ARGV group, consumer, id. Delivers what was claimed: gives fields and values, and how often it was
-# delivered, now included; nothing if somebody else has it.
-_DELIVER = """
-local held = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2])
-if #held == 0 then return false end
-return {redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3])[1][2], held[1][4] + 1}
-"""
-# KEYS items; ARGV group, consumer, id. Says again that the item is in work; 0 if somebody else has it.
-_KEEP = """
-if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
-redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'JUSTID')
-return 1
-"""
-# KEYS items, state; ARGV group, consumer, id, deliveries, reason, items done when it was taken or nothing. The
-# delivery counts as none if nobody got anything done meanwhile: then it is not the item's fault.
-_GIVE_BACK = """
-if #redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[3], ARGV[3], 1, ARGV[2]) == 0 then return 0 end
-local count = tonumber(ARGV[4])
-redis.call('HSET', KEYS[2], 'why:' .. ARGV[3], ARGV[5])
-if ARGV[6] == (redis.call('HGET', KEYS[2], 'done') or '0') then count = count - 1 end
-redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[3], 'RETRYCOUNT', count, 'JUSTID')
-return 1
-"""
-# KEYS items; ARGV group, consumer, milliseconds. All that the consumer has counts as idle for so long, and as not
-# delivered to it.
-_RELEASE = """
-local held = redis.call('XPENDING', KEYS[1], ARGV[1], '-', '+', 1000, ARGV[2])
-for _, item in ipairs(held) do
-  redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, item[1], 'IDLE', ARGV[3], 'RETRYCOUNT', item[4] - 1, 'JUSTID')
-end
-return #held
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +69,8 @@ class Standing:
 class WorkQueue:
     """One process's view of a run. Safe for concurrent use within one event loop.
 
-    Every method raises Unavailable when Redis is out of reach, or has lost the run: `join` begins it anew then.
+    Every method raises Unavailable when Redis is out of reach, or has lost the run, or holds what can't be the run's:
+    `join` begins it anew then.
     """
 
     def __init__(
@@ -196,7 +122,9 @@ class WorkQueue:
         there is no room. Says whether it was done.
         """
         flat = [text for pair in documents for text in pair]
-        added = await self._eval(_FEED, (self._items, self._state), expected, cursor, MOST_ITEMS, _KEPT_MS, *flat)
+        added = await self._eval(
+            scripts.FEED, (self._items, self._state), expected, cursor, MOST_ITEMS, _KEPT_MS, *flat
+        )
         return int(added) > 0 or (int(added) == 0 and not documents)
 
     async def take(self, wait: float) -> Item | None:
@@ -204,7 +132,7 @@ class WorkQueue:
 
         Never what is in work here: this process may itself stand still for longer than `min_idle`.
         """
-        claimed = await self._eval(_CLAIM, (self._items,), _GROUP, self._me, self._min_idle_ms, *self._here)
+        claimed = await self._eval(scripts.CLAIM, (self._items,), _GROUP, self._me, self._min_idle_ms, *self._here)
         if claimed:
             return await self._deliver(claimed)
         async with self._errors():
@@ -216,7 +144,8 @@ class WorkQueue:
         ((id, fields),) = read[0][1]
         with self._taking(id):
             _, done = await self._told(id)
-        return Item(id, fields["corpus"], fields["document"], 1, "", done)
+            async with self._own():
+                return Item(id, fields["corpus"], fields["document"], 1, "", done)
 
     async def _deliver(self, id: str) -> Item | None:
         """An item that was claimed, if it is nobody's."""
@@ -225,19 +154,21 @@ class WorkQueue:
         if id in self._here:
             return None
         with self._taking(id):
-            delivered = await self._eval(_DELIVER, (self._items,), _GROUP, self._me, id)
+            delivered = await self._eval(scripts.DELIVER, (self._items,), _GROUP, self._me, id)
             if not delivered:
                 self._here.discard(id)
                 return None
-        flat, deliveries = delivered
-        fields = dict(zip(flat[::2], flat[1::2], strict=True))
-        return Item(id, fields["corpus"], fields["document"], deliveries, reason, done)
+            flat, deliveries = delivered
+            fields = dict(zip(flat[::2], flat[1::2], strict=True))
+            async with self._own():
+                return Item(id, fields["corpus"], fields["document"], deliveries, reason, done)
 
     async def _told(self, id: str) -> tuple[str, int]:
         """Why an item failed the last time, and how many are done."""
         async with self._errors():
             reason, done = await self._redis.hmget(self._state, f"why:{id}", "done")
-        return reason or "", int(done or 0)
+        async with self._own():
+            return reason or "", int(done or 0)
 
     @contextlib.contextmanager
     def _taking(self, id: str) -> Iterator[None]:
@@ -251,7 +182,7 @@ class WorkQueue:
 
     async def keep(self, item: Item) -> bool:
         """Says that the item is in work here still. False if somebody else has taken it, or ended it."""
-        kept = bool(await self._eval(_KEEP, (self._items,), _GROUP, self._me, item.id))
+        kept = bool(await self._eval(scripts.KEEP, (self._items,), _GROUP, self._me, item.id))
         if not kept:
             self._here.discard(item.id)
         return kept
@@ -271,25 +202,32 @@ class WorkQueue:
         elsewhere: it may have failed for what is no fault of its own. Then it counts if others got something done.
         """
         arguments = (item.id, item.deliveries, reason[:_MOST_REASON], item.done if elsewhere else "")
-        await self._eval(_GIVE_BACK, (self._items, self._state), _GROUP, self._me, *arguments)
+        await self._eval(scripts.GIVE_BACK, (self._items, self._state), _GROUP, self._me, *arguments)
         self._here.discard(item.id)
 
     async def release(self) -> None:
         """Leaves all that this process has in work to others, at once and as if it had never had it."""
-        await self._eval(_RELEASE, (self._items,), _GROUP, self._me, self._min_idle_ms)
+        await self._eval(scripts.RELEASE, (self._items,), _GROUP, self._me, self._min_idle_ms)
         self._here.clear()
 
     async def standing(self) -> Standing:
         async with self._errors():
             state = await self._redis.hgetall(self._state)
             left = await self._redis.xlen(self._items)
-        numbers = {name: int(state.get(name, 0)) for name in ("fed", "done", "aside", "encoded", "skipped")}
+        async with self._own():
+            numbers = {name: int(state.get(name, 0)) for name in ("fed", "done", "aside", "encoded", "skipped")}
         return Standing(state.get("cursor", ""), left=left, **numbers)
 
     async def aside(self, most: int) -> list[dict[str, str]]:
         """The last ones that were set aside: corpus, document, reason."""
         async with self._errors():
             return [fields for _, fields in await self._redis.xrevrange(self._aside, count=most)]
+
+    async def forget(self, why: str) -> NoReturn:
+        """Deletes all of the run, which holds what nobody who takes part wrote, and raises Unavailable."""
+        async with self._errors():
+            await self._redis.delete(self._items, self._state, self._aside)
+        raise Unavailable(f"the queue in Redis was not this run's ({why[:_MOST_REASON]}): it begins anew")
 
     async def leave(self) -> None:
         """Ends the connections; what is in work is taken over by others."""
@@ -298,9 +236,17 @@ class WorkQueue:
     async def _finish(self, item: Item, encoded: int, skipped: int, kept: Mapping[str, str]) -> bool:
         arguments = (_GROUP, item.id, _KEPT_MS, encoded, skipped, _MOST_ASIDE)
         fields = [text for pair in kept.items() for text in pair]
-        ended = await self._eval(_FINISH, (self._items, self._state, self._aside), *arguments, *fields)
+        ended = await self._eval(scripts.FINISH, (self._items, self._state, self._aside), *arguments, *fields)
         self._here.discard(item.id)
         return bool(ended)
+
+    @contextlib.asynccontextmanager
+    async def _own(self) -> AsyncIterator[None]:
+        """What is read inside must be what was written here, or the run counts as lost."""
+        try:
+            yield
+        except (ValueError, LookupError) as error:
+            await self.forget(repr(error))
 
     async def _eval(self, script: str, keys: Sequence[str], *arguments: Any) -> Any:
         async with self._errors():

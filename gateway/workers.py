@@ -86,8 +86,22 @@ class WorkerPool:
         return np.concatenate(parts)
 
     async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker."""
-        return await self._anywhere(lambda worker: worker.encode(request, timeout))
+        """Encodes one chunk on any worker; one that stands still, or was cut off, is found out as by `generate`."""
+        failures: list[ServiceError] = []
+        order = await self._answering({})
+        for member in order:
+            try:
+                with member.counted():
+                    coming = member.client.encode(request, timeout)
+                    encoded = await (coming if member is order[-1] else _attended(member, coming))
+                member.answered()
+                return encoded
+            except DeadlineExceeded:
+                member.silent()
+                raise
+            except _ELSEWHERE as error:
+                failures.append(error)
+        raise _worst(failures)
 
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None
@@ -101,9 +115,7 @@ class WorkerPool:
         salt = request.tenant.encode()
         chunks = {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
         failures: list[ServiceError] = []
-        order = await self._order(chunks)
-        if len(order) > 1:
-            order = await _answering(order) or order
+        order = await self._answering(chunks)
         for member in order:
             begun = False
             try:
@@ -143,18 +155,8 @@ class WorkerPool:
             task.cancel()
         await self._fleet.close()
 
-    async def _anywhere(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
-        failures: list[ServiceError] = []
-        for member in await self._order({}):
-            try:
-                with member.counted():
-                    return await call(member.client)
-            except _ELSEWHERE as error:
-                failures.append(error)
-        raise _worst(failures)
-
     async def _hedged(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
-        """As `_anywhere`, for what does no harm when it is done twice; the first answer counts."""
+        """On any worker, for what does no harm when it is done twice; the first answer counts."""
         waiting = await self._order({})
         asked: dict[asyncio.Task[T], Member] = {}
         failures: list[ServiceError] = []
@@ -216,13 +218,13 @@ class WorkerPool:
         await self._fleet.ready()
         return sorted(self._fleet.members, key=load)
 
-
-async def _answering(order: Sequence[Member]) -> list[Member]:
-    """From the first one on that answers; empty if none does."""
-    for i, member in enumerate(order):
-        if await member.answers():
-            return [*order[i:], *order[:i]]
-    return []
+    async def _answering(self, chunks: Mapping[bytes, int]) -> list[Member]:
+        """As `_order`, from the first one on that answers, where there are several."""
+        order = await self._order(chunks)
+        for i, member in enumerate(order if len(order) > 1 else ()):
+            if await member.answers():
+                return [*order[i:], *order[:i]]
+        return order
 
 
 async def _attended(member: Member, coming: Awaitable[T]) -> T:

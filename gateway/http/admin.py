@@ -7,13 +7,12 @@ import time
 
 from aiohttp import web
 
-from fusionkv.gateway import access, explain, results
+from fusionkv.gateway import access, explain
 from fusionkv.gateway.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Kept
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Call, Handler, Listener
-from fusionkv.gateway.results import Answer, Sources, Summary, Token
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.errors import NotFound, PermissionDenied, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -77,7 +76,8 @@ class AdminServer(Listener):
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
         served = explain.Served(at=_when(kept), home="../", compare=compare)
         question, answer, explanation = kept.request.question, kept.answer, kept.explanation
-        return _html(explain.render(self._page, question, answer, explanation, kept.full, served))
+        full = kept.full.answer if kept.full is not None else None
+        return _html(explain.render(self._page, question, answer, explanation, full, served))
 
     async def _compared(self, request: web.Request) -> web.Response:
         """Asks again, once, with full attention; then shows the page."""
@@ -86,27 +86,22 @@ class AdminServer(Listener):
             raise PermissionDenied("another site sent this request")
         kept = await self._asked(request)
         if kept.full is None:
-            kept.full = await self._full(kept.request)
+            self._history.compare(kept, await self._full(kept))
         return web.Response(status=303, headers={**_HEADERS, "Location": f"../{kept.id}"})
 
-    async def _full(self, asked: pb.GenerateRequest) -> Answer:
+    async def _full(self, asked: Kept) -> Kept:
         again = pb.GenerateRequest()
-        again.CopyFrom(asked)
+        again.CopyFrom(asked.request)
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
-        text, sources, summary = "", Sources(()), None
+        full, ended = Kept(asked.tenant, again), False
         async with contextlib.aclosing(self._servicer.generate(again, Call(), None)) as responses:
             async for response in responses:
-                event = results.event(response)
-                if isinstance(event, Token):
-                    text += event.text
-                elif isinstance(event, Sources):
-                    sources = event
-                elif isinstance(event, Summary):
-                    summary = event
-        if summary is None:
+                full.add(response)
+                ended = response.HasField("summary")
+        if not ended:
             raise ServiceError("the answer ended without its summary")
-        return Answer(text, sources.passages, summary)
+        return full
 
     async def _asked(self, request: web.Request) -> Kept:
         """The answer that the path names, of the caller's tenant."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fusionkv.gateway.http.chat import Chat
-from fusionkv.gateway.results import Event, Sources, Summary, Token
+from fusionkv.gateway.results import Event, Sources, Summary, Token, cached_tokens
 from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -97,5 +97,5 @@ def _usage(summary: Summary) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": answer,
         "total_tokens": prompt + answer,
-        "prompt_tokens_details": {"cached_tokens": summary.tokens_lossless + summary.tokens_reused},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens(summary)},
     }

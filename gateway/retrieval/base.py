@@ -1,13 +1,34 @@
 """The contract of a retrieval engine: it holds the corpora and finds candidates by words and by meaning."""
 
+import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import numpy as np
 
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.errors import FailedPrecondition
+
+_until: ContextVar[float] = ContextVar("_until", default=math.inf)
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """The caller waits no longer for what is begun inside: an engine that asks others passes it on."""
+    token = _until.set(time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _until.reset(token)
+
+
+def left() -> float:
+    """Seconds that the caller still waits."""
+    return _until.get() - time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -37,9 +58,9 @@ class Chunk:
     text: str
     # Token ids within the prompt template; stored, so that the chunk's digest never depends on tokenising again.
     ids: tuple[int, ...]
-    # Digest of the chunk as encoded with its neighbours ahead of time, and of that set of neighbours; empty: not.
+    # Digest of the chunk as encoded with its neighbours ahead of time, and how many were asked for; empty and 0: not.
     variant: bytes = b""
-    neighbours: bytes = b""
+    neighbours: int = 0
 
     @property
     def key(self) -> tuple[str, int]:

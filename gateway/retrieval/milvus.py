@@ -110,7 +110,7 @@ class MilvusRetrieval(Retrieval):
             for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
                 chunk = by_key[row["key"]]
                 if row["digest"] == chunk.digest.hex():
-                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours.hex()})
+                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
             await self._milvus.write(name, changed)
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -12,12 +13,13 @@ from pymilvus import MilvusClient
 from pymilvus.exceptions import MilvusException
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
+from fusionkv.gateway.retrieval.base import left
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.protos.errors import NotFound, Unavailable
 
 T = TypeVar("T")
 Hits = list[tuple[Row, float]]
-# Of one call. Milvus's own default lets a call wait for minutes.
+# Of one call at most, its wait for a thread included. Milvus's own default lets a call wait for minutes.
 _SECONDS = 30.0
 # Calls at once; the client blocks a thread for each.
 _CALLS = 16
@@ -106,10 +108,10 @@ class Connection:
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
         """All rows that meet a condition, however many."""
 
-        def read() -> list[Row]:
+        def read(seconds: float) -> list[Row]:
             found: list[Row] = []
             pages = self._client.query_iterator(
-                name, 1000, filter=condition, output_fields=[*fields], timeout=_SECONDS
+                name, 1000, filter=condition, output_fields=[*fields], timeout=seconds
             )
             with contextlib.closing(pages):
                 while page := pages.next():
@@ -121,10 +123,10 @@ class Connection:
     async def search(self, name: str, field: str, data: Any, limit: int, condition: str) -> Hits:
         """The best rows by a vector field, best first, with their scores."""
 
-        def read() -> Any:
+        def read(seconds: float) -> Any:
             return self._client.search(
                 name, data=[data], anns_field=field, limit=limit, filter=condition, output_fields=rows.COLUMNS,
-                consistency_level="Strong", timeout=_SECONDS,
+                consistency_level="Strong", timeout=seconds,
             )  # fmt: skip
 
         (found,) = await self._loaded(name, read)
@@ -136,14 +138,14 @@ class Connection:
         await asyncio.to_thread(self._client.close)
 
     async def _query(self, name: str, condition: str, fields: Sequence[str], **named: Any) -> Any:
-        def read() -> Any:
+        def read(seconds: float) -> Any:
             return self._client.query(
-                name, filter=condition, output_fields=[*fields], consistency_level="Strong", timeout=_SECONDS, **named
+                name, filter=condition, output_fields=[*fields], consistency_level="Strong", timeout=seconds, **named
             )
 
         return await self._loaded(name, read)
 
-    async def _loaded(self, name: str, read: Callable[[], T]) -> T:
+    async def _loaded(self, name: str, read: Callable[[float], T]) -> T:
         try:
             return await self._run(read)
         except _NotLoaded:
@@ -151,11 +153,19 @@ class Connection:
             return await self._run(read)
 
     async def _call(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
-        return await self._run(lambda: call(*args, timeout=_SECONDS, **named))
+        return await self._run(lambda seconds: call(*args, timeout=seconds, **named))
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[float], T]) -> T:
+        """What `work` gives, which is told its seconds, in a thread; not begun once nobody waits for it any more."""
+        until = time.monotonic() + min(_SECONDS, left())
+
+        def run() -> T:
+            if (seconds := until - time.monotonic()) <= 0:
+                raise Unavailable("Milvus: no time is left for a call")
+            return work(seconds)
+
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
         except (MilvusException, grpc.RpcError) as error:
             code = error.code if isinstance(error, MilvusException) else None
             if code == _NO_COLLECTION:

@@ -23,7 +23,7 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
             ("tokens", pa.uint32()),
             ("digest", pa.binary()),
             ("variant", pa.binary()),
-            ("neighbours", pa.binary()),
+            ("neighbours", pa.uint32()),
             ("vector", pa.list_(pa.float32(), dim)),
         ],
         metadata={"fusionkv.fingerprint": model.fingerprint.hex(), "fusionkv.tokenizer": model.tokenizer.hex()},
@@ -51,7 +51,7 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
             "tokens": pa.array([len(c.ids) for c in chunks], pa.uint32()),
             "digest": pa.array([c.digest for c in chunks], pa.binary()),
             "variant": pa.array([c.variant for c in chunks], pa.binary()),
-            "neighbours": pa.array([c.neighbours for c in chunks], pa.binary()),
+            "neighbours": pa.array([c.neighbours for c in chunks], pa.uint32()),
             "vector": pa.FixedSizeListArray.from_arrays(flat, dim),
         }
     )
@@ -60,7 +60,7 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
 def variants(chunks: Sequence[Chunk]) -> pa.Table:
     """Rows of only what names a chunk and what Precompute adds to it."""
     names = {name: [getattr(c, name) for c in chunks] for name in _VARIANT_COLUMNS}
-    kinds = {"document": pa.string(), "position": pa.uint32()}
+    kinds = {"document": pa.string(), "position": pa.uint32(), "neighbours": pa.uint32()}
     return pa.table({name: pa.array(column, kinds.get(name, pa.binary())) for name, column in names.items()})
 
 

@@ -1,5 +1,6 @@
 """A tiny model with random weights, and the real services around it."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ Launch = Callable[..., Any]
 
 @pytest.fixture(scope="session")
 def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The URL of a Milvus that all tests share."""
+    """The URL of a Milvus that all tests share: FUSIONKV_TEST_MILVUS, or else Milvus Lite as a server."""
+    if url := os.environ.get("FUSIONKV_TEST_MILVUS"):
+        yield url
+        return
     with milvus_process.serving(tmp_path_factory.mktemp("milvus") / "data") as url:
         yield url
 

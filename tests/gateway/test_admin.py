@@ -180,3 +180,18 @@ def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
     assert history.of("b") == [], "the oldest goes first, whosever it is"
     history.keep(kept("b", 20_000))
     assert history.of("a") == history.of("b") == []
+
+
+def test_answers_by_full_attention_count() -> None:
+    history = History(most=2, most_bytes=10_000)
+    gone, first, second = kept("a", 100), kept("b", 100), kept("a", 100)
+    for each in (first, second):
+        history.keep(each)
+    history.compare(gone, kept("a", 100))
+    history.compare(second, kept("a", 300))
+    history.compare(second, kept("a", 200))
+    assert gone.full is None
+    assert history._bytes == first.bytes + second.bytes > 400
+    history.compare(second, kept("a", 9_800))
+    assert history.of("b") == []
+    assert history.of("a") == [second]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client import AsyncClient, Client
+from fusionkv.gateway.encoder import Encoder
+from fusionkv.gateway.work_queue import WorkQueue
 from tests.gateway.conftest import Stack
 from tests.system.redis_process import RedisServer
 
@@ -188,3 +190,20 @@ def test_a_redis_that_forgets_all_only_costs_time(encoders: Encoders, corpora: S
     assert again.wait(120) == 0, again.log
     end = summary(again)
     assert (end["chunks_encoded"], end["chunks_skipped"]) == (0, chunks(corpora.client, "forgotten"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("cursor", "seven "), ("cursor", "9 "), ("cursor", "0 no page of a gateway"), ("done", "many")],
+)
+async def test_what_no_encoder_wrote_only_costs_time(
+    corpora: Stack, redis: RedisServer, request: pytest.FixtureRequest, name: str, value: str
+) -> None:
+    run = request.node.name
+    redis.client().hset(f"{{fusionkv:run:{run}}}:state", name, value)
+    queue = WorkQueue(redis.url, run)
+    async with AsyncClient(corpora.gateway.address) as client:
+        encoder = Encoder(client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200)
+        await encoder.run()
+    await queue.leave()
+    assert encoder.standing.done == DOCUMENTS

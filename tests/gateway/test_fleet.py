@@ -12,6 +12,7 @@ import pytest
 
 from fusionkv.gateway import fleet, workers
 from fusionkv.gateway.client import Client
+from fusionkv.protos.errors import Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.ports import free_port
 from tests.waiting import until
@@ -20,8 +21,8 @@ pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
 
 
-def worker_of(launch: Launch, model: Path, listen: str) -> Any:
-    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen)
+def worker_of(launch: Launch, model: Path, listen: str, *flags: str) -> Any:
+    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen, *flags)
 
 
 def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
@@ -68,6 +69,35 @@ async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     await pool.close()
 
 
+@pytest.mark.parametrize("heard", [True, False])
+async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
+    launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
+) -> None:
+    """Found out by a health check: before it is given the request, or while nothing comes."""
+    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kvcache"))
+    started = [worker_of(launch, tiny_model, "127.0.0.1:0", "--cache", cache.address) for _ in range(2)]
+    processes = {worker.address: worker for worker in started}
+    monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0 if heard else 0.0)
+    monkeypatch.setattr(fleet, "_LEAST_SUSPECT", 600.0)
+    pool = workers.WorkerPool([*processes])
+    await until(lambda: all(member.client.connected for member in pool._fleet.members))
+    for member in pool._fleet.members:
+        member.answered()
+    first, _ = await pool._order({})
+    chunk, mode = pb.Tokens(ids=[1, 2, 3]), pb.EncodeRequest.MODE_NEIGHBOURS
+    process = processes[first.client.address].process
+    process.send_signal(signal.SIGSTOP)
+    try:
+        encoded = await pool.encode(pb.EncodeRequest(chunk=chunk, mode=mode))
+        # And not when its connection ended, after 40 s.
+        assert first.suspect
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert not encoded.existed
+    assert first.in_flight == 0
+    await pool.close()
+
+
 async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(
     launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +114,16 @@ async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(
     assert first.suspect
     process.send_signal(signal.SIGCONT)
     await until(lambda: not first.suspect)
+    await pool.close()
+
+
+async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    pool = workers.WorkerPool(["dns:a..b:7071"])
+    with pytest.raises(Unavailable, match="the name in `workers` has no address"):
+        async with asyncio.timeout(60):
+            await pool.model()
+    assert "can't look up the workers of dns:a..b:7071" in caplog.text
+    assert not any(task.done() for task in pool._fleet._resolving)
     await pool.close()
 
 

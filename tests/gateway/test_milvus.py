@@ -6,12 +6,13 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.errors import InvalidArgument, Unavailable
@@ -105,6 +106,34 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
         await engine.close()
 
 
+async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, told = two[0], list[float]()
+    client = engine._milvus._client
+    await put(engine, "c", "d", "text")
+    for name in ("query", "search"):
+        call = getattr(client, name)
+
+        def noted(*args: Any, call: Any = call, **named: Any) -> Any:
+            told.append(named["timeout"])
+            return call(*args, **named)
+
+        monkeypatch.setattr(client, name, noted)
+    with within(60):
+        assert await texts(engine, "c", "text") == ["text"]
+    assert len(told) >= 4
+    assert max(told) <= 30
+    told.clear()
+    with within(20):
+        assert await texts(engine, "c", "text") == ["text"]
+    # Each has what those before it left.
+    assert told[0] < 20
+    assert told[-1] < told[0]
+    told.clear()
+    with within(0), pytest.raises(Unavailable, match="no time is left"):
+        await texts(engine, "c", "text")
+    assert told == []
+
+
 async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
     gate, seen = Gate(), []
     leave = asyncio.Event()
@@ -163,7 +192,7 @@ def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: s
 
 
 def test_rows_hold_what_they_are_made_from() -> None:
-    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, b"n" * 32)
+    chunk = Chunk("d", 3, "text", tuple(range(0, 70_000, 1000)), b"v" * 32, 7)
     row = rows.of_chunk(chunk, rows.new_revision(), vector("text"))
     assert rows.chunk(row) == chunk
     assert len(rows.vector(row)) == DIM

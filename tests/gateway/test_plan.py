@@ -36,7 +36,7 @@ def vocabulary(max_tokens: int = 100) -> Vocabulary:
 
 
 def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
-    return Chunk(document, position, "text", tuple(range(tokens)), variant)
+    return Chunk(document, position, "text", tuple(range(tokens)), variant, 3 if variant else 0)
 
 
 PASSAGES = [(chunk("b", 1), 0.9), (chunk("a", 2), 0.8), (chunk("b", 0, variant=b"v" * 32), 0.7)]
@@ -102,8 +102,11 @@ def test_recipes_that_are_none(name: str, message: str) -> None:
         plan.recipe(name, vocabulary())
 
 
-def test_a_recipe_without_neighbours_gets_no_variants() -> None:
-    made = plan.build(pb.GenerateRequest(question="why"), PLAIN, PASSAGES, vocabulary(), "")
+@pytest.mark.parametrize("name", ["plain", "near+near(2)", "near+near(4)"])
+def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
+    """Nor to a recipe that wants none."""
+    recipe = plan.recipe(name, vocabulary())
+    made = plan.build(pb.GenerateRequest(question="why"), recipe, PASSAGES, vocabulary(), "")
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")

@@ -167,11 +167,11 @@ async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
 async def test_variants_are_kept_only_for_the_chunk_they_were_made_from(engine: Retrieval) -> None:
     await put(engine, "c", "d", "one", "two")
     old = [c for c, _ in await engine.chunks("c", "d", MODEL)]
-    done = [Chunk(c.document, c.position, c.text, c.ids, b"v" * 32, b"n" * 32) for c in old]
+    done = [Chunk(c.document, c.position, c.text, c.ids, b"v" * 32, 7) for c in old]
     await put(engine, "c", "d", "one", "changed")
-    await engine.set_variants("c", [*done, Chunk("gone", 0, "x", (1,), b"v", b"n")])
+    await engine.set_variants("c", [*done, Chunk("gone", 0, "x", (1,), b"v", 7)])
     now = [c for c, _ in await engine.chunks("c", "d", MODEL)]
-    assert [(c.text, c.variant, c.neighbours) for c in now] == [("one", b"v" * 32, b"n" * 32), ("changed", b"", b"")]
+    assert [(c.text, c.variant, c.neighbours) for c in now] == [("one", b"v" * 32, 7), ("changed", b"", 0)]
     assert await texts(engine, "c", "one changed") == ["one", "changed"]
 
 

@@ -11,6 +11,8 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
 STREAMS, PLACES = 80, 4
 # Answers that had to do without the cache, which may be late on a busy machine, count as well.
 ANSWERED = {"OK", "DEGRADED"}
+# More of the gateway's memory than before, during and after: 1,000 streams took 63 (docs/reliability.md).
+MOST_MB = 64
 
 
 def test_streams_are_held_or_refused(root: Path) -> None:
@@ -22,6 +24,8 @@ def test_streams_are_held_or_refused(root: Path) -> None:
         assert set(found["statuses"]) <= {*ANSWERED, "RESOURCE_EXHAUSTED"}
         assert sum(found["statuses"].values()) == STREAMS
         assert found["refused_without_hint"] == 0
+        assert found["megabytes_most"] <= found["megabytes_before"] + MOST_MB
+        assert found["megabytes_after"] <= found["megabytes_before"] + MOST_MB
         assert found["files_after"] <= found["files_before"] + 24
     assert "RESOURCE_EXHAUSTED" not in all_wait["statuses"]
     assert few["statuses"]["RESOURCE_EXHAUSTED"] > 0

@@ -192,6 +192,24 @@ async def test_a_redis_that_forgot_all_is_told_so(queue: Queue, server: Any) -> 
     assert (await taken(one)).document == "a"
 
 
+async def test_what_nobody_of_the_run_wrote_is_a_lost_run(queue: Queue, request: pytest.FixtureRequest) -> None:
+    one, tag = await began(queue(), "a"), f"{{fusionkv:run:{request.node.name}}}"
+    redis = one._redis
+    await redis.hset(f"{tag}:state", "done", "many")
+    with pytest.raises(Unavailable, match=r"many.*begins anew"):
+        await one.standing()
+    await began(one, "a")
+    await redis.hset(f"{tag}:state", "done", "many")
+    with pytest.raises(Unavailable, match="begins anew"):
+        await until(lambda: one.take(0.05))
+    await one.join("a pass")
+    await redis.xadd(f"{tag}:items", {"corpus": "c"})
+    with pytest.raises(Unavailable, match=r"'document'.*begins anew"):
+        await until(lambda: one.take(0.05))
+    await began(one, "a")
+    assert (await taken(one)).document == "a"
+
+
 async def test_a_redis_that_is_gone_is_unavailable_and_its_password_unsaid() -> None:
     queue = WorkQueue("redis://:hush@127.0.0.1:1/0", "r")
     with pytest.raises(Unavailable) as caught:

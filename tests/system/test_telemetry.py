@@ -17,12 +17,18 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.results import Summary
-from fusionkv.protos.errors import NotFound, Unauthenticated
+from fusionkv.protos.errors import NotFound, ResourceExhausted, Unauthenticated
 from tests.system.otlp import Receiver, attributes, points, receiving
 
 pytestmark = pytest.mark.system
 SERVICES = {"fusionkv-gateway", "fusionkv-worker", "fusionkv-kvcache"}
 RPC = re.compile(r"/(gateway|fusion|kvcache)\.v1\.\w+/\w+")
+# What the GenAI conventions ask of a span, by its operation.
+REQUIRED = {
+    "chat": "gen_ai.request.model",
+    "embeddings": "gen_ai.request.model",
+    "retrieval": "gen_ai.data_source.id",
+}
 QUESTION = "Report Velkorda: code of Bervek?"
 # As a caller's own trace comes in over HTTP.
 CALLERS_TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -91,6 +97,8 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
                 summaries[name] = client.ask("c", QUESTION, recipe=recipe, ratio=0.2, max_tokens=3).summary
             with pytest.raises(NotFound):
                 client.ask("none", QUESTION)
+            with pytest.raises(ResourceExhausted):
+                client.ask("c", QUESTION, recipe="full_attention", max_tokens=600)
             made = summaries["first"].chunks_missed
             received.wait_for(lambda: received.total("fusionkv-kvcache", "fusionkv.kvcache.puts") > made)
             # It takes so much of the pool that the chunks have to go, and are fetched for the next one.
@@ -197,6 +205,17 @@ def test_errors_and_degraded_answers_are_marked(run: Run) -> None:
     assert any(attributes(span).get("fusionkv.cancelled") for _, span in run.received.spans)
 
 
+def test_spans_are_as_the_genai_conventions_ask(run: Run) -> None:
+    ends = set()
+    for _, span in run.received.spans:
+        told = attributes(span)
+        if (operation := told.get("gen_ai.operation.name")) is not None:
+            assert {"gen_ai.provider.name", REQUIRED[operation]} <= told.keys(), span.name
+            assert ("error.type" in told) == (span.status.code == 2), span.name
+            ends.add((operation, told.get("error.type")))
+    assert ends == {("chat", "RESOURCE_EXHAUSTED"), ("retrieval", "NOT_FOUND"), *((name, None) for name in REQUIRED)}
+
+
 def own(names: Any) -> set[str]:
     return {name for name in names if name.startswith("fusionkv.")}
 
@@ -284,5 +303,5 @@ def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
         line = by_trace[summary.trace_id]
         assert (line["method"], line["status"], line["recipe"]) == ("Generate", "OK", summary.recipe)
         assert line.get("degraded", "") == summary.degraded_reason
-    assert {line["status"] for line in lines} == {"OK", "NOT_FOUND", "CANCELLED"}
+    assert {line["status"] for line in lines} == {"OK", "NOT_FOUND", "RESOURCE_EXHAUSTED", "CANCELLED"}
     assert any(f"tenant acme is {hashlib.sha256(b'acme').hexdigest()[:16]}" in line["message"] for line in run.log)
