@@ -1,4 +1,4 @@
-"""A Redis behind TLS: its certificate is checked against the CA that the URL names, and for the host that it names."""
+"""A Redis behind TLS: its certificate is checked against the CA that the URL names, and for the host it names."""
 
 import asyncio
 import contextlib
