@@ -34,11 +34,11 @@ class Verdict:
     def check(self, recipe: Recipe, ratio: float) -> None:
         """Raises FailedPrecondition for a recipe, with or without modifiers, that is not known to be safe at a ratio.
 
-        All recomputed is full attention, whatever the recipe. Below the ratio at which a recipe was checked it is
-        nearer to full reuse, which has to be safe then.
+        All recomputed, and all kept, is full attention, whatever the recipe. Below the ratio at which a recipe was
+        checked it is nearer to full reuse, which has to be safe then.
         """
         judged = self.recipes.get(recipe.name.partition("+")[0])
-        if judged is None or ratio == 1.0:
+        if judged is None or (ratio == 1.0 and recipe.keep is None):
             return
         if not judged.safe:
             raise FailedPrecondition(

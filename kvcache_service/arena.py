@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<16sQ")  # name, size
 _TIMEOUT_SECONDS = 2.0
+ACCEPT_AGAIN_SECONDS = 0.1
 # Above this a copy (5 to 20 GB/s) would hold up the event loop; below it is not worth the hop to a thread.
 _COPY_INLINE_BYTES = 8 << 20
 # A caller that releases what it is given holds as many leases as it has requests.
@@ -44,20 +45,33 @@ class Doorway:
         self._socket.setblocking(False)
         self._socket.bind(str(path))
         self._socket.listen()
-        asyncio.get_running_loop().add_reader(self._socket, self._accept)
+        self._closed = False
+        self._listen()
 
     def close(self) -> None:
+        self._closed = True
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
+    def _listen(self) -> None:
+        if not self._closed:
+            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+
     def _accept(self) -> None:
-        # A caller that is gone already, or has no room for 24 bytes, gets nothing.
-        with contextlib.suppress(OSError):
+        try:
             caller, _ = self._socket.accept()
-            with caller:
-                caller.setblocking(False)
-                socket.send_fds(caller, [self._head], [self._file])
+        except BlockingIOError:
+            return
+        except OSError:
+            # No descriptor left, for one: who waits would be announced again and again until there are some.
+            asyncio.get_running_loop().remove_reader(self._socket)
+            asyncio.get_running_loop().call_later(ACCEPT_AGAIN_SECONDS, self._listen)
+            return
+        # A caller that is gone already, or has no room for 24 bytes, gets nothing.
+        with caller, contextlib.suppress(OSError):
+            caller.setblocking(False)
+            socket.send_fds(caller, [self._head], [self._file])
 
 
 class Window:

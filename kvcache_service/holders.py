@@ -20,8 +20,8 @@ _GONE_SECONDS, _MOST_GONE = 2.0, 1024
 _MOST_PEERS = 64
 # One that fails is not asked again if nobody has named it for so long: what is dead is named for a few seconds more.
 _NAMED_SECONDS = 60.0
-# A service that was given less than that for its answer to a Lookup, and gave none, need not be dead.
-_SILENT_SECONDS = 0.25
+# A service that was given less than that for its answer, and gave none, need not be dead.
+_SILENT_SECONDS = 0.2
 # With less time than that nobody else is asked.
 _LEAST_SECONDS = 0.005
 
@@ -77,7 +77,7 @@ class Holders:
             yield self._ask(own, request, deadline)
         for address in random.sample(list(self._named), len(self._named)):
             if time.monotonic() + _LEAST_SECONDS >= deadline:
-                return
+                break
             if address != own.address and self._up(address):
                 yield self._lookup(address, request, deadline)
         if late:
@@ -88,8 +88,7 @@ class Holders:
         try:
             found = await peer.ask(request, given)
         except ServiceError as error:
-            if isinstance(error, Unavailable) or given >= _SILENT_SECONDS:
-                self._failed(peer.address, error)
+            self._failed(peer.address, error, given)
             raise
         self._down.pop(peer.address, None)
         return found
@@ -133,7 +132,7 @@ class Holders:
                 await (await self._peer(address)).fetch(replace(entry, holders=()), into, timeout=share)
                 return
             except ServiceError as error:
-                self._failed(address, error)
+                self._failed(address, error, share)
                 reasons.append(str(error))
         if len(self._gone) >= _MOST_GONE:
             self._gone.clear()
@@ -151,17 +150,19 @@ class Holders:
             try:
                 return await self._placed(own, header, data, timeout)
             except Unavailable as error:
-                self._failed(own.address, error)
+                self._failed(own.address, error, timeout)
                 failed = error
         for address in random.sample(list(self._named), len(self._named)):
+            share = (deadline - time.monotonic()) / 2
+            if share < _LEAST_SECONDS:
+                break
             if address != own.address and self._up(address):
                 try:
-                    left = deadline - time.monotonic()
-                    return await self._placed(await self._peer(address), header, data, left / 2)
+                    return await self._placed(await self._peer(address), header, data, share)
                 except DataLoss:
                     raise
                 except ServiceError as error:
-                    self._failed(address, error)
+                    self._failed(address, error, share)
         if failed is not None:
             raise failed
         return await self._placed(own, header, data, deadline - time.monotonic())
@@ -187,7 +188,7 @@ class Holders:
         except DataLoss:
             raise
         except ServiceError as error:
-            self._failed(address, error)
+            self._failed(address, error, timeout)
             return None
 
     async def close(self) -> None:
@@ -200,8 +201,9 @@ class Holders:
     def _up(self, address: str) -> bool:
         return self._down.get(address, 0.0) <= time.monotonic()
 
-    def _failed(self, address: str, error: ServiceError) -> None:
-        if isinstance(error, Unavailable | DeadlineExceeded):
+    def _failed(self, address: str, error: ServiceError, given: float) -> None:
+        """given: seconds that the service had for its answer."""
+        if isinstance(error, Unavailable) or (isinstance(error, DeadlineExceeded) and given >= _SILENT_SECONDS):
             now = time.monotonic()
             self._down[address] = now + _DOWN_SECONDS
             if self._named.get(address, now) + _NAMED_SECONDS < now:

@@ -11,6 +11,8 @@ from fusionkv.protos.errors import ServiceError
 _AFTER_SECONDS = 0.02
 # Of a call: far below what a service takes at once (max_path, 256 unless set otherwise).
 _MOST_AT_ONCE = 8
+# That wait: what was read longest ago is forgotten first.
+_MOST_WAITING = 256
 
 
 class Rise:
@@ -19,13 +21,16 @@ class Rise:
     def __init__(self, send: Callable[[Sequence[bytes]], Awaitable[Any]]) -> None:
         """send: asks the service to take up what is hot of these; a ServiceError is nobody's concern."""
         self._send = send
-        self._keys: list[bytes] = []
+        self._keys: dict[bytes, None] = {}
         self._sending: asyncio.Task[None] | None = None
         self._closed = False
 
     def soon(self, key: bytes) -> None:
         """Does not wait."""
-        self._keys.append(key)
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > _MOST_WAITING:
+            del self._keys[next(iter(self._keys))]
         if not self._closed and (self._sending is None or self._sending.done()):
             self._sending = asyncio.create_task(self._run())
 
@@ -38,6 +43,8 @@ class Rise:
     async def _run(self) -> None:
         while self._keys:
             await asyncio.sleep(_AFTER_SECONDS)
-            keys, self._keys = self._keys[:_MOST_AT_ONCE], self._keys[_MOST_AT_ONCE:]
+            keys = list(self._keys)[:_MOST_AT_ONCE]
+            for key in keys:
+                del self._keys[key]
             with contextlib.suppress(ServiceError):
                 await self._send(keys)

@@ -15,7 +15,8 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionkv.kvcache_service.arena import path_of
+from fusionkv.kvcache_service.arena import ACCEPT_AGAIN_SECONDS, path_of
+from fusionkv.protos import logs
 from fusionkv.protos.checksum import Checksum
 
 if TYPE_CHECKING:  # it needs lmdb, which a client has not
@@ -23,11 +24,11 @@ if TYPE_CHECKING:  # it needs lmdb, which a client has not
     from fusionkv.kvcache_service.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
+_faults = logs.Seldom(log)
 
 _ASKED = struct.Struct("<I")
 _NAME_BYTES = 16
 _TIMEOUT_SECONDS = 2.0
-_ACCEPT_AGAIN_SECONDS = 0.1
 # Of a GiB each. A descriptor costs a caller one of the 1024 that a process usually may have.
 _MOST_FILES = 128
 # Read and hashed in turn: of that much, the second finds the first one's bytes in the processor's cache.
@@ -72,8 +73,8 @@ class SegmentDoor:
                 caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
             except OSError as error:
                 # No descriptor left, for one: there will be some again.
-                log.warning("can't hand over a segment's file: %s", error)
-                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                _faults.warning("can't hand over a segment's file", error)
+                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
                 continue
             task = asyncio.create_task(self._answer(caller))
             self._answering.add(task)

@@ -39,10 +39,14 @@ def heeded() -> Iterator[None]:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Waits for work also when the caller is cancelled, which it is then when the work is over."""
+    """Waits for work also when the caller is cancelled, however often, which it is then when the work is over."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await asyncio.wait([task])
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # the caller has ended, so it concerns nobody
         raise

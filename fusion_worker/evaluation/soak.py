@@ -178,6 +178,8 @@ async def soak(
                 with Progress(console=console) as progress:
                     for piece in progress.track(range(pieces), description="soak"):
                         await run.run(clients, 60 * minutes / pieces, piece)
+                        for each in run.wrong[:_SHOWN]:
+                            progress.console.print(f"wrong: {each}")
                         await _check_idle(servicer, cache)
                         worker.look()
                         service.look()
@@ -235,8 +237,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     row, wrong = asyncio.run(soak(model, cases, args.minutes, args.clients, console))
     Console().print(row)
     write([row], args.json)
-    for each in wrong[:_SHOWN]:
-        console.print(f"wrong: {each}")
     return 1 if wrong else 0
 
 

@@ -2,9 +2,11 @@
 
 import asyncio
 import dataclasses
+import errno
 import mmap
 import os
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 
 from fusionkv.kvcache_service.arena import Doorway, Window, path_of, receive
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.kvcache_service.segments import SegmentDoor
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
@@ -188,3 +191,33 @@ async def test_nobody_can_write_through_what_is_handed_over(start: Any, tools: A
                 os.close(file)
 
         await asyncio.to_thread(take)
+
+
+@pytest.mark.parametrize("door", ["memory", "files"])
+async def test_a_door_opens_again_after_a_shortage_of_descriptors(
+    door: str, start: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = await start(memory=1 * MIB, disk=64 * MIB)
+    accept, refused = socket.socket.accept, []
+
+    def short(self: socket.socket) -> Any:
+        if not refused:
+            refused.append(door)
+            raise OSError(errno.EMFILE, "too many open files")
+        return accept(self)
+
+    path = tmp_path / "door"
+    tier: Any = next(tier for tier in service.store.residents.tiers if (tier.name == "memory") == (door == "memory"))
+    if door == "memory":
+        opened: Any = Doorway(path, tier.arena, tier.capacity_bytes, tier.file)
+    else:
+        await service.put([tools.digest("S")], tools.payload("x", 2 * MIB))
+        opened = SegmentDoor(path, b"n" * 16, tier)
+    monkeypatch.setattr(socket.socket, "accept", short)
+    reader, writer = await asyncio.open_unix_connection(str(path))
+    writer.write(struct.pack("<I", 0))
+    async with asyncio.timeout(60):
+        assert len(await reader.read(100)) >= 16
+    assert refused
+    writer.close()
+    opened.close()

@@ -208,6 +208,18 @@ def test_what_is_put_while_its_own_service_is_dead_goes_where_it_belongs(clock: 
     run(clock, work())
 
 
+def test_with_no_time_left_a_service_that_was_out_of_reach_is_asked_all_the_same(clock: Clock) -> None:
+    async def work() -> None:
+        client = Client(Service("own", dead=True), Service("a"))
+        await client.find()
+        assert not client._holders._up("own")
+        with pytest.raises(Unavailable):
+            await client.lookup(NAMESPACE, [(SYSTEM, ())], timeout=0.004)
+        await client.close()
+
+    run(clock, work())
+
+
 def test_a_short_time_without_an_answer_is_no_proof_of_an_end(clock: Clock) -> None:
     async def work() -> None:
         client = Client(Service("own", 0.2), Service("a", 0.2))
