@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model, packed
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MOST_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
@@ -110,7 +110,7 @@ class MilvusRetrieval(Retrieval):
             for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
                 chunk = by_key[row["key"]]
                 if row["digest"] == chunk.digest.hex():
-                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
+                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": packed(chunk.neighbours).hex()})
             await self._milvus.write(name, changed)
 
     async def close(self) -> None:

@@ -203,7 +203,9 @@ async def test_what_no_encoder_wrote_only_costs_time(
     redis.client().hset(f"{{fusionkv:run:{run}}}:state", name, value)
     queue = WorkQueue(redis.url, run)
     async with AsyncClient(corpora.gateway.address) as client:
-        encoder = Encoder(client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200)
+        encoder = Encoder(
+            client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200, wait=0.0
+        )
         await encoder.run()
     await queue.leave()
     assert encoder.standing.done == DOCUMENTS
