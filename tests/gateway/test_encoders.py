@@ -139,11 +139,14 @@ def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders, co
         encoders.wait_for_work("d")
         dead.kill9()
     assert encoders.pending("d") == 1
+    # What nobody of the run wrote is among those that are named at the end.
+    encoders.redis.client().xadd("{fusionkv:run:d}:aside", {"odd": "1"})
     heir = encoders.start("d", "deadly", "--attempts", "1", min_idle="0.1")
     assert heir.wait(120) == 1
     end = summary(heir)
     assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS - 1, 1)
     assert "1 encoders ended over it" in heir.log
+    assert "fusionkv: ?/?: ?" in heir.log
 
 
 def test_a_document_that_fails_is_set_aside_with_the_reason(
