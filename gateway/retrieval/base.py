@@ -128,6 +128,10 @@ class Retrieval(ABC):
         """All corpora by name."""
 
     @abstractmethod
+    async def check(self, corpus: str) -> None:
+        """Raises NotFound if there is no such corpus. Costs the same however many documents there are."""
+
+    @abstractmethod
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
         """Documents by name, those after `after`, at most `limit` (0: all)."""
 

@@ -24,7 +24,17 @@ async def make(folder: Path) -> None:
     kinds |= {"tokens": pa.uint32()} | dict.fromkeys(("digest", "variant", "neighbours"), pa.binary())
     kinds |= {"vector": pa.list_(pa.float32(), DIM)}
     metadata = {"fusionkv.fingerprint": MODEL.fingerprint.hex(), "fusionkv.tokenizer": MODEL.tokenizer.hex()}
-    row = [ONE.document, ONE.position, ONE.text, [*ONE.ids], len(ONE.ids), ONE.digest, ONE.variant, SET, vector("one")]
+    row = [
+        ONE.document,
+        ONE.position,
+        ONE.text,
+        [*ONE.ids],
+        len(ONE.ids),
+        ONE.digest,
+        ONE.variant,
+        SET,
+        vector("one"),
+    ]
     schema = pa.schema([*kinds.items()], metadata=metadata)
     rows = pa.Table.from_pylist([dict(zip(kinds, row, strict=True))], schema=schema)
     connection = await connect_async(str(folder / "corpora"))
@@ -51,8 +61,8 @@ async def test_in_a_folder(tmp_path: Path) -> None:
 
 
 async def test_in_milvus(milvus: str, tmp_path: Path) -> None:
-    fields = {"key", "owner", "document", "revision", "ids", "digest", "variant", "neighbours"}
-    assert set(milvus_rows.COLUMNS) == fields | {*"position tokens bytes chunks since text vector".split()}
+    texts_of_a_row = {"key", "owner", "document", "revision", "ids", "digest", "variant", "neighbours", "text"}
+    assert set(milvus_rows.COLUMNS) == texts_of_a_row | {"position", "tokens", "bytes", "chunks", "since", "vector"}
     engine = await MilvusRetrieval.open(milvus, str(tmp_path))
     await put(engine, "c", "d", "one")
     name = engine._collection("c")
