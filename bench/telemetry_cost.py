@@ -34,6 +34,8 @@ CORPUS, FOLDER = "shelf", ROOT / "examples/corpus/shelf-01"
 RECIPE, RATIO, QUESTIONS, PASSES_BEFORE = "prophetkv", 0.2, 20, 2
 _RESAMPLES, _SEED = 4000, 1
 _STOP_SECONDS = 60
+# No answer may be without the cache because the machine was busy: it would be another kind of request.
+_PATIENT = ("--lookup-timeout", "60", "--fetch-timeout", "60", "--cache-seconds", "120")
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def _services(folder: Path, endpoint: str) -> Iterator[Services]:
             return address
 
         cache = start("kvcache_service", "--data-dir", str(folder / "kvcache"))
-        worker = start("fusion_worker", "--cache", cache, "--model", str(MODEL), "--threads", "1")
+        worker = start("fusion_worker", "--cache", cache, "--model", str(MODEL), "--threads", "1", *_PATIENT)
         yield Services(start("gateway", "--workers", worker, "--data-dir", str(folder / "gateway")), tuple(pids))
 
 

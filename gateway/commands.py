@@ -121,7 +121,12 @@ async def ask(args: argparse.Namespace) -> int:
                         print(event.text, end="", flush=True)
         if summary is None:
             raise ServiceError("the answer ended without its summary")
-        if page is not None and explanation is not None:
+        if page is not None:
+            if explanation is None:
+                raise ServiceError(
+                    f"the answer came without its explanation, so {args.explain} is not written: bring gateway and "
+                    "workers to the version of this command"
+                )
             full = await client.ask(
                 args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}
             )

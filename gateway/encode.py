@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import signal
 import sys
@@ -11,7 +12,7 @@ from dataclasses import asdict
 from fusionkv.gateway import connect
 from fusionkv.gateway.client import AsyncClient
 from fusionkv.gateway.console import awaited, print_json, progress_bar
-from fusionkv.gateway.encoder import Encoder
+from fusionkv.gateway.encoder import Encoder, check_there
 from fusionkv.gateway.files import UsageError
 from fusionkv.gateway.results import Progress
 from fusionkv.gateway.work_queue import Standing, WorkQueue
@@ -28,24 +29,27 @@ async def run(args: argparse.Namespace) -> int:
         return await _shared(args)
     if args.index is not None and not 0 <= args.index < len(args.corpora):
         raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
-    end = time.monotonic() + args.wait
     async with connect.client(args) as client:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
-            done = await awaited(functools.partial(corpus, client, args.json, name, args.recipe), end)
+            # For each anew: encoding those before it may have taken hours.
+            end = time.monotonic() + args.wait
+            done = await awaited(functools.partial(corpus, client, args.json, name, args.recipe, end), end)
             if not args.json:
                 print(f"{name}: {done.done - done.skipped} chunks encoded, {done.skipped} were already")
     return 0
 
 
-async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str) -> Progress:
-    """Encodes a corpus and shows how far it is."""
+async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: float = 0.0) -> Progress:
+    """Encodes a corpus and shows how far it is. NotFound before time.monotonic() is `end` if nothing is in it yet."""
     done = Progress(0, 0, 0)
     with progress_bar(quiet) as progress:
         bar = progress.add_task("precompute", total=None)
-        async for done in client.precompute(name, recipe):
-            progress.update(bar, completed=done.done, total=done.total)
-            if quiet:
-                print_json({"event": "precompute", **asdict(done)})
+        async with contextlib.aclosing(client.precompute(name, recipe)) as events:
+            async for done in events:
+                check_there(name, done.total, end)
+                progress.update(bar, completed=done.done, total=done.total)
+                if quiet:
+                    print_json({"event": "precompute", **asdict(done)})
     return done
 
 
@@ -129,5 +133,7 @@ async def _conclude(encoder: Encoder, queue: WorkQueue, args: argparse.Namespace
             f"{end.aside} documents set aside"
         )
     for item in await queue.aside(_NAMED) if end.aside else []:
-        print(f"fusionkv: {item['corpus']}/{item['document']}: {item['reason']}", file=sys.stderr)
+        # Whoever else can write to this Redis may have left something there.
+        corpus, document, reason = (item.get(name, "?") for name in ("corpus", "document", "reason"))
+        print(f"fusionkv: {corpus}/{document}: {reason}", file=sys.stderr)
     return 1 if end.aside else 0

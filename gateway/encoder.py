@@ -44,6 +44,14 @@ _HOPELESS = (Unauthenticated, PermissionDenied, FailedPrecondition)
 _ELSEWHERE = (Unavailable, ResourceExhausted, DeadlineExceeded)
 
 
+def check_there(corpus: str, chunks: int, end: float) -> None:
+    """A corpus is made before its first document is stored: raises NotFound if it has no chunks and time.monotonic()
+    is not `end` yet; later it is taken for an empty one.
+    """
+    if not chunks and time.monotonic() < end:
+        raise NotFound(f"corpus {corpus!r} has no document yet")
+
+
 class Encoder:
     """Takes part in one run over some corpora. All who take part feed the queue, whoever finds it empty first."""
 
@@ -84,7 +92,7 @@ class Encoder:
         """
         work = json.dumps({"corpora": self._corpora, "recipe": self._recipe})
         end = time.monotonic() + self._wait
-        looks = [functools.partial(self._look_at, name) for name in self._corpora]
+        looks = [functools.partial(self._look_at, name, end) for name in self._corpora]
         self.chunks = sum([await awaited(functools.partial(patiently, look, self._patience), end) for look in looks])
         self._moved = time.monotonic()
         await self._insist(lambda: self._queue.join(work))
@@ -115,10 +123,12 @@ class Encoder:
             if item is not None:
                 await self._handle(item)
 
-    async def _look_at(self, corpus: str) -> int:
+    async def _look_at(self, corpus: str, end: float) -> int:
         """Its chunks. What is wrong with corpus or recipe, and not with a document, shows here."""
         async with contextlib.aclosing(self._client.precompute(corpus, self._recipe)) as events:
-            return (await anext(events)).total
+            chunks = (await anext(events)).total
+        check_there(corpus, chunks, end)
+        return chunks
 
     async def _look(self) -> Standing:
         self.standing = standing = await self._queue.standing()

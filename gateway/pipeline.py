@@ -62,7 +62,7 @@ class Pipeline:
             genai.failures(span),
         ):
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
-            await tenant.retrieval.documents(corpus, limit=1)
+            await tenant.retrieval.check(corpus)
             vocabulary = vocabulary or await self._workers.model(timeout)
             asked = genai.embedding(vocabulary.model.name)
             with tracer.start_as_current_span("gateway.embed", attributes=asked) as embed, genai.failures(embed):

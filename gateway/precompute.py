@@ -46,18 +46,19 @@ class Precompute:
         if request.name:
             check_document(request.name)
         # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
-        documents = await tenant.retrieval.documents(request.corpus, limit=int(bool(request.name)))
+        await tenant.retrieval.check(request.corpus)
         vocabulary = await self._workers.model()
         default = _count(request.recipe, self._config.recipe, vocabulary)
         count = request.neighbours or default
         if count > _MOST_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
-        sizes = {d.name: d.chunks for d in documents}
         if request.name:
             found = await tenant.retrieval.chunks(request.corpus, request.name, vocabulary.identity)
             if not found:
                 raise NotFound(f"corpus {request.corpus!r} has no document {request.name!r}")
             sizes = {request.name: len(found)}
+        else:
+            sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(request.corpus)}
         progress = pb.PrecomputeResponse(total=sum(sizes.values()))
         yield _copy(progress)
         for name, counted in sizes.items():

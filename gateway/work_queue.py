@@ -258,6 +258,10 @@ class WorkQueue:
             with cancellation.heeded():
                 yield
         except (RedisError, RedisClusterException, OSError, TimeoutError) as error:
+            # A key of the run has a value of another kind, which only somebody else can have written. A script's
+            # error has this word in its middle.
+            if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+                await self.forget("a key of it holds a value of another kind")
             # Never the error's own text without a look: a URL with a password may be in it.
             reason = re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())
             raise Unavailable(f"the queue in Redis: {reason}") from error

@@ -8,7 +8,9 @@ names.
 
 import logging
 import os
+import re
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
@@ -24,6 +26,9 @@ log = logging.getLogger(__name__)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# A name that gRPC sends, and a value as the SDK reads it.
+_HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
+_PRINTABLE = re.compile(r"[\x20-\x7e]*")
 
 
 def attach(service: str, scraped_at: str = "") -> None:
@@ -86,7 +91,18 @@ def _exported(signal: str) -> bool:
             f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is spoken, to which a "
             "collector listens on port 4317"
         )
+    if not all(map(_sendable, otlp("HEADERS").split(","))):
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_HEADERS has for {signal.lower()} what is no header: name=value, the value "
+            "URL-encoded (%22 for a quotation mark) and without line ends, several with commas between them"
+        )
     return True
+
+
+def _sendable(header: str) -> bool:
+    """Whether the SDK can read a header, and gRPC can send it: both log one that they refuse, with its value."""
+    read = _HEADER.fullmatch(header.strip())
+    return not header.strip() or (read is not None and _PRINTABLE.fullmatch(unquote(read[1])) is not None)
 
 
 def _scraped(service: str, address: str) -> "MetricReader":

@@ -72,6 +72,16 @@ class Chunk:
         return keys.chunk_digest(self.ids)
 
 
+def packed(neighbours: int) -> bytes:
+    """A chunk's `neighbours` as engines store it: nothing for 0, otherwise four bytes."""
+    return neighbours.to_bytes(4, "little") if neighbours else b""
+
+
+def unpacked(stored: bytes) -> int:
+    """What `packed` made; 0 for anything else, such as the digest of 32 bytes that gateways before stored there."""
+    return int.from_bytes(stored, "little") if len(stored) == 4 else 0
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A chunk that may answer a question. `words` is its BM25 score (0: no word in common), `cosine` is in -1..1."""
@@ -116,6 +126,10 @@ class Retrieval(ABC):
     @abstractmethod
     async def corpora(self) -> list[Item]:
         """All corpora by name."""
+
+    @abstractmethod
+    async def check(self, corpus: str) -> None:
+        """Raises NotFound if there is no such corpus. Costs the same however many documents there are."""
 
     @abstractmethod
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model, packed
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MOST_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
@@ -64,6 +64,9 @@ class MilvusRetrieval(Retrieval):
         found = await asyncio.gather(*map(self._corpus, names))
         return sorted((item for item in found if item is not None), key=lambda item: item.name)
 
+    async def check(self, corpus: str) -> None:
+        await self._own(corpus)
+
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
         with _naming(corpus):
             found = sorted(await self._documents(self._collection(corpus)), key=lambda item: item.name)
@@ -110,7 +113,9 @@ class MilvusRetrieval(Retrieval):
             for row in await self._milvus.query(name, f"key in {listed(keys[at : at + BATCH])}"):
                 chunk = by_key[row["key"]]
                 if row["digest"] == chunk.digest.hex():
-                    changed.append(row | {"variant": chunk.variant.hex(), "neighbours": chunk.neighbours})
+                    changed.append(
+                        row | {"variant": chunk.variant.hex(), "neighbours": packed(chunk.neighbours).hex()}
+                    )
             await self._milvus.write(name, changed)
 
     async def close(self) -> None:
@@ -170,13 +175,16 @@ class MilvusRetrieval(Retrieval):
 
     async def _known(self, corpus: str, model: ModelIdentity) -> str:
         """The collection of a corpus that was made with this model."""
-        name = self._collection(corpus)
+        check_model(corpus, rows.identity(await self._own(corpus)), model)
+        return self._collection(corpus)
+
+    async def _own(self, corpus: str) -> Row:
+        """The corpus's own row."""
         with _naming(corpus):
-            found = await self._milvus.query(name, rows.IS_CORPUS)
+            found = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS)
             if not found:
                 raise NoCollection("it is not there whole")
-        check_model(corpus, rows.identity(found[0]), model)
-        return name
+        return found[0]
 
     async def _search(self, corpus: str, model: ModelIdentity, wanted: dict[str, Any], depth: int) -> list[Hits]:
         """For every field, its `depth` best chunks of documents as they are now.

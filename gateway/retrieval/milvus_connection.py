@@ -110,12 +110,16 @@ class Connection:
 
         def read(seconds: float) -> list[Row]:
             found: list[Row] = []
+            until = time.monotonic() + seconds
             pages = self._client.query_iterator(
                 name, 1000, filter=condition, output_fields=[*fields], timeout=seconds
             )
             with contextlib.closing(pages):
+                # `timeout` is that of each page.
                 while page := pages.next():
                     found += page
+                    if time.monotonic() > until:
+                        raise Unavailable("Milvus: no time is left for the rest of the documents")
             return found
 
         return await self._loaded(name, read)

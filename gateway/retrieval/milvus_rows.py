@@ -11,7 +11,7 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import Chunk, Item, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk, Item, ModelIdentity, packed, unpacked
 from fusionkv.protos.errors import InvalidArgument
 
 _CORPUS, _DOCUMENT = -2, -1
@@ -23,8 +23,8 @@ _MOST_BYTES = 65_535
 # Neither stems nor stop words: made-up names and digits must be found as they are.
 _ANALYZER = {"tokenizer": "standard", "filter": ["lowercase"]}
 _TEXTS = {"key": 64, "owner": 64, "document": _MOST_BYTES, "revision": 64, "ids": _MOST_BYTES, "digest": 64}
-_TEXTS |= {"variant": 128, "tokenizer": 128}
-_NUMBERS = ("position", "tokens", "bytes", "chunks", "since", "neighbours")
+_TEXTS |= {"variant": 128, "neighbours": 128}
+_NUMBERS = ("position", "tokens", "bytes", "chunks", "since")
 # All but the vector of words, which Milvus makes.
 COLUMNS = [*_TEXTS, *_NUMBERS, "text", "vector"]
 
@@ -77,7 +77,7 @@ def hour_old() -> str:
 
 
 def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
-    names = {"document": corpus, "variant": model.fingerprint.hex(), "tokenizer": model.tokenizer.hex()}
+    names = {"document": corpus, "variant": model.fingerprint.hex(), "neighbours": model.tokenizer.hex()}
     return _row(dim, _CORPUS_KEY, _CORPUS) | names
 
 
@@ -103,7 +103,7 @@ def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
         "ids": ids,
         "digest": chunk.digest.hex(),
         "variant": chunk.variant.hex(),
-        "neighbours": chunk.neighbours,
+        "neighbours": packed(chunk.neighbours).hex(),
         "vector": vector,
     }
 
@@ -117,8 +117,8 @@ def chunk_key(chunk: Chunk, revision: str) -> str:
 
 def chunk(row: Row) -> Chunk:
     ids = tuple(np.frombuffer(base64.b64decode(row["ids"]), "<u4").tolist())
-    variant = bytes.fromhex(row["variant"])
-    return Chunk(row["document"], row["position"], row["text"], ids, variant, row["neighbours"])
+    variant, neighbours = bytes.fromhex(row["variant"]), unpacked(bytes.fromhex(row["neighbours"]))
+    return Chunk(row["document"], row["position"], row["text"], ids, variant, neighbours)
 
 
 def vector(row: Row) -> np.ndarray:
@@ -131,7 +131,7 @@ def version(row: Row) -> Version:
 
 def identity(row: Row) -> ModelIdentity:
     """Of a corpus's own row."""
-    return ModelIdentity(bytes.fromhex(row["variant"]), bytes.fromhex(row["tokenizer"]))
+    return ModelIdentity(bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"]))
 
 
 def item(row: Row) -> Item:

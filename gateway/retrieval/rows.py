@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity, packed, unpacked
 
 # All that makes a Chunk, and its vector.
 COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "vector"]
@@ -23,7 +23,7 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
             ("tokens", pa.uint32()),
             ("digest", pa.binary()),
             ("variant", pa.binary()),
-            ("neighbours", pa.uint32()),
+            ("neighbours", pa.binary()),
             ("vector", pa.list_(pa.float32(), dim)),
         ],
         metadata={"fusionkv.fingerprint": model.fingerprint.hex(), "fusionkv.tokenizer": model.tokenizer.hex()},
@@ -51,7 +51,7 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
             "tokens": pa.array([len(c.ids) for c in chunks], pa.uint32()),
             "digest": pa.array([c.digest for c in chunks], pa.binary()),
             "variant": pa.array([c.variant for c in chunks], pa.binary()),
-            "neighbours": pa.array([c.neighbours for c in chunks], pa.uint32()),
+            "neighbours": pa.array([packed(c.neighbours) for c in chunks], pa.binary()),
             "vector": pa.FixedSizeListArray.from_arrays(flat, dim),
         }
     )
@@ -60,13 +60,14 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
 def variants(chunks: Sequence[Chunk]) -> pa.Table:
     """Rows of only what names a chunk and what Precompute adds to it."""
     names = {name: [getattr(c, name) for c in chunks] for name in _VARIANT_COLUMNS}
-    kinds = {"document": pa.string(), "position": pa.uint32(), "neighbours": pa.uint32()}
+    names["neighbours"] = [packed(c.neighbours) for c in chunks]
+    kinds = {"document": pa.string(), "position": pa.uint32()}
     return pa.table({name: pa.array(column, kinds.get(name, pa.binary())) for name, column in names.items()})
 
 
 def chunks(table: pa.Table) -> list[Chunk]:
     columns = [table[name].to_pylist() for name in COLUMNS[:-1]]
-    return [Chunk(d, p, text, tuple(ids), v, n) for d, p, text, ids, v, n in zip(*columns, strict=True)]
+    return [Chunk(d, p, text, tuple(ids), v, unpacked(n)) for d, p, text, ids, v, n in zip(*columns, strict=True)]
 
 
 def vectors(table: pa.Table) -> np.ndarray:

@@ -281,6 +281,7 @@ def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"otlp": {"endpoint": "collector"}}, "endpoint"),
         ({"otlp": {"ratio": 5}}, "ratio"),
+        ({"otlp": {"ratio": "1.5"}}, "ratio"),
         ({"log": {"format": "xml"}}, "format"),
         ({"log": {"level": "loud"}}, "level"),
         ({"networkPolicy": {"clients": [{"labels": {}}]}}, "clients"),

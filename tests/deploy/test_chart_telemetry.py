@@ -59,6 +59,12 @@ def test_every_pod_logs_and_sends_as_told(pod: Any, authority: Any) -> None:
         name: e["value"] for name, e in given.items() if name.startswith(("OTEL_", "FUSIONKV_LOG")) and "value" in e
     }
     assert env["OTEL_EXPORTER_OTLP_ENDPOINT"] == "https://collector.observability:4317"
+    # Each process is told apart by its pod's name, which Kubernetes puts in if it stands above.
+    assert env["OTEL_RESOURCE_ATTRIBUTES"] == "service.instance.id=$(K8S_POD_NAME)"
+    order = [e["name"] for e in container["env"]]
+    assert len(order) == len(given)
+    users = [e["name"] for e in container["env"] if "$(K8S_POD_NAME)" in e.get("value", "")]
+    assert all(order.index("K8S_POD_NAME") < order.index(name) for name in users)
     env |= {
         "OTEL_EXPORTER_OTLP_CERTIFICATE": str(authority("ca").ca),
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x",
@@ -69,6 +75,17 @@ def test_every_pod_logs_and_sends_as_told(pod: Any, authority: Any) -> None:
     assert done.stdout.startswith("ParentBased{root:TraceIdRatioBased{0.05}")
     (line,) = [json.loads(line) for line in done.stderr.splitlines() if '"probe"' in line]
     assert (line["level"], line["message"]) == ("DEBUG", "told")
+
+
+def test_the_share_may_be_text(helm: str, tmp_path: Path) -> None:
+    """Helm takes the number of `--set otlp.ratio=0.05` for a text."""
+    otlp = {"endpoint": "http://collector:4317"}
+    shares = (("0.05", "0.05"), (0.05, "0.05"), ("0", "0"), (0, "0"), ("1.0", None), (1, None))
+    for given, told in shares:
+        env = pod_of(named(template(helm, tmp_path, {"otlp": {**otlp, "ratio": given}})), "gateway")["containers"][0][
+            "env"
+        ]
+        assert {e["name"]: e.get("value") for e in env}.get("OTEL_TRACES_SAMPLER_ARG") == told
 
 
 def test_nothing_is_sent_unless_there_is_an_endpoint(helm: str, tmp_path: Path) -> None:

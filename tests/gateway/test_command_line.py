@@ -1,15 +1,21 @@
 """Paths, flags and imports of the command line, without any process of a service."""
 
+import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 
 from fusionkv.gateway import cli
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.files import UsageError, find
 from fusionkv.protos import settings
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer, add_GatewayServiceServicer_to_server
 from fusionkv.protos.settings import SettingsError
 
 
@@ -79,6 +85,32 @@ def test_a_gateway_that_is_not_there_is_one_line_and_exit_1(
     said = capsys.readouterr().err
     assert said.startswith(f"fusionkv: gateway unix:{tmp_path}/none.sock: ")
     assert said.count("\n") == 1
+
+
+class Unexplained(GatewayServiceServicer):
+    """A gateway that knows nothing of explanations."""
+
+    async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        yield pb.GenerateResponse(token=pb.Token(id=1, text="42"))
+        yield pb.GenerateResponse(summary=pb.Summary(finish_reason="end"))
+
+
+async def test_an_answer_that_comes_without_its_explanation_is_told(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    server = grpc.aio.server()
+    add_GatewayServiceServicer_to_server(Unexplained(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/g.sock")
+    await server.start()
+    argv = ["ask", "c", "q", "--explain", str(tmp_path / "page.html"), "--gateway", f"unix:{tmp_path}/g.sock"]
+    try:
+        assert await asyncio.to_thread(cli.main, argv) == 1
+    finally:
+        await server.stop(None)
+    said = capsys.readouterr()
+    assert said.out == "42"
+    assert "page.html is not written" in said.err.splitlines()[-1]
+    assert not (tmp_path / "page.html").exists()
 
 
 @pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "delete", "list", "stats"])

@@ -1,5 +1,6 @@
 """`fusionkv encode --wait`, over services that come after it: as at an install, and as at an upgrade."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def test_what_comes_late_is_waited_for(late: Late, tmp_path: Path, shared: bool)
         worker = late.worker()
         late.ingest()
         assert encoder.wait(120) == 0, encoder.log
-        assert "chunks encoded, 0 were already" in encoder.log
+        assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
 
         # The corpus is there at an upgrade, and the worker still loads its model.
         for service in (worker, gateway):
@@ -77,6 +78,27 @@ def test_what_comes_late_is_waited_for(late: Late, tmp_path: Path, shared: bool)
         late.worker()
         assert encoder.wait(120) == 0, encoder.log
         assert " 0 chunks encoded" in encoder.log
+    finally:
+        if redis:
+            redis.kill9()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "queue"])
+def test_a_corpus_without_a_document_is_waited_for(late: Late, tmp_path: Path, shared: bool) -> None:
+    """As it is at the moment after its making, and here for as long as it takes."""
+    redis = RedisServer(tmp_path) if shared else None
+    queue = ("--queue", redis.url, "--run", "r") if redis else ()
+    try:
+        late.gateway()
+        late.worker()
+        late.ingest()
+        with Client(late.address) as client:
+            client.delete("notes", "a.md")
+        encoder = late.encode("--wait", "600", *queue)
+        encoder.wait_for_line("corpus 'notes' has no document yet", timeout=120)
+        late.ingest()
+        assert encoder.wait(120) == 0, encoder.log
+        assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
     finally:
         if redis:
             redis.kill9()

@@ -139,11 +139,14 @@ def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders, co
         encoders.wait_for_work("d")
         dead.kill9()
     assert encoders.pending("d") == 1
+    # What nobody of the run wrote is among those that are named at the end.
+    encoders.redis.client().xadd("{fusionkv:run:d}:aside", {"odd": "1"})
     heir = encoders.start("d", "deadly", "--attempts", "1", min_idle="0.1")
     assert heir.wait(120) == 1
     end = summary(heir)
     assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS - 1, 1)
     assert "1 encoders ended over it" in heir.log
+    assert "fusionkv: ?/?: ?" in heir.log
 
 
 def test_a_document_that_fails_is_set_aside_with_the_reason(
@@ -203,7 +206,9 @@ async def test_what_no_encoder_wrote_only_costs_time(
     redis.client().hset(f"{{fusionkv:run:{run}}}:state", name, value)
     queue = WorkQueue(redis.url, run)
     async with AsyncClient(corpora.gateway.address) as client:
-        encoder = Encoder(client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200)
+        encoder = Encoder(
+            client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200, wait=0.0
+        )
         await encoder.run()
     await queue.leave()
     assert encoder.standing.done == DOCUMENTS

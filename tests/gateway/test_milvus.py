@@ -6,11 +6,15 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from fusionkv.gateway.client import Client
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.gate import Gate
@@ -132,6 +136,43 @@ async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatc
     with within(0), pytest.raises(Unavailable, match="no time is left"):
         await texts(engine, "c", "text")
     assert told == []
+
+
+async def test_a_list_ends_with_its_time_however_many_pages_are_left(
+    two: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page has the whole time by itself; here none takes as long, and all take longer."""
+    engine, read = two[0], list[float]()
+    await put(engine, "c", "d", "text")
+
+    class Pages:
+        def next(self) -> list[Any]:
+            time.sleep(0.05)
+            read.append(0.05)
+            return [{}] if len(read) < 400 else []
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(engine._milvus._client, "query_iterator", lambda *_, **__: Pages())
+    with within(1), pytest.raises(Unavailable, match="no time is left for the rest"):
+        await engine.documents("c")
+    assert 0 < len(read) < 400
+
+
+async def test_a_question_reads_no_list_of_documents(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    def walked(*_: Any, **__: Any) -> None:
+        raise AssertionError("all documents are read")
+
+    engine = two[0]
+    await put(engine, "c", "d", "text")
+    monkeypatch.setattr(engine._milvus._client, "query_iterator", walked)
+    known = SimpleNamespace(identity=MODEL, model=SimpleNamespace(name="tiny"))
+    workers = SimpleNamespace(model=AsyncMock(return_value=known), embed=AsyncMock(return_value=[vector("text")]))
+    tenant = SimpleNamespace(retrieval=engine)
+    pipeline = Pipeline(GatewayConfig(), workers)  # type: ignore[arg-type]
+    found = await pipeline.retrieve(tenant, "c", "text", 1, 60.0)  # type: ignore[arg-type]
+    assert [chunk.text for chunk, _ in found] == ["text"]
 
 
 async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:

@@ -31,4 +31,5 @@ def test_what_the_cache_lost_is_encoded_again(launch: Launch, tiny_model: Path, 
     with Client(start("second").address, timeout=60) as client:
         assert [[*client.precompute("c", "fusionrag")][-1].skipped for _ in range(2)] == [0, 3]
         summary = client.ask("c", "subject1?", recipe="fusionrag", max_tokens=1).summary
+        assert not summary.degraded
         assert (summary.chunks_missed, summary.tokens_encoded) == (0, 0)

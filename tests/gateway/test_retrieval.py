@@ -164,6 +164,13 @@ async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
     assert len(await engine.documents("c")) == 4
 
 
+async def test_whether_there_is_a_corpus_is_told_without_its_documents(engine: Retrieval) -> None:
+    await put(engine, "c", "d", "text")
+    await engine.check("c")
+    with pytest.raises(NotFound, match="no corpus 'none'"):
+        await engine.check("none")
+
+
 async def test_variants_are_kept_only_for_the_chunk_they_were_made_from(engine: Retrieval) -> None:
     await put(engine, "c", "d", "one", "two")
     old = [c for c, _ in await engine.chunks("c", "d", MODEL)]

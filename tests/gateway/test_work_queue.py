@@ -210,6 +210,20 @@ async def test_what_nobody_of_the_run_wrote_is_a_lost_run(queue: Queue, request:
     assert (await taken(one)).document == "a"
 
 
+@pytest.mark.parametrize("key", ["items", "state"])
+async def test_keys_of_another_kind_are_a_lost_run(queue: Queue, request: pytest.FixtureRequest, key: str) -> None:
+    one, name = queue(), f"{{fusionkv:run:{request.node.name}}}:{key}"
+    calls = [one.standing, lambda: one.join("a pass"), lambda: one.feed("", END, [("c", "a")])]
+    # Of these two keys, to take reads that of the items first.
+    for call in [*calls, *([lambda: one.take(0.05)] if key == "items" else [])]:
+        await one._redis.set(name, "x")
+        with pytest.raises(Unavailable, match=r"another kind.*begins anew"):
+            await until(call)
+        await began(one, "a")
+        assert (await taken(one)).document == "a"
+        await one._redis.delete(*(name.replace(f":{key}", f":{each}") for each in ("items", "state")))
+
+
 async def test_a_redis_that_is_gone_is_unavailable_and_its_password_unsaid() -> None:
     queue = WorkQueue("redis://:hush@127.0.0.1:1/0", "r")
     with pytest.raises(Unavailable) as caught:

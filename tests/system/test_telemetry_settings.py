@@ -89,6 +89,23 @@ def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env:
         launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
 
 
+@pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_METRICS_HEADERS"])
+@pytest.mark.parametrize("header", ["Hush%20hush", "a b=Hush", "a=b,c=Hush;", 'a="Hush"', "a=Hush%0A%0A.", "é=Hush"])
+def test_headers_that_cannot_be_sent_are_refused(launch: Any, tmp_path: Path, name: str, header: str) -> None:
+    """And not quoted, as the SDK and gRPC would do in the log."""
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: header}
+    with pytest.raises(AssertionError, match="what is no header") as refused:
+        launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=env)
+    assert "ush" not in str(refused.value)
+
+
+def test_headers_are_sent(told: Callable[..., Receiver]) -> None:
+    """As the specification has them, and as other SDKs take them."""
+    received = told(EXPORTER_OTLP_ENDPOINT="{}", EXPORTER_OTLP_HEADERS=" Authorization=Bearer%20a== , x-y=a b,,")
+    assert received.spans
+    assert {("authorization", "Bearer a=="), ("x-y", "a b")} <= received.headers
+
+
 def test_a_command_refuses_it_as_well() -> None:
     command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "encode", "--queue", "redis://127.0.0.1:1"]
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}

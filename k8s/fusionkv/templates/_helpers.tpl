@@ -176,17 +176,14 @@ spec:
         - {name: FUSIONKV_{{ $section }}_TLS_CLIENT_CA, value: {{ $at }}/ca.crt}
         {{- end }}
         {{- end }}
-        {{- if or .advertise .root.Values.otlp.endpoint }}
-        - name: K8S_POD_NAME
-          valueFrom: {fieldRef: {fieldPath: metadata.name}}
-        {{- end }}
+        {{- include "fusionkv.telemetry" .root | nindent 8 }}
         {{- with .advertise }}
+        {{- /* Kubernetes puts into a value only what stands above it, once: telemetry has the name as well. */}}
+        {{- if not $.root.Values.otlp.endpoint }}
+        {{- include "fusionkv.podName" $.root | nindent 8 }}
+        {{- end }}
         - {name: FUSIONKV_{{ $section }}_ADVERTISE, value: {{ . | quote }}}
         {{- end }}
-        {{- if .root.Values.otlp.endpoint }}
-        - {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
-        {{- end }}
-        {{- include "fusionkv.telemetry" .root | nindent 8 }}
       startupProbe:
         {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 2
@@ -229,15 +226,22 @@ spec:
     {{- include "fusionkv.otlpVolume" .root | nindent 4 }}
 {{- end }}
 
+{{- define "fusionkv.podName" -}}
+- name: K8S_POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+{{- end }}
+
 {{/* How a process logs, and where it sends traces and metrics: its environment, and the mount and volume for that. */}}
 {{- define "fusionkv.telemetry" -}}
 - {name: FUSIONKV_LOG, value: {{ .Values.log.level }}}
 - {name: FUSIONKV_LOG_FORMAT, value: {{ .Values.log.format }}}
 {{- with .Values.otlp }}{{ if .endpoint }}
+{{ include "fusionkv.podName" $ }}
+- {name: OTEL_RESOURCE_ATTRIBUTES, value: "service.instance.id=$(K8S_POD_NAME)"}
 - {name: OTEL_EXPORTER_OTLP_ENDPOINT, value: {{ .endpoint | quote }}}
 {{- if lt (float64 .ratio) 1.0 }}
 - {name: OTEL_TRACES_SAMPLER, value: parentbased_traceidratio}
-- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ toJson .ratio | quote }}}
+- {name: OTEL_TRACES_SAMPLER_ARG, value: {{ toString .ratio | quote }}}
 {{- end }}
 {{- with .headersSecret }}
 - name: OTEL_EXPORTER_OTLP_HEADERS
