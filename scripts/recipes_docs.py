@@ -6,8 +6,8 @@ from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe, SimilarityGu
 HEAD = """# Recipes
 
 How a prompt's context is made, by request: `fusionkv ask CORPUS QUESTION --recipe NAME --ratio R`. The ratio is the
-share of context tokens that is recomputed. With a ratio of 1 a recipe equals full attention, until `snapkv` lets context
-go. What they are worth: [quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
+share of context tokens that is recomputed. With a ratio of 1 a recipe equals full attention, until `snapkv` lets
+context go. What they are worth: [quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
 """
 MODIFIED = """
 A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+window`.
