@@ -126,6 +126,8 @@ def test_documents_are_shared_through_a_queue(render: Render) -> None:
     log = {"FUSIONKV_LOG": "info", "FUSIONKV_LOG_FORMAT": "json"}
     assert env == {
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=$(K8S_POD_NAME)",
+        "K8S_POD_NAME": None,
         "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token",
         **log,
     }
