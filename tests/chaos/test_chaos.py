@@ -19,18 +19,15 @@ from tests.system.cache_process import NAMESPACE, flags, payload, put
 from tests.system.redis_process import server
 
 pytestmark = pytest.mark.system
-# Of every kind one; four more are drawn.
+# Of every kind one; one more is drawn.
 FIRST = (
     "redis fails over",
-    "redis out of reach of a cache",
     "cache of another version",
-    "cache on a narrow link",
     "cache on a lossy link",
+    "partition",
     "cache stands still",
     "clock jumps",
-    "partition",
     "bits flip in segments",
-    "disk read only",
     "gateway stands still",
     "key of the disks renewed",
 )
@@ -42,14 +39,14 @@ def test_a_few_faults(root: Path, tmp_path: Path) -> None:
     server()
     report = tmp_path / "chaos.json"
     # Two episodes that hang are told of before the test ends.
-    wanted = ("--faults", "16", "--seed", "30", "--first", ",".join(FIRST), "--secured", "--episode-seconds", "300")
+    wanted = ("--faults", "10", "--seed", "30", "--first", ",".join(FIRST), "--secured", "--episode-seconds", "300")
     argv = [sys.executable, "-P", root / "tests/chaos/run.py", *wanted, "--json", report]
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=880, check=False)
     assert report.exists(), done.stdout
     made = json.loads(report.read_text())
     assert made["failures"] == [], done.stdout
     assert done.returncode == 0, done.stdout
-    assert made["faults"] >= 16
+    assert made["faults"] >= 10
     for name in FIRST:
         assert made["struck"].get(name, 0) or name in made["not possible here"]
     assert made["seen"]["answers"] >= 4, "two at the end of each round, whatever the traffic met"
