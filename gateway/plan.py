@@ -120,7 +120,7 @@ def build(
             # What was encoded with neighbours is for recipes that want as many; others would reuse worse KV.
             fusion_pb2.Chunk(
                 ids=chunk.ids,
-                variants=[chunk.variant] if chunk.variant and chunk.neighbours == recipe.neighbours else [],
+                variants=[chunk.variant] if chunk.variant and chunk.neighbours == recipe.neighbours > 0 else [],
             )
             for chunk, _ in passages
         ],

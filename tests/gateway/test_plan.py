@@ -1,5 +1,7 @@
 """Requests checked and put together, without any process."""
 
+from dataclasses import replace
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -110,6 +112,14 @@ def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize("name", ["plain", "near"])
+def test_a_variant_of_which_the_neighbours_are_not_known_is_not_sent(name: str) -> None:
+    """Corpora of earlier gateways have such."""
+    earlier = [(replace(chunk, variant=b"v" * 32, neighbours=0), score) for chunk, score in PASSAGES]
+    made = plan.build(pb.GenerateRequest(question="why"), plan.recipe(name, vocabulary()), earlier, vocabulary(), "")
+    assert [list(c.variants) for c in made.chunks] == [[], [], []]
 
 
 @pytest.mark.parametrize(("answer", "fits"), [(0, True), (66, True), (67, False)])
