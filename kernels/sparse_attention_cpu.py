@@ -21,9 +21,9 @@ from fusionkv.kernels.threads import side_by_side
 
 WEIGHTS = 1 << 19  # of a block and a KV head
 # Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
-ROWS, KEYS = (256, 512), (256, 1024)
+ROWS, KEYS = (256, 512), (256, 4096)
 SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
-TOGETHER = 1 << 18  # weights of a block over all heads: with fewer, starting operations takes longer than computing
+TOGETHER = 1 << 21  # weights of a block over all heads: with fewer, starting operations takes longer than computing
 _SAMPLE = 64  # keys that the largest score of a row is guessed from
 _FAR = 2.0**20  # a sum of weights above it: so far off is a guess that bfloat16 rounds the largest by 4%
 
