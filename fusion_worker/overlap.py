@@ -2,7 +2,9 @@
 
 All KV comes from the cache service's disk tier. Rates and questions are the same for both, which take turns at every
 rate, each with an empty pool and a page cache that holds nothing of the disk tier's files: a chunk that is asked for
-again comes from there or from the pool. Both fetch as many chunks at once.
+again comes from there or from the pool. Both fetch as many chunks at once. Loading hides no more than it takes, and a
+local disk takes little of it, so both are also measured over devices that take longer: there a fetch waits as long
+as its bytes would take, one after another, before it is made.
 """
 
 import argparse
@@ -23,11 +25,31 @@ from rich.progress import Progress
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.bench import PATIENT, cache_process, show
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.placement import Placed, Stages
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.throughput import Load, Station, Traffic, fill, small_model
 
 SYSTEMS = (("full_reuse", 0.0), ("prophetkv", 0.15))
-SHARES = (0.3, 0.6, 0.9)
+# Seconds that a device takes for a prompt of which the pool holds nothing, over those until the first token without
+# it; and the rates, as shares of what the two together allow one request after another.
+DEVICES = ((0.0, (0.6, 0.9)), (1.0, (0.9,)), (3.0, (0.9,)))
+
+
+class Device:
+    """A storage device before the cache service's: of `seconds` for a byte."""
+
+    def __init__(self, servicer: FusionServicer) -> None:
+        self._real = servicer.loader.fetch
+        self._turn = asyncio.Lock()
+        self.seconds = 0.0
+        servicer.loader.fetch = self.fetch  # type: ignore[method-assign]
+
+    async def fetch(self, part: Placed, stages: Stages) -> None:
+        assert part.wanted.entry is not None
+        if self.seconds:
+            async with self._turn:
+                await asyncio.sleep(part.wanted.entry.size * self.seconds)
+        await self._real(part, stages)
 
 
 class Alternation:
@@ -98,10 +120,12 @@ def drop_pages(folder: Path) -> None:
 
 
 async def bench(model: models.Model, traffic: Traffic, requests: int, console: Console) -> list[dict[str, object]]:
-    """One row for each recipe and rate."""
+    """One row for each recipe, device and rate."""
+    runs = [(system, slower, share) for system in SYSTEMS for slower, shares in DEVICES for share in shares]
+    prompt_bytes = traffic.chunks * traffic.chunk_tokens * model.kv.token_bytes
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory, Progress(console=console) as progress:
-        task = progress.add_task("overlap", total=2 * len(SYSTEMS) * len(SHARES))
+        task = progress.add_task("overlap", total=2 * len(runs))
         # Memory for a chunk: everything else lies on disk.
         memory = max(1 << 20, traffic.chunk_tokens * model.kv.token_bytes)
         async with AsyncExitStack() as stack:
@@ -109,28 +133,33 @@ async def bench(model: models.Model, traffic: Traffic, requests: int, console: C
             # Beside, and in turn.
             workers = [await stack.enter_async_context(_worker(model, traffic, address)) for _ in range(2)]
             stations = [Station(worker) for worker in workers]
+            devices = [Device(worker) for worker in workers]
             await fill(workers[0], traffic)
-            alone = {name: (await stations[0].alone(traffic, name, ratio))[1] for name, ratio in SYSTEMS}
+            alone = {name: await stations[0].alone(traffic, name, ratio) for name, ratio in SYSTEMS}
             stand_still(workers[1])
-            for name, ratio in SYSTEMS:
-                for number, share in enumerate(SHARES):
-                    rate, found = share / alone[name], dict[int, Load]()
-                    # Another first at every rate: what a machine does besides changes slowly.
-                    for which in (0, 1) if number % 2 else (1, 0):
-                        workers[which].pool.clear()
-                        await asyncio.to_thread(drop_pages, Path(directory))
-                        prompts = traffic.prompts(requests, number)
-                        found[which] = await stations[which].load(prompts, name, ratio, rate, number)
-                        progress.advance(task)
-                    rows.append(_row(name, ratio, rate, found[0], found[1]))
+            for number, ((name, ratio), slower, share) in enumerate(runs):
+                first, whole = alone[name]
+                found = dict[int, Load]()
+                # Another first each time: what a machine does besides changes slowly.
+                for which in (0, 1) if number % 2 else (1, 0):
+                    devices[which].seconds = slower * first / prompt_bytes
+                    workers[which].pool.clear()
+                    await asyncio.to_thread(drop_pages, Path(directory))
+                    rate = share / (whole + slower * first)
+                    found[which] = await stations[which].load(
+                        traffic.prompts(requests, number), name, ratio, rate, number
+                    )
+                    progress.advance(task)
+                rows.append(_row(name, ratio, slower * first, rate, found[0], found[1]))
     return rows
 
 
-def _row(name: str, ratio: float, rate: float, beside: Load, after: Load) -> dict[str, object]:
+def _row(name: str, ratio: float, device: float, rate: float, beside: Load, after: Load) -> dict[str, object]:
     ours, theirs = statistics.mean(beside.ttft), statistics.mean(after.ttft)
     return {
         "name": name,
         "r": ratio,
+        "device_s": round(device, 3),
         "requests_per_s": round(rate, 2),
         "ttft_still_s": round(theirs, 3),
         "ttft_beside_s": round(ours, 3),

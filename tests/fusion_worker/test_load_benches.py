@@ -134,12 +134,15 @@ async def test_a_fetch_given_up_holds_no_step_back() -> None:
 async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SYSTEMS", (("full_reuse", 0.0),))
     # All at once: more chunks to fetch than there are threads to wait in.
-    monkeypatch.setattr(overlap, "SHARES", (50.0,))
-    (row,) = await overlap.bench(throughput.small_model(), Traffic(24, 16, 8), 8, Console(quiet=True))
-    still, beside = float(str(row["ttft_still_s"])), float(str(row["ttft_beside_s"]))
-    assert still > 0
-    # All three are rounded to a thousandth.
-    assert row["saved"] == pytest.approx(1 - beside / still, abs=0.001 * (1 + (1 + beside / still) / still))
+    monkeypatch.setattr(overlap, "DEVICES", ((0.0, (50.0,)), (3.0, (50.0,))))
+    rows = await overlap.bench(throughput.small_model(), Traffic(24, 16, 8), 8, Console(quiet=True))
+    disk, slow = (float(str(row["device_s"])) for row in rows)
+    assert disk == 0 < slow
+    for row in rows:
+        still, beside = float(str(row["ttft_still_s"])), float(str(row["ttft_beside_s"]))
+        assert min(still, beside) > 0.5 * float(str(row["device_s"])), "the chunks come from the device"
+        # All three are rounded to a thousandth.
+        assert row["saved"] == pytest.approx(1 - beside / still, abs=0.001 * (1 + (1 + beside / still) / still))
 
 
 async def test_times_to_the_first_token() -> None:
