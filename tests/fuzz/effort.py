@@ -12,7 +12,8 @@ from hypothesis.strategies import SearchStrategy
 # Of each test; 0 takes as many examples as `make test` wants.
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
-_ROUND = 200
+# Inputs of a round, and at least so many examples: time is looked at after each.
+_ROUND, _EXAMPLES = 200, 10
 
 done: Counter[str] = Counter()
 
@@ -27,7 +28,7 @@ def fuzz(target: Callable[[Any], None], inputs: SearchStrategy[Any], few: int = 
 
         @seed(number)
         @settings(
-            max_examples=_ROUND if SECONDS else few,
+            max_examples=max(_EXAMPLES, _ROUND // each) if SECONDS else few,
             deadline=None,
             database=None,
             derandomize=False,

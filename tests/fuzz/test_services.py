@@ -22,6 +22,7 @@ from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from tests.fuzz.effort import SECONDS as SECONDS_EACH
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages
 
@@ -31,8 +32,9 @@ RIGHT = {S.OK, S.INVALID_ARGUMENT, S.NOT_FOUND, S.FAILED_PRECONDITION, S.RESOURC
 SECONDS = 60.0
 # Of a stream that answers, so many messages tell enough.
 _READ = 3
-# Of each message; as many calls as a service with its usual limits takes at once.
+# Of each message; as many calls at once as a service with its usual limits takes, and as often as that.
 _CHANGED = 16
+_TIMES = 8 if SECONDS_EACH else 1
 SERVICES = {
     "kvcache": kvcache_pb2.DESCRIPTOR.services_by_name["KVCacheService"],
     "fusion": fusion_pb2.DESCRIPTOR.services_by_name["FusionService"],
@@ -156,11 +158,13 @@ def test_messages_that_are_changed(running: Running, service: str, name: str) ->
     def message_with_changed_bytes(given: tuple[list[Any], int]) -> None:
         sent, seed = given
         parts, dice = [message.SerializeToString() for message in sent], random.Random(seed)
-        inputs = [[changed(part, dice) for part in parts] for _ in range(_CHANGED)]
-        call(running.channels[service], method, inputs, raw=True)
-        running.sound(service)
+        for _ in range(_TIMES):
+            inputs = [[changed(part, dice) for part in parts] for _ in range(_CHANGED)]
+            call(running.channels[service], method, inputs, raw=True)
+            running.sound(service)
 
-    fuzz(message_with_changed_bytes, st.tuples(sent_to(method), st.integers(0, 2**32)), 1, each=_CHANGED)
+    given = st.tuples(sent_to(method), st.integers(0, 2**32))
+    fuzz(message_with_changed_bytes, given, 1, each=_TIMES * _CHANGED)
 
 
 @pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
