@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -61,6 +62,13 @@ class Mover:
         self._copied.clear()
         self._due.set()
 
+    def stays(self, key: bytes) -> None:
+        """Somebody was told that an entry is here: perhaps a service that gives it back, and deletes its own.
+
+        Two that disagree about who is alive may each think that an entry belongs to the other.
+        """
+        self._departing.pop(key, None)
+
     def warmed(self, entry: Resident) -> None:
         """An entry was asked for."""
         if self._accesses(entry.heat) >= _HOT and len(self._hot) < _MOST_HOT:
@@ -83,8 +91,7 @@ class Mover:
                     if record is None or not home or home in failed:
                         continue
                     try:
-                        if await self._give_gently(record.key, home, "moves"):
-                            self._departing[record.key] = time.monotonic()
+                        await self._depart(record.key, home)
                     except ServiceError as error:
                         log.warning("entries that belong to %s stay for now: %s", home, error)
                         failed.add(home)
@@ -107,7 +114,7 @@ class Mover:
                         self._copied[key] = order[1]
             while len(self._copied) > _MOST_HOT:
                 del self._copied[next(iter(self._copied))]
-            await self._forget_moved()
+            await self._store.to_the_end(self._forget_moved())
 
     async def hand_over(self) -> None:
         """Gives entries to those who take them after this service, the hottest first, until done or cancelled."""
@@ -162,16 +169,29 @@ class Mover:
         stays = order[:2] if self._accesses(heat) >= _WARM else order[:1]
         return "" if not order or self.own in stays else order[0]
 
+    async def _depart(self, key: bytes, home: str) -> None:
+        """Gives an entry to its home, and notes when, unless it was put here meanwhile. Raises as `_give` does."""
+        self._departing[key] = math.inf
+        given = False
+        try:
+            given = await self._give_gently(key, home, "moves")
+        finally:
+            if not given:
+                self.stays(key)
+        if key in self._departing:
+            self._departing[key] = time.monotonic()
+
     async def _forget_moved(self) -> None:
+        """Nothing comes between the look at what departs and its end: whoever puts it then puts it anew."""
         now = time.monotonic()
-        due = [key for key, since in self._departing.items() if since + _GRACE_SECONDS <= now]
-        for key in due:
-            del self._departing[key]
-        entries = [entry for key in due if (entry := self._store.residents.get(key)) is not None]
-        # Who left in the meantime may have made this service the home.
-        gone = [entry.record.key for entry in entries if self.home(group_of(entry.record)) != self.own]
-        with contextlib.suppress(ServiceError):  # it is gone from the index at least
-            await self._store.delete(gone)
+        while due := [key for key, since in self._departing.items() if since + _GRACE_SECONDS <= now][:_BATCH]:
+            for key in due:
+                del self._departing[key]
+            entries = [entry for key in due if (entry := self._store.residents.get(key)) is not None]
+            # Who left in the meantime may have made this service the home.
+            gone = [entry for entry in entries if self.home(group_of(entry.record)) != self.own]
+            with contextlib.suppress(OSError):  # it is gone until the next start
+                await self._store.withdraw(gone)
 
     async def _give_gently(self, key: bytes, address: str, what: str) -> bool:
         started = time.monotonic()

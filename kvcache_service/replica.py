@@ -141,7 +141,11 @@ class Replica:
         self._publisher.missed(key, group)
 
     def published(self, record: Record) -> None:
+        self._mover.stays(record.key)
         self._publisher.published(record)
+
+    def put_again(self, record: Record) -> None:
+        self._mover.stays(record.key)
 
     def withdrawn(self, record: Record) -> None:
         self._publisher.withdrawn(record)

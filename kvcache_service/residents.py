@@ -50,13 +50,15 @@ class Resident:
 
 
 class Watcher(Protocol):
-    """Learns at once what becomes visible, invisible and hotter, after `recover`."""
+    """Learns at once what becomes visible, invisible and hotter, and what somebody puts that is visible already."""
 
     def published(self, record: Record) -> None: ...
 
     def withdrawn(self, record: Record) -> None: ...
 
     def warmed(self, entry: Resident) -> None: ...
+
+    def put_again(self, record: Record) -> None: ...
 
 
 class Residents:
@@ -184,6 +186,11 @@ class Residents:
             self._enter(entry.row, name, place)
         if self.watcher is not None:
             self.watcher.published(entry.record)
+
+    def put_again(self, entry: Resident) -> None:
+        """Somebody who put a visible entry is told that it is here."""
+        if self.watcher is not None:
+            self.watcher.put_again(entry.record)
 
     def warm(self, entry: Resident, heat: float) -> None:
         """Gives a visible entry a heat that is not below the one it has."""

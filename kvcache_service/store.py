@@ -166,7 +166,10 @@ class Store:
         """
         if record.depth > 2 and (unknown := asked - self._demand.count(record.key)) > 0:
             self._demand.ask(record.key, unknown)
-        if self.residents.get(record.key) is not None or not self.wanted(record):
+        if (there := self.residents.get(record.key)) is not None:
+            self.residents.put_again(there)
+            return None
+        if not self.wanted(record):
             return None
         if record.size > self.config.max_entry_bytes:
             raise ResourceExhausted(

@@ -117,7 +117,9 @@ class Writer:
         done = store.committing[group] = asyncio.Event()
         try:
             # Asked again: others were stored since the reservation.
-            stored = residents.get(record.key) is None and store.wanted(record)
+            if (there := residents.get(record.key)) is not None:
+                residents.put_again(there)
+            stored = there is None and store.wanted(record)
             if stored:
                 # Whoever found the replaced ones will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in store.replaced_by(self._entry))])

@@ -1,4 +1,4 @@
-"""What moves to another service arrives as it was: its heat, and the demand for its path that it is kept for."""
+"""What moves to another service arrives as it was, with its heat and the demand for its path, and is never lost."""
 
 import asyncio
 from pathlib import Path
@@ -8,6 +8,8 @@ import pytest
 
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.mover import Mover
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.residents import Resident
 from tests.waiting import until
 
 
@@ -36,3 +38,50 @@ async def test_an_offered_entry_that_is_kept_for_its_own_path_is_kept_where_it_m
         assert await new.fetch(hit.entry) == b"behind" * 1000
         assert (await new.find(s, c, lease_ms=1)).hits[-1].kind is HitKind.EXACT
         await mover.close()
+
+
+class Watching:
+    """Tells a mover what a replica would."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+
+    def published(self, record: Record) -> None:
+        self._mover.stays(record.key)
+
+    def put_again(self, record: Record) -> None:
+        self._mover.stays(record.key)
+
+    def withdrawn(self, record: Record) -> None: ...
+
+    def warmed(self, entry: Resident) -> None: ...
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["one after the other", "at once"])
+async def test_two_that_each_think_an_entry_belongs_to_the_other_do_not_lose_it(
+    tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    """Each sees the other alone among the living, as for a moment when Redis is slow and both begin anew."""
+    monkeypatch.setattr("fusionkv.kvcache_service.mover._GRACE_SECONDS", 1.0)
+    path = [tools.digest(name) for name in "SA"]
+    async with tools.serving(tmp_path / "a") as a, tools.serving(tmp_path / "b") as b:
+        movers = [Mover(here.store, lambda there=there: [there.address], None) for here, there in ((a, b), (b, a))]
+        for mover, here in zip(movers, (a, b), strict=True):
+            mover.own = here.address
+            here.store.residents.watcher = Watching(mover)
+            assert (await here.put(path, b"kv" * 1000))[1]
+            mover.members_changed()
+        tasks = [asyncio.create_task(mover.copy()) for mover in movers]
+        for number, (mover, here) in enumerate(zip(movers, (a, b), strict=True)):
+            tasks.append(asyncio.create_task(mover.move()))
+            if not together or number:
+                await until(lambda here=here: here.store.counters.get("moves") == 1)
+        # Over the time that what was moved stays, and the second in which that is looked at.
+        await asyncio.sleep(2.5)
+        found = [(await here.find(*path, lease_ms=1)).hits[-1].entry for here in (a, b)]
+        assert found[0] is not None, "it was given back"
+        assert together or found[1] is None, "it has moved"
+        for task in tasks:
+            task.cancel()
+        for mover in movers:
+            await mover.close()
