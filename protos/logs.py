@@ -26,6 +26,9 @@ def attach(service: str) -> None:
     text = logging.Formatter(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
     handler.setFormatter(JSONLines(service) if form == "json" else text)
     logging.basicConfig(level=os.environ.get("FUSIONKV_LOG", "INFO").upper(), handlers=[handler])
+    # Of a stream whose caller went away, the garbage collector may end the generator, in a context of its own. Its
+    # span ends all the same, but OpenTelemetry says with a traceback that there was nothing to go back to.
+    logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
 
 
 class Seldom:

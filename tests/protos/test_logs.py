@@ -3,6 +3,8 @@
 import io
 import json
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -78,3 +80,27 @@ def test_a_form_that_is_not_known_is_refused(form: str, monkeypatch: pytest.Monk
     monkeypatch.setenv("FUSIONKV_LOG_FORMAT", form)
     with pytest.raises(ValueError, match="text or json"):
         logs.attach("fusionkv-test")
+
+
+def test_a_stream_that_the_garbage_collector_ends_is_no_line() -> None:
+    """In a process of its own, whose log is set up as a service's is."""
+    program = """
+import contextvars
+from opentelemetry import context
+from fusionkv.protos import logs
+
+logs.attach("fusionkv-test")
+
+def stream():
+    token = context.attach(context.get_current())
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+left = stream()
+contextvars.copy_context().run(next, left)
+left.close()
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    assert not ended.stdout + ended.stderr
