@@ -102,11 +102,12 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
-	@$(PY) -m fusionkv.fusion_worker.evaluation $(ARGS)
+	@$(PY) -m fusionkv.fusion_worker.evaluation --auxiliary models/clip/tuned-1 $(ARGS)
 
 .PHONY: quality
-quality: setup ## Writes docs/quality.md's tables from the report of `make eval`
+quality: setup ## Writes the tables of docs/quality.md and docs/selection.md from the report of `make eval`
 	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md
+	@$(PY) scripts/selection_docs.py $(ARGS) > build/selection.md && mv build/selection.md docs/selection.md
 
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md from build/bench/

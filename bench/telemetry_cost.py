@@ -1,13 +1,16 @@
-"""What OpenTelemetry costs until the first token: `python -P bench/telemetry_cost.py 150`, with so many pairs.
+"""What OpenTelemetry costs until the first token, of 150 pairs: `python -P bench/telemetry_cost.py 150 [large]`.
 
 Two sets of services, each a cache service, a worker with a reference model and a gateway: one exports traces and
 metrics to an OTLP receiver in this process, the other has no telemetry. Each question goes to both, one after the
 other and first to each in turn. OTEL_* variables hold for the set that exports. The figures of docs/observability.md.
+
+`large` takes a model with the layers of Qwen2.5-0.5B instead and random weights, which speed does not read.
 """
 
 import asyncio
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,6 +22,7 @@ from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -99,7 +103,7 @@ def _service(env: dict[str, str], module: str, *flags: str) -> Iterator[tuple[st
 
 
 @contextmanager
-def _services(folder: Path, endpoint: str) -> Iterator[Services]:
+def _services(folder: Path, model: Path, endpoint: str) -> Iterator[Services]:
     """A gateway with all that it needs; they export if there is an endpoint."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint} if endpoint else plain
@@ -112,8 +116,21 @@ def _services(folder: Path, endpoint: str) -> Iterator[Services]:
             return address
 
         cache = start("kvcache_service", "--data-dir", str(folder / "kvcache"))
-        worker = start("fusion_worker", "--cache", cache, "--model", str(MODEL), "--threads", "1", *_PATIENT)
+        worker = start("fusion_worker", "--cache", cache, "--model", str(model), "--threads", "1", *_PATIENT)
         yield Services(start("gateway", "--workers", worker, "--data-dir", str(folder / "gateway")), tuple(pids))
+
+
+def _large(folder: Path) -> Path:
+    """A model directory: random layers of Qwen2.5-0.5B, the reference model's vocabulary and tokenizer."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    sizes |= {"num_attention_heads": 14, "num_key_value_heads": 2, "layer_types": ["full_attention"] * 24}
+    config = Qwen2Config.from_pretrained(MODEL, **sizes)
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
 
 
 async def _first_token(client: AsyncClient, question: str) -> tuple[float, str]:
@@ -166,11 +183,16 @@ def report(seconds: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    if len(sys.argv) != 2 or not sys.argv[1].isdecimal():
-        sys.exit(__doc__)
+    match sys.argv[1:]:
+        case [pairs, *size] if pairs.isdecimal() and size in ([], ["large"]):
+            pass
+        case _:
+            sys.exit(__doc__)
     with _receiving() as (receiver, endpoint), tempfile.TemporaryDirectory() as made:
-        with _services(Path(made, "plain"), "") as plain, _services(Path(made, "told"), endpoint) as told:
-            seconds, processor, traces = asyncio.run(_pairs((plain, told), int(sys.argv[1])))
+        model = _large(Path(made, "model")) if size else MODEL
+        silent, telling = (_services(Path(made, name), model, to) for name, to in (("plain", ""), ("told", endpoint)))
+        with silent as plain, telling as told:
+            seconds, processor, traces = asyncio.run(_pairs((plain, told), int(pairs)))
         spans = receiver.spans(set(map(bytes.fromhex, traces))) / max(1, len(traces))
         each = [round(1e3 * used / len(seconds), 2) for used in processor]
         whole = {"processor_ms_each_without": each[0], "processor_ms_each_with": each[1], "spans_each": spans}

@@ -112,11 +112,15 @@ def deviations(rows: Rows) -> Iterator[str]:
             yield f"| `{recipe}` | {' | '.join(cells)} |\n"
 
 
-def page(report: Path) -> str:
-    rows: Rows = {
+def read(report: Path) -> Rows:
+    return {
         (row["model"], row["task"], row["recipe"], row["r"], row["metric"]): row
         for row in json.loads(report.read_text(encoding="utf-8"))
     }
+
+
+def page(report: Path) -> str:
+    rows = read(report)
     before, _, _ = PAGE.read_text(encoding="utf-8").partition(HEADING)
     models, parts = names(rows, 0), [before, HEADING]
     sizes = sorted({row["n"] for key, row in rows.items() if key[4] == metric_of(rows, key[1])})
