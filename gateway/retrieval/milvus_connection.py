@@ -14,6 +14,7 @@ from pymilvus.exceptions import MilvusException
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import left
+from fusionkv.gateway.retrieval.circuit import Circuit
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.protos.errors import NotFound, Unavailable
 
@@ -30,6 +31,7 @@ BATCH = 500
 _NO_IDLE_PINGS = {"grpc.keepalive_permit_without_calls": False}
 MOST_ROWS = 16_384  # of one answer
 _NO_COLLECTION, _NOT_LOADED = 100, 101
+_SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class NoCollection(NotFound):
@@ -48,6 +50,7 @@ class Connection:
     def __init__(self, client: MilvusClient, threads: ThreadPoolExecutor) -> None:
         self._client = client
         self._threads = threads
+        self._circuit = Circuit("Milvus")
 
     @classmethod
     async def open(cls, url: str, token: str, database: str, ca: str) -> "Connection":
@@ -161,12 +164,22 @@ class Connection:
 
     async def _run(self, work: Callable[[float], T]) -> T:
         """What `work` gives, which is told its seconds, in a thread; not begun once nobody waits for it any more."""
-        until = time.monotonic() + min(_SECONDS, left())
+        until = time.monotonic() + min(_SECONDS, left(), self._circuit.admit() or _SECONDS)
 
         def run() -> T:
             if (seconds := until - time.monotonic()) <= 0:
                 raise Unavailable("Milvus: no time is left for a call")
-            return work(seconds)
+            # Told here: who asked may have left by the time the call ends, and then nobody hears of it.
+            try:
+                found = work(seconds)
+            except (MilvusException, grpc.RpcError) as error:
+                if _silent(error):
+                    self._circuit.unanswered(seconds)
+                else:
+                    self._circuit.answered()
+                raise
+            self._circuit.answered()
+            return found
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
@@ -181,6 +194,11 @@ class Connection:
 def listed(names: Iterable[str]) -> str:
     """A list in a condition; names are hexadecimal, so nothing in them needs a quote."""
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _silent(error: MilvusException | grpc.RpcError) -> bool:
+    """Whether nobody answered: after its own retries the client puts gRPC's status where Milvus's code would be."""
+    return (error.code() if isinstance(error, grpc.RpcError) else error.code) in _SILENT
 
 
 def _reason(error: Exception) -> str:

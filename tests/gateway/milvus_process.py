@@ -17,6 +17,13 @@ _START_SECONDS = 180
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Its URL."""
+    with running(folder) as (url, _):
+        yield url
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
+    """Its URL and its process."""
     port = free_port()
     command = [Path(sys.executable).parent / "milvus-lite", "server", "--data-dir", folder]
     log = folder.parent / f"{folder.name}.log"
@@ -28,7 +35,7 @@ def serving(folder: Path) -> Iterator[str]:
             while not ready.done() and process.poll() is None and time.monotonic() < end:
                 time.sleep(0.05)
             assert ready.done(), log.read_text()
-        yield f"http://127.0.0.1:{port}"
+        yield f"http://127.0.0.1:{port}", process
     finally:
         process.kill()
         process.wait()

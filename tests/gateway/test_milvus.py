@@ -1,6 +1,7 @@
 """What Milvus adds to the contract of retrieval engines: gateways that share it, their ends, and its own."""
 
 import asyncio
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
+from fusionkv.gateway.retrieval.circuit import LEAST_SECONDS, REST_SECONDS
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.errors import InvalidArgument, Unavailable
@@ -107,6 +109,36 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
         engine = await MilvusRetrieval.open(url)
         assert [item.name for item in await engine.documents("c")] == [f"d{number}" for number in range(10)]
         assert await texts(engine, "c", "7") == ["text 7"]
+        await engine.close()
+
+
+async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> None:
+    """A few find out; then calls are refused at once, but for a trial now and then, until one is answered."""
+
+    async def seconds(expected: str, given: float = 2 * LEAST_SECONDS) -> float:
+        began = time.monotonic()
+        with within(given), pytest.raises(Unavailable, match=expected):
+            await engine.corpora()
+        return time.monotonic() - began
+
+    with milvus_process.running(tmp_path / "data") as (url, process):
+        engine = await MilvusRetrieval.open(url)
+        await put(engine, "c", "d", "text")
+        process.send_signal(signal.SIGSTOP)
+        for _ in range(5):
+            assert await seconds("Milvus: ", LEAST_SECONDS / 4) >= LEAST_SECONDS / 5  # in a hurry: says nothing
+        for _ in range(3):
+            assert await seconds("Milvus: ") >= LEAST_SECONDS
+        for _ in range(20):
+            assert await seconds("has not answered 3 calls in a row") < LEAST_SECONDS
+        await asyncio.sleep(REST_SECONDS)
+        trial, *others = await asyncio.gather(seconds("Milvus: "), *(seconds("not answered") for _ in range(5)))
+        assert trial >= LEAST_SECONDS
+        assert max(others) < LEAST_SECONDS
+        process.send_signal(signal.SIGCONT)
+        await asyncio.sleep(REST_SECONDS)
+        assert [item.name for item in await engine.corpora()] == ["c"]
+        assert await texts(engine, "c", "text") == ["text"]
         await engine.close()
 
 
