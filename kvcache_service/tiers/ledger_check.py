@@ -1,14 +1,15 @@
 """Whether an LMDB database is whole, found out by a process of its own: directory, bytes of its map, most seconds.
 
 LMDB trusts what it reads: a page that was damaged on the disk may end the process that meets it, by SIGABRT or SIGBUS
-(10 of 35 databases with three pages of zeros did). So this one meets all of them first. It imports nothing of the
-project.
+(10 of 35 databases with three pages of zeros did). So this one meets all of them first.
 """
 
 import signal
 import sys
 
 import lmdb
+
+from fusionkv.kvcache_service.tiers import ledger_pages
 
 DAMAGED = 3
 # These say what the machine lacks, and nothing about the bytes.
@@ -25,8 +26,10 @@ def check(directory: str, map_bytes: int) -> None:
     """Reads every record of every database, and the list of free pages. Changes nothing.
 
     Raises:
-        lmdb.Error: something can't be read.
+        lmdb.Error: something can't be read, or does not fit together.
+        OSError: the file can't be read.
     """
+    ledger_pages.check(f"{directory}/data.mdb")
     env = lmdb.open(directory, map_size=map_bytes, max_dbs=2, sync=False, create=False)
     with env.begin() as txn:
         names = [name for name, _ in txn.cursor()]
@@ -50,7 +53,7 @@ if __name__ == "__main__":
     signal.alarm(int(sys.argv[3]))  # what takes longer goes round in circles
     try:
         check(sys.argv[1], int(sys.argv[2]))
-    except _NOT_DAMAGE:
+    except (OSError, *_NOT_DAMAGE):
         pass
     except lmdb.Error as error:
         # Without a class of its own it is what the system said (no permission, say), but for one.

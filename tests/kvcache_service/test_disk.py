@@ -159,7 +159,7 @@ def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(tmp_path: Path, 
         assert len(list(opened.load())) in (0, 300)
         opened.put([(tools.record([tools.digest("S"), tools.digest("new")], b"data"), 0, 1.0)])
         opened.close()
-    assert "reading it ends a process with SIGABRT" in caplog.text
+    assert "starts empty" in caplog.text
     path.write_bytes(data)
     opened = Ledger(tmp_path, 1 << 26, False)
     assert len(list(opened.load())) == 300
