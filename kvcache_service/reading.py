@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from opentelemetry import trace
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.tiers.base import Place, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.protos import logs
 from fusionkv.protos.checksum import Checksum
 from fusionkv.protos.errors import DataLoss, Unavailable
 from fusionkv.protos.frames import FRAME_BYTES
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from fusionkv.kvcache_service.store import Store
 
 tracer = trace.get_tracer(__name__)
+_faults = logs.Seldom(logging.getLogger(__name__))
 
 
 class Reader:
@@ -113,6 +116,7 @@ async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bo
     residents, record = store.residents, entry.record
     tier = next(tier for tier in residents.tiers if tier.name in entry.places)
     source, intact, silent = entry.places[tier.name], False, None
+    fault: Exception = DataLoss("its checksum is another one")
     entry.pins += 1
     try:
         with tracer.start_as_current_span("kvcache.read") as span:
@@ -121,8 +125,8 @@ async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bo
             intact = await store.in_thread(_copy_verified, tier, source, copies, record.checksum)
     except Unreachable as error:
         silent = error
-    except OSError:
-        pass
+    except OSError as error:
+        fault = error
     finally:
         entry.pins -= 1
         for above, place in copies.items():
@@ -136,6 +140,7 @@ async def load(store: "Store", entry: Resident, copies: dict[Tier, Place]) -> bo
         raise silent
     if not intact:
         store.counters.add("checksum.failures", tier=tier.name)
+        _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
         await store.drop(entry)
     residents.let_go(entry)
     return intact

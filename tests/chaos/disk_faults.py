@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
     await scene.let_go(end=False)
     for file in (scene.data / "segments").glob("*.kv"):
         _flip(file, scene.dice, scene.dice.choice((1, 20, 500)))
+    scene.cache.signal(signal.SIGCONT)
     yield
 
 
@@ -31,7 +33,9 @@ async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
     running = scene.dice.random() < 0.5
     await scene.let_go(end=not running)
     _cut_short(scene.data / "segments", scene.dice)
-    if not running:
+    if running:
+        scene.cache.signal(signal.SIGCONT)
+    else:
         await scene.cache.start()
     yield
 

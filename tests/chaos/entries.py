@@ -5,13 +5,17 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service.keys import entry_key
 from fusionkv.protos import errors
 from tests.chaos.answers import ASK_SECONDS, SHORT_SECONDS, UPSET
 from tests.chaos.process import Wrong
 from tests.chaos.world import World
-from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, payload, put
+from tests.system.cache_process import NAMESPACE, SYSTEM, ask, chunk, payload, put
 
 _MOST_ENTRIES = 150
 HONEST = (*UPSET, errors.NotFound, errors.DataLoss)
@@ -53,10 +57,18 @@ class Entries:
         held, client = set(), self.world.cache_clients[number]
         with contextlib.suppress(*UPSET):
             for name in sorted(self.stored):  # others may be put meanwhile
-                entry = await _find(client, name, SHORT_SECONDS)
+                entry = (await ask(client, name)).hits[1].entry
                 if entry is not None and not entry.holders:
                     held.add(name)
         return held
+
+    def on_disk(self, data: Path) -> set[int]:
+        """The entries in a disk tier's index, of a service that runs or was killed."""
+        keys = {entry_key(NAMESPACE, [SYSTEM, chunk(name)]): name for name in self.stored}
+        folder = str(data / "index")
+        with lmdb.open(folder, max_dbs=2, readonly=True, lock=False) as index, index.begin() as txn:
+            records = index.open_db(b"records", txn, create=False)
+            return {name for key, name in keys.items() if txn.get(key, db=records) is not None}
 
     async def put_one(self) -> None:
         client, name = self.dice.choice(self.world.cache_clients), next(self._names)
@@ -87,10 +99,12 @@ class Entries:
         return True
 
     async def _found_somewhere(self, name: int) -> bool:
-        """Any service finds what the others hold; where the index was damaged, its holder does."""
+        """Any service finds what the others hold; where the index was damaged, its holder does. Asked twice, since an
+        entry may move on from a service that is asked later to one that was asked before.
+        """
         clients = list(self.world.cache_clients)
         self.dice.shuffle(clients)
-        for client in clients:
+        for client in clients * 2:
             with contextlib.suppress(errors.NotFound, errors.DataLoss):
                 if await self._get_from(client, name, ASK_SECONDS):
                     return True

@@ -40,17 +40,19 @@ class Scene:
         return self.world.network
 
     async def let_go(self, end: bool = True) -> None:
-        """From now on this cache service may lose what it holds. `end`: it is killed before this returns.
-
-        What it holds and others too counts as lost as well: it may have been moved, and the others then forget it.
+        """From now on this cache service may lose what it holds. It is killed before this returns, or, if it is not to
+        `end`, stands still until the caller has done the damage: what it is given meanwhile the givers may forget.
         """
-        held = self.oracle.entries.held_by
-        self.gone |= await held(self.number)
         if end:
             self.cache.kill9()
-        # What was on its way to it just now is where nobody else is asked.
+        held = self.oracle.entries.held_by
         others = [await held(other) for other in range(CACHES) if other != self.number]
+        # What was on its way to it just now is where nobody else is asked.
         self.gone |= set(self.oracle.entries.stored).difference(*others)
+        if not end:
+            self.cache.signal(signal.SIGSTOP)
+        # What it holds and others too counts as lost as well: it may have been moved, and the others then forget it.
+        self.gone |= self.oracle.entries.on_disk(self.data)
 
 
 Context = Callable[[Scene], AbstractAsyncContextManager[None]]
