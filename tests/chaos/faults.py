@@ -40,8 +40,8 @@ class Scene:
         return self.world.network
 
     async def let_go(self, end: bool = True) -> None:
-        """From now on this cache service may lose what it holds. It is killed before this returns, or, if it is not to
-        `end`, stands still until the caller has done the damage: what it is given meanwhile the givers may forget.
+        """From now on this cache service may lose what it holds. It is killed before this returns, or, if it is not
+        to `end`, stands still until the caller has done the damage: the givers may forget what it is given meanwhile.
         """
         if end:
             self.cache.kill9()
