@@ -1,14 +1,16 @@
 """The RPCs over a real channel: what each of them does."""
 
 import asyncio
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 import grpc
 import pytest
 
+from fusionkv.kvcache_service import reading
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.protos import errors
+from fusionkv.protos import errors, logs
 from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
@@ -200,7 +202,10 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any, tools: Any,
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_what_prefetch_finds_damaged_is_deleted(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_what_prefetch_finds_damaged_is_deleted(
+    start: Any, tools: Any, names: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_faults", logs.Seldom(logging.getLogger("fusionkv")))  # as if it were the first
     service = await start(memory=1 * MIB, disk=16 * MIB)
     key, _ = await service.put([names["S"]], tools.payload("S", 900_000))
     service.clock.now += 1000
@@ -214,6 +219,7 @@ async def test_what_prefetch_finds_damaged_is_deleted(start: Any, tools: Any, na
     assert not found.entries[0].HasField("arena_offset")
     assert service.store.residents.get(key) is None
     assert (await service.client.stats()).checksum_failures == 1
+    assert f"entry {key.hex()} was damaged in the disk tier and is deleted: its checksum is another" in caplog.text
 
 
 async def test_without_a_disk_tier(start: Any, tools: Any, names: dict[str, bytes]) -> None:
