@@ -33,6 +33,7 @@ from fusionkv.protos.errors import ResourceExhausted
 _Scorings = dict[tuple[Any, FirstScore | None], Scored]
 # Groups of samples at once: enough rows for full steps of the engine.
 _MOST_GROUPS = 8
+_MOST_DEVIATIONS = 1024
 
 
 class Runner:
@@ -48,6 +49,7 @@ class Runner:
         self._fuser = Fuser(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
         self._prompter = Prompter(model, chunk_tokens)
+        self._deviations: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
 
     async def close(self) -> None:
         if self._auxiliary is not None:
@@ -158,8 +160,17 @@ class Runner:
                 # Anchor tokens have no counterpart in full attention.
                 if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
                     async with contexts.placed(prompt, _encode(cell.recipe), 0) as reused:
-                        away[cell] = deviation(self._pool.kv, self._model.rotation, reused, placement.fresh)
+                        away[cell] = self._deviation(reused, placement)
             return answer, away
+
+    def _deviation(self, reused: Placement, full: Placement) -> dict[str, float]:
+        """As `deviation`; the same for all questions about a context, and for all recipes that encode it alike."""
+        parts = tuple((part.wanted.key, part.wanted.position) for part in reused.parts)
+        if parts not in self._deviations:
+            if len(self._deviations) >= _MOST_DEVIATIONS:
+                self._deviations.clear()
+            self._deviations[parts] = deviation(self._pool.kv, self._model.rotation, reused, full.fresh)
+        return self._deviations[parts]
 
     async def _alone(self, asked: Asked, cell: Cell, contexts: Contexts, picture: bool) -> Answer:
         """One cell, timed, each step as a worker would take it."""
