@@ -38,7 +38,7 @@ class Rotation:
         """
         different, which = shifts.unique(return_inverse=True)
         pairs = [self._factors(shift, shifts.device) for shift in different.tolist()]
-        cos, sin = (torch.stack(list(column), 1)[:, which].t() for column in zip(*pairs, strict=True))
+        cos, sin = (torch.stack(list(column), 1).index_select(1, which).t() for column in zip(*pairs, strict=True))
         return cos, sin
 
     def apply(
