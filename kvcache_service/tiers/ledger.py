@@ -19,7 +19,7 @@ from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED
 log = logging.getLogger(__name__)
 
 _HEAT = struct.Struct("<d")
-_CHECK = "fusionkv.kvcache_service.tiers.ledger_check"
+_CHECK = ("-m", "fusionkv.kvcache_service.tiers.ledger_check")
 # How a process ends that met a damaged page. Others (SIGKILL, say) must not delete anything.
 _BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGALRM, signal.SIGBUS, signal.SIGSEGV))}
 # Longer than a slow disk takes.
@@ -102,7 +102,7 @@ def _damage(directory: Path, map_bytes: int) -> str:
     if not file.exists() or not file.stat().st_size:
         return ""
     limit = _CHECK_SECONDS + file.stat().st_size // _CHECK_BYTES_A_SECOND
-    argv = [sys.executable, "-P", "-m", _CHECK, str(directory), str(map_bytes), str(limit)]
+    argv = [sys.executable, "-P", *_CHECK, str(directory), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode not in _BROKEN:
         return ""

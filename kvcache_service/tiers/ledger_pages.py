@@ -115,10 +115,12 @@ class _File:
         page = os.pread(self._fd, self._size, number * self._size)
         named, _, kind, lower, upper = _HEADER.unpack_from(page)
         known = (named, kind) == (number, _LEAF if leaf else _BRANCH)
-        _expect(known and _HEADER.size < lower <= upper <= self._size, f"page {number} is not what it should be")
+        bounded = _HEADER.size < lower <= upper <= self._size and lower % 2 == 0
+        _expect(known and bounded, f"page {number} is not what it should be")
         nodes, spans = [], [(self._size, self._size)]
         for (at,) in struct.iter_unpack("=H", page[_HEADER.size : lower]):
-            _expect(at <= self._size - _NODE.size, f"page {number}: a node out of bounds")
+            if at > self._size - _NODE.size:  # for each of millions, so nothing is said in advance
+                raise lmdb.CorruptedError(f"page {number}: a node out of bounds")
             low, high, flags, length = _NODE.unpack_from(page, at)
             value = at + _NODE.size + length
             end = value + (_NUMBER.size if flags == _BIG else low | high << 16) * leaf
@@ -147,9 +149,10 @@ class _File:
         return os.pread(self._fd, length, first * self._size + _RUN.size)
 
     def _take(self, number: int, count: int) -> None:
-        _expect(_METAS <= number <= number + count <= self._pages, f"page {number} is out of bounds")
-        free = not any(self._taken[number : number + count])
-        _expect(free, f"page {number} is in use twice")
+        if not _METAS <= number <= number + count <= self._pages:
+            raise lmdb.CorruptedError(f"page {number} is out of bounds")
+        if any(self._taken[number : number + count]):
+            raise lmdb.CorruptedError(f"page {number} is in use twice")
         self._taken[number : number + count] = bytes([1]) * count
 
 
