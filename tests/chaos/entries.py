@@ -99,12 +99,10 @@ class Entries:
         return True
 
     async def _found_somewhere(self, name: int) -> bool:
-        """Any service finds what the others hold; where the index was damaged, its holder does. Asked twice, since an
-        entry may move on from a service that is asked later to one that was asked before.
-        """
+        """Any service finds what the others hold; where the index was damaged, its holder does."""
         clients = list(self.world.cache_clients)
         self.dice.shuffle(clients)
-        for client in clients * 2:
+        for client in clients:
             with contextlib.suppress(errors.NotFound, errors.DataLoss):
                 if await self._get_from(client, name, ASK_SECONDS):
                     return True
