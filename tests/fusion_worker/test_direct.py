@@ -124,5 +124,5 @@ async def test_without_a_gpu_nothing_is_read_directly(stage: Stage) -> None:
     rig = await stage.open()
     storage = rig.servicer.loader.storage
     if storage.device.type == "cuda":
-        pytest.skip("there is one")
+        pytest.skip("the pool is on a GPU")
     assert DirectReader.find(storage) is None
