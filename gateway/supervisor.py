@@ -10,14 +10,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.protos import huge_pages, rpc, settings
+from fusionkv.protos import rpc, settings
 
 _SERVING = re.compile(r"^\S+ serving on (.+)$")
 # A unix socket's path has at most 107 bytes.
@@ -28,23 +28,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Child:
-    """One service process; `plain`: without TLS. Its output goes to standard error, each line under its name.
+    """One service process; `plain`: without TLS. Its output goes to standard error, each line under its name."""
 
-    env: its environment; this process's own by default.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: str,
-        flags: Sequence[str],
-        *,
-        plain: bool = True,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, module: str, flags: Sequence[str], *, plain: bool = True) -> None:
         self.name = name
         self._plain = plain
-        self._env = env
         self._argv = [sys.executable, "-P", "-m", module, *flags]
         self._process: asyncio.subprocess.Process | None = None
         self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
@@ -62,7 +50,6 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=_LONGEST_LINE,
-            env=self._env,
             # Ctrl-C reaches the parent alone, which ends the children in order.
             start_new_session=True,
             preexec_fn=_die_with_parent,
@@ -192,10 +179,7 @@ def _children(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Chi
     listen = ["--listen", args.listen] if args.listen else []
     return [
         Child(
-            "kvcache",
-            "fusionkv.kvcache_service",
-            [*config, "--listen", cache, "--data-dir", str(data / "kvcache")],
-            env=huge_pages.environment(),
+            "kvcache", "fusionkv.kvcache_service", [*config, "--listen", cache, "--data-dir", str(data / "kvcache")]
         ),
         Child("worker", "fusionkv.fusion_worker", [*config, *model, "--listen", worker, "--cache", cache]),
         Child(

@@ -34,7 +34,6 @@ from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
 from fusionkv.kvcache_service.tiers.ledger import Ledger
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos import huge_pages
 
 NAMESPACE = keys.namespace(b"scale", {}, "")
 SYSTEM = keys.chunk_digest([0])
@@ -185,8 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="fusionkv-scale", dir=options.directory) as directory:
             command = [sys.executable, "-P", "-m", "fusionkv.kvcache_service.scale"]
             more = ["--only", str(chunks), "--directory", directory]
-            done = subprocess.run(command + more, check=True, stdout=subprocess.PIPE, env=huge_pages.environment())
-            rows.append(json.loads(done.stdout))
+            rows.append(json.loads(subprocess.run(command + more, check=True, stdout=subprocess.PIPE).stdout))
     _show(rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
