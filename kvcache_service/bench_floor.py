@@ -109,14 +109,12 @@ def memcpy(into: Sequence[memoryview], data: memoryview) -> float:
 
 
 def preadv(
-    into: Sequence[memoryview], file: int, clock: Callable[[], float] = time.process_time, cold: bool = False
+    into: Sequence[memoryview], places: Sequence[tuple[int, int]], clock: Callable[[], float] = time.process_time
 ) -> float:
-    """Fills buffers from a file, each from another place as far as there is one; GB/s by the given clock."""
-    if cold:
-        drop_pages(file)
-    start, size = clock(), os.fstat(file).st_size
-    for n, buffer in enumerate(into):
-        os.preadv(file, [buffer], n * len(buffer) % (size - len(buffer) + 1))
+    """Fills buffers one after the other, each from a file's descriptor and an offset; GB/s by the given clock."""
+    start = clock()
+    for buffer, (file, offset) in zip(into, places, strict=True):
+        os.preadv(file, [buffer], offset)
     return sum(map(len, into)) / (clock() - start) / 1e9
 
 
