@@ -1,5 +1,6 @@
 """What attention reads: runs of pool slots with their positions, and the rows that look at them."""
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -70,25 +71,34 @@ class Span:
     def in_order(self, rotation: Rotation) -> "Order":
         """Its keys in prompt order; found once for all layers."""
         if rotation not in self.views:
-            length = int(self.positions[-1]) + 1
-            slots, shifts = torch.zeros(2, length, dtype=torch.int64, device=self.positions.device).unbind()
-            found = torch.zeros(length, dtype=torch.bool, device=slots.device)
-            for segment in self.segments:
-                if segment.positions is None and segment.hidden is None:
-                    count = max(0, min(segment.length, length - segment.first))
-                    part = slice(segment.first, segment.first + count)
-                    slots[part] = torch.arange(segment.start, segment.start + count, device=slots.device)
-                    shifts[part], found[part] = segment.shift, True
-                    continue
-                at = segment.key_positions(slots.device)
-                visible = at < length if segment.hidden is None else (at < length) & ~segment.hidden
-                slots[at[visible]] = torch.arange(segment.start, segment.stop, device=slots.device)[visible]
-                shifts[at[visible]] = segment.shift
-                found[at[visible]] = True
-            assert found.all(), "a position has no key"
+            length, at, slots, shifts = int(self.positions[-1]) + 1, *self._keys()
+            ordered = torch.full((2, length), -1, dtype=torch.int64, device=at.device)
+            ordered[:, at] = torch.stack([slots, shifts])
+            slots, shifts = ordered
+            assert (slots >= 0).all(), "a position has no key"
             self.views[rotation] = Order(slots, *rotation.factors(shifts))
         order: Order = self.views[rotation]
         return order
+
+    def _keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """int64 each: position, slot and shift of every key that any row sees, segment by segment."""
+        device, segments = self.positions.device, self.segments
+        counts = [s.length for s in segments]
+        which = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
+        begins = [end - count for end, count in zip(itertools.accumulate(counts), counts, strict=True)]
+        table = [(s.first - begin, s.start - begin, s.shift) for s, begin in zip(segments, begins, strict=True)]
+        at, slots, shifts = torch.tensor(table, device=device).t().index_select(1, which).unbind()
+        place = torch.arange(len(which), device=device)
+        at, slots = at + place, slots + place
+        for segment, begin in zip(segments, begins, strict=True):
+            if segment.positions is not None:
+                at[begin : begin + segment.length] = segment.positions
+        seen = at <= self.positions[-1]
+        if any(s.hidden is not None for s in segments):
+            nothing = torch.zeros(max(counts), dtype=torch.bool, device=device)
+            seen &= ~torch.cat([nothing[: s.length] if s.hidden is None else s.hidden for s in segments])
+        (kept,) = seen.nonzero(as_tuple=True)
+        return at[kept], slots[kept], shifts[kept]
 
 
 class Order(NamedTuple):

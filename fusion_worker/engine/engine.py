@@ -116,7 +116,7 @@ class Engine:
         with self.crew.shallow(step.batch, work.probe):
             found = shallow(model, step.batch)
             kv, (span,) = self._pool.kv[1], step.spans
-            scored = scores(work.probe.score, found.second, kv, span, model.rotation, work.probe.starts, ranks)
+            scored = scores(work.probe.scores, found.second, kv, span, model.rotation, work.probe.starts, ranks)
         # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
         work.future.set_result(Result(scores=scored, shallow=found if ranks.count == 1 else None))
 

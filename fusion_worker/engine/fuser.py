@@ -1,6 +1,7 @@
 """Makes a prompt's context as its recipe says: scores the stale tokens, chooses some, lays out what the rows see."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     AuxiliaryAttention,
     DistanceToStart,
     FirstScore,
-    QuestionAttention,
+    ShallowScore,
     Trace,
 )
 from fusionkv.fusion_worker.models import Model
@@ -100,7 +101,19 @@ class Fuser:
     async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
         """The scores that the recipe begins with, which hold for every ratio."""
         assert recipe.begins is not None
-        return await self._score(placement, prompt, recipe.begins, _stale(placement, prompt))
+        return await self._score(placement, prompt, recipe.begins)
+
+    async def look(self, placement: Placement, prompt: Prompt, scores: Sequence[ShallowScore]) -> list[Scored]:
+        """As `score`, for several scores from one pass through layer 0."""
+        seen = tuple(s for part in placement.parts for s in part.segments())
+        context = _stale(placement, prompt).nonzero()[:, 0]
+        starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
+        rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
+        probe = ShallowProbe(tuple(scores), starts)
+        result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
+        assert result.scores is not None
+        found = result.scores[:, : prompt.question_start].cpu()
+        return [Scored(each, len(rows), result.shallow) for each in found]
 
     async def fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
@@ -180,7 +193,7 @@ class Fuser:
     ) -> Fused:
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(self, placement: Placement, prompt: Prompt, score: FirstScore, stale: torch.Tensor) -> Scored:
+    async def _score(self, placement: Placement, prompt: Prompt, score: FirstScore) -> Scored:
         if isinstance(score, DistanceToStart):
             chunks = [p for p in placement.parts if not p.wanted.is_system]
             starts = [p.wanted.position for p in chunks]
@@ -188,21 +201,14 @@ class Fuser:
             return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
         if isinstance(score, AuxiliaryAttention):
             return await self._score_by_auxiliary(prompt)
+        if isinstance(score, ShallowScore):
+            return (await self.look(placement, prompt, [score]))[0]
         seen = tuple(s for part in placement.parts for s in part.segments())
         question = torch.arange(prompt.question_start, prompt.tokens)
-        if isinstance(score, QuestionAttention):
-            result = await self._run(
-                prompt, placement, question, seen, probe=score.layers(self._model.kv.layers), unstored=0
-            )
-        else:
-            context = stale.nonzero()[:, 0]
-            starts_of = [*prompt.starts[1:], prompt.question_start]
-            probe = ShallowProbe(score, torch.tensor(starts_of, device=self._model.device))
-            rows = torch.cat([context, question])
-            result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
+        layers = score.layers(self._model.kv.layers)
+        result = await self._run(prompt, placement, question, seen, probe=layers, unstored=0)
         assert result.scores is not None
-        rows_computed = len(question) if isinstance(score, QuestionAttention) else len(context) + len(question)
-        return Scored(result.scores[: prompt.question_start].cpu(), rows_computed, result.shallow)
+        return Scored(result.scores[: prompt.question_start].cpu(), len(question))
 
     async def _score_by_auxiliary(self, prompt: Prompt) -> Scored:
         assert self._auxiliary is not None

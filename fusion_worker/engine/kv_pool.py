@@ -110,7 +110,8 @@ class KVPool:
                 f"the request needs {total} tokens of KV and the pool holds {self.capacity}: raise pool_bytes to "
                 f"{total * self.shape.token_bytes}, or send a shorter prompt"
             )
-        while self.free + self.idle < need:
+        # Every chunk of the pool is looked at only when there is not room enough without them.
+        while self.free < need and self.free + self.idle < need:
             self._changed.clear()
             await self._changed.wait()
 
@@ -179,7 +180,7 @@ class KVPool:
     def _take(self, tokens: int) -> tuple[Run, ...]:
         need = self.slots_for(tokens)
         # Least recently used first. A run that fits in one piece is worth more evictions: one segment, not many.
-        idle = [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
+        idle = [] if self.free >= need else [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
         while self.free < need:
             if not idle:
                 raise ResourceExhausted(f"the KV pool has no room for {tokens} tokens")

@@ -20,9 +20,9 @@ class Result:
     """What was asked for, the rest None.
 
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
-    [last position + 1]. mean: float32 [hidden], the mean of the rows' last hidden states. shallow: the rows behind
-    layer 0. votes: float32 [layers, kv_heads, last position + 1]. followed: float32 [rows,
-    last position + 1], each row's attention, the mean over heads and layers.
+    [last position + 1], of a shallow probe [scores, last position + 1]. mean: float32 [hidden], the mean of the rows'
+    last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
+    followed: float32 [rows, last position + 1], each row's attention, the mean over heads and layers.
     """
 
     token: int | None = None
@@ -36,9 +36,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ShallowProbe:
-    """Scores tokens by their states behind layer 0, and stops there. starts: as for `methods.shallow.scores`."""
+    """Scores tokens by their states behind layer 0, and stops there. All as for `methods.shallow.scores`."""
 
-    score: ShallowScore
+    scores: tuple[ShallowScore, ...]
     starts: torch.Tensor
 
 
@@ -50,7 +50,7 @@ class Work:
     seen: segments of keys that are there already. The rows see each other by `own`.
     unstored: rows at the front whose keys are in `seen`, so that their KV is not written.
     logits: how many rows, the last ones, are wanted as logits.
-    probe: layers whose attention into each position is summed up; or the shallow score of each token.
+    probe: layers whose attention into each position is summed up; or shallow scores of each token.
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.

@@ -20,11 +20,13 @@ Encoding = Isolated | SimilarityGuided | Anchored
 class Contexts:
     """The chunks of a few prompts, encoded and held in the pool.
 
-    parts: of each prompt, by how they were encoded.
+    parts: of each prompt, by how they were encoded. wholes: of each prompt, its system prompt and all its chunks as
+    one behind it, which is what full attention makes of them.
     """
 
     loader: Loader
     parts: Mapping[tuple[Prompt, Encoding], tuple[Placed, ...]]
+    wholes: Mapping[Prompt, tuple[Placed, ...]]
 
     @asynccontextmanager
     async def placed(self, prompt: Prompt, encode: Encoding, fresh: int) -> AsyncIterator[Placement]:
@@ -33,12 +35,18 @@ class Contexts:
             # The parts are held for others as well: nobody gives them up.
             yield Placement(self.parts[prompt, encode], room.fresh, lambda: None)
 
+    @asynccontextmanager
+    async def whole(self, prompt: Prompt, fresh: int) -> AsyncIterator[Placement]:
+        """The same with what full attention computed."""
+        async with self.loader.plain(fresh) as room:
+            yield Placement(self.wholes[prompt], room.fresh, lambda: None)
+
 
 @asynccontextmanager
 async def hold(
     loader: Loader, similarity: Similarity, prompts: Sequence[Prompt], encodes: Sequence[Encoding]
 ) -> AsyncIterator[Contexts]:
-    """The prompts' chunks in the pool in every way of `encodes`, until the context is left.
+    """The prompts' chunks in the pool in every way of `encodes` and as a whole, until the context is left.
 
     A chunk's neighbours are the most similar of all the prompts' chunks by the model's own vectors, best first.
 
@@ -47,14 +55,19 @@ async def hold(
     """
     restored: set[bytes] = set()
     parts: dict[tuple[Prompt, Encoding], tuple[Placed, ...]] = {}
+    wholes: dict[Prompt, tuple[Placed, ...]] = {}
     async with AsyncExitStack() as stack:
 
         async def bring(wanted: Sequence[Wanted]) -> tuple[Placed, ...]:
-            placed = (await stack.enter_async_context(loader.parts(wanted))).parts
+            placed = (await stack.enter_async_context(loader.parts([w for w in wanted if len(w.chunk)]))).parts
             restored.update(_restore(loader, placed, restored))
             return placed
 
         for prompt in prompts:
+            one = whole(prompt)
+            namespace = loader.namespace(prompt.tenant)
+            starts = enumerate(one.starts)
+            wholes[prompt] = await bring([loader.locator.alone(one, i, start, namespace) for i, start in starts])
             parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
         for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
             for prompt in prompts:
@@ -70,7 +83,13 @@ async def hold(
                     wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
                     await bring(wanted)
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
-        yield Contexts(loader, parts)
+        yield Contexts(loader, parts, wholes)
+
+
+def whole(prompt: Prompt) -> Prompt:
+    """The prompt with its chunks as one."""
+    ids = tuple(token for chunk in prompt.chunks for token in chunk.ids)
+    return replace(prompt, chunks=(Chunk(ids),) if ids else ())
 
 
 def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[Wanted]:
@@ -86,7 +105,7 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
         if i and not loader.storage.lossless:
             alone = replace(alone, key=alone.key + RESTORED, lossless=False)
         found.append(alone)
-    return [w for w in found if len(w.chunk)]
+    return found
 
 
 def _restore(loader: Loader, placed: Sequence[Placed], done: set[bytes]) -> set[bytes]:
@@ -111,4 +130,4 @@ def _after(
     new = Wanted(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
     if not loader.storage.lossless:
         new = replace(new, key=key + RESTORED)
-    return [w for w in (*wanted, new) if len(w.chunk)], (variant, key)
+    return [*wanted, new], (variant, key)

@@ -1,29 +1,25 @@
 """How far reused KV is from what full attention computes, layer by layer."""
 
-from collections.abc import Sequence
-
 import torch
 
-from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
 from fusionkv.fusion_worker.engine.work import slots_of
 from fusionkv.kernels.rope import Rotation
 
 
-def deviation(kv: torch.Tensor, rotation: Rotation, reused: Placement, full: Sequence[Run]) -> dict[str, float]:
+def deviation(kv: torch.Tensor, rotation: Rotation, reused: Placement, full: torch.Tensor) -> dict[str, float]:
     """Relative L2 of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks together.
 
-    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. reused: a prompt's parts. full: the slots in which full
-    attention over the same prompt left its KV, in prompt order.
+    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. reused: a prompt's parts. full: int64, the slots in which
+    full attention over the same prompt left its KV, in prompt order, the keys as they stand there.
     """
-    order = slots_of(full)
     away = torch.zeros(len(kv), dtype=torch.float64)
     size = torch.zeros(len(kv), dtype=torch.float64)
     for part in reused.parts:
         if part.wanted.is_system:
             continue
         start = part.wanted.position
-        there = _take(kv, order[start : start + len(part.wanted.chunk)])
+        there = _take(kv, full[start : start + len(part.wanted.chunk)])
         here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
         here[:, 0] = rotation.turn(here[:, 0], _shift(part))
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+import torch
+
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
@@ -14,9 +16,10 @@ from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
+from fusionkv.fusion_worker.engine.work import slots_of
 from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, hold
+from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, hold, whole
 from fusionkv.fusion_worker.evaluation.deviation import deviation
 from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
@@ -25,11 +28,12 @@ from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
 from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, Recipe
-from fusionkv.fusion_worker.methods.scoring import FirstScore
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Anchored, Isolated, Recipe
+from fusionkv.fusion_worker.methods.scoring import FirstScore, ShallowScore
 from fusionkv.fusion_worker.models import Model
 from fusionkv.protos.errors import ResourceExhausted
 
+_Answered = tuple[Answer, dict[Cell, dict[str, float]]]
 _Scorings = dict[tuple[Any, FirstScore | None], Scored]
 # Groups of samples at once: enough rows for full steps of the engine.
 _MOST_GROUPS = 8
@@ -93,8 +97,8 @@ class Runner:
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
         """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
         prompts = [asked.prompt for group in groups for asked in group]
-        # Beside anchor tokens lies the text that is being read for them, never more than once.
-        ways = sum(2 if isinstance(encode, Anchored) else 1 for encode in {*_encodes(cells), Isolated()})
+        # The chunks as one for full attention; beside anchor tokens the text that is read for them, once at a time.
+        ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*_encodes(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
@@ -120,7 +124,8 @@ class Runner:
         self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, alone: bool, picture: bool
     ) -> list[Answer]:
         """Every cell of one sample; full attention first, since the others are held against it."""
-        full, away = await self._full_attention(asked, cells, contexts)
+        answering = self._plain(asked, cells, contexts) if alone else self._full_attention(asked, cells, contexts)
+        full, away = await answering
         assert full.first is not None
 
         ratios: dict[Recipe, list[float]] = {}
@@ -145,31 +150,47 @@ class Runner:
             answer.values |= away.get(cell, {})
         return [answers[cell] for cell in cells]
 
-    async def _full_attention(
-        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts
-    ) -> tuple[Answer, dict[Cell, dict[str, float]]]:
-        """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it."""
-        prompt = asked.prompt
+    async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
+        """As `_full_attention`, every token a row, as a worker would have it."""
+        prompt, answer = asked.prompt, Answer()
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
-            answer = Answer()
             await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
-            if asked.task.metrics:
-                answer.values["chunks_left_out"] = asked.left_out
-            away = {}
-            for cell in cells:
-                # Anchor tokens have no counterpart in full attention.
-                if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
-                    async with contexts.placed(prompt, _encode(cell.recipe), 0) as reused:
-                        away[cell] = self._deviation(reused, placement)
-            return answer, away
+            return answer, await self._judged(asked, cells, contexts, answer, slots_of(placement.fresh))
 
-    def _deviation(self, reused: Placement, full: Placement) -> dict[str, float]:
+    async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
+        """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it.
+
+        What it makes of the context is computed once for all questions about it.
+        """
+        one, answer = whole(asked.prompt), Answer()
+        async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as placement:
+            fused = await self._fuser.fuse(placement, one, RECIPES["full_reuse"], 0.0)
+            await self._examiner.answer(asked, fused, answer, timed=False)
+            answer.values |= {"recomputed": one.context_tokens, "stored": 0}
+            slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in placement.parts]
+            return answer, await self._judged(asked, cells, contexts, answer, torch.cat(slots))
+
+    async def _judged(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, answer: Answer, full: torch.Tensor
+    ) -> dict[Cell, dict[str, float]]:
+        """How far the KV of cells that recompute nothing is away from that of full attention, in the slots `full`."""
+        if asked.task.metrics:
+            answer.values["chunks_left_out"] = asked.left_out
+        away = {}
+        for cell in cells:
+            # Anchor tokens have no counterpart in full attention.
+            if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
+                async with contexts.placed(asked.prompt, _encode(cell.recipe), 0) as reused:
+                    away[cell] = self._deviation(reused, full)
+        return away
+
+    def _deviation(self, reused: Placement, full: torch.Tensor) -> dict[str, float]:
         """As `deviation`; the same for all questions about a context, and for all recipes that encode it alike."""
         parts = tuple((part.wanted.key, part.wanted.position) for part in reused.parts)
         if parts not in self._deviations:
             if len(self._deviations) >= _MOST_DEVIATIONS:
                 self._deviations.clear()
-            self._deviations[parts] = deviation(self._pool.kv, self._model.rotation, reused, full.fresh)
+            self._deviations[parts] = deviation(self._pool.kv, self._model.rotation, reused, full)
         return self._deviations[parts]
 
     async def _alone(self, asked: Asked, cell: Cell, contexts: Contexts, picture: bool) -> Answer:
@@ -185,14 +206,29 @@ class Runner:
         return answer
 
     async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:
-        """The scores that the recipes begin with, each once, by the chunks' encoding and the score."""
+        """The scores that the recipes begin with, each once, by the chunks' encoding and the score.
+
+        Those that need a pass through layer 0 have one together.
+        """
         first = {(recipe.encode, recipe.begins): recipe for recipe in recipes if recipe.begins is not None}
+        passes: dict[Any, list[Recipe]] = {}
+        for recipe in first.values():
+            shallow = isinstance(recipe.begins, ShallowScore)
+            passes.setdefault((recipe.encode, None if shallow else recipe.begins), []).append(recipe)
 
-        async def one(recipe: Recipe) -> Scored:
-            async with self._placed(asked, recipe, 0, contexts) as placement:
-                return await self._fuser.score(placement, asked.prompt, recipe)
+        async def one(together: Sequence[Recipe]) -> list[Scored]:
+            async with self._placed(asked, together[0], 0, contexts) as placement:
+                shallow = [recipe.begins for recipe in together if isinstance(recipe.begins, ShallowScore)]
+                if shallow:
+                    return await self._fuser.look(placement, asked.prompt, shallow)
+                return [await self._fuser.score(placement, asked.prompt, together[0])]
 
-        return dict(zip(first, await asyncio.gather(*map(one, first.values())), strict=True))
+        found = await asyncio.gather(*map(one, passes.values()))
+        return {
+            (recipe.encode, recipe.begins): scored
+            for together, all_scored in zip(passes.values(), found, strict=True)
+            for recipe, scored in zip(together, all_scored, strict=True)
+        }
 
     async def _recipe(
         self, asked: Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float], scored: Scored | None

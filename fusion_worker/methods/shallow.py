@@ -4,6 +4,7 @@ Layer 0's keys and values depend on a token alone, so the cache's are right ther
 whole prompt, and at layer 1 its fresh query, key and value can be held against the cache.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,7 +37,7 @@ class States:
 
 @torch.inference_mode()
 def scores(
-    score: ShallowScore,
+    wanted: Sequence[ShallowScore],
     states: States,
     kv: torch.Tensor,
     span: Span,
@@ -44,12 +45,25 @@ def scores(
     starts: torch.Tensor,
     ranks: Ranks = ALONE,
 ) -> torch.Tensor:
-    """float32 [last position + 1]: the score of every row's token, 0 elsewhere.
+    """float32 [wanted, last position + 1]: each score of every row's token, 0 elsewhere.
 
     states: of layer 1. Rows: every stale token, then the question. kv: [2, slots, kv_heads, head_dim], that layer of
     the pool. span: the rows and all keys they see in layer 0. starts: int64, ascending: first position of the
     context, of every chunk after the first, and of the question. ranks: who has the other heads.
     """
+    return torch.stack([_score(score, states, kv, span, rotation, starts, ranks) for score in wanted])
+
+
+def _score(
+    score: ShallowScore,
+    states: States,
+    kv: torch.Tensor,
+    span: Span,
+    rotation: Rotation,
+    starts: torch.Tensor,
+    ranks: Ranks,
+) -> torch.Tensor:
+    """float32 [last position + 1]."""
     rows = span.positions
     context = int((rows < starts[-1]).sum())
     out = torch.zeros(int(rows[-1]) + 1, device=rows.device)

@@ -62,7 +62,8 @@ class StepWriter:
     def shallow(self, batch: Batch, probe: ShallowProbe) -> pb.Step:
         """All that a rank needs to score the batch's one span at layer 1."""
         step = self.batch(batch)
-        step.shallow.CopyFrom(pb.RankShallow(score=type(probe.score).__name__, starts=_bytes(probe.starts)))
+        names = [type(score).__name__ for score in probe.scores]
+        step.shallow.CopyFrom(pb.RankShallow(scores=names, starts=_bytes(probe.starts)))
         return step
 
     def segments(self, segments: Iterable[Segment]) -> list[pb.RankSegment]:
@@ -115,7 +116,7 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
 
 
 def read_shallow(told: pb.RankShallow, device: torch.device) -> ShallowProbe:
-    return ShallowProbe(_SHALLOW[told.score](), _longs(told.starts, device))
+    return ShallowProbe(tuple(_SHALLOW[name]() for name in told.scores), _longs(told.starts, device))
 
 
 def read_segments(told: Iterable[pb.RankSegment], device: torch.device) -> tuple[Segment, ...]:
