@@ -127,6 +127,8 @@ class Runner:
         answering = self._plain(asked, cells, contexts) if alone else self._full_attention(asked, cells, contexts)
         full, away = await answering
         assert full.first is not None
+        if asked.task.metrics:
+            full.values["chunks_left_out"] = asked.left_out
 
         ratios: dict[Recipe, list[float]] = {}
         for cell in cells:
@@ -155,7 +157,7 @@ class Runner:
         prompt, answer = asked.prompt, Answer()
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
             await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
-            return answer, await self._judged(asked, cells, contexts, answer, slots_of(placement.fresh))
+            return answer, await self._away(asked, cells, contexts, slots_of(placement.fresh))
 
     async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
         """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it.
@@ -168,14 +170,12 @@ class Runner:
             await self._examiner.answer(asked, fused, answer, timed=False)
             answer.values |= {"recomputed": one.context_tokens, "stored": 0}
             slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in placement.parts]
-            return answer, await self._judged(asked, cells, contexts, answer, torch.cat(slots))
+            return answer, await self._away(asked, cells, contexts, torch.cat(slots))
 
-    async def _judged(
-        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, answer: Answer, full: torch.Tensor
+    async def _away(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, full: torch.Tensor
     ) -> dict[Cell, dict[str, float]]:
         """How far the KV of cells that recompute nothing is away from that of full attention, in the slots `full`."""
-        if asked.task.metrics:
-            answer.values["chunks_left_out"] = asked.left_out
         away = {}
         for cell in cells:
             # Anchor tokens have no counterpart in full attention.
