@@ -6,14 +6,13 @@ from functools import lru_cache
 import torch
 
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.placement import Placement
+from fusionkv.fusion_worker.engine.placement import Placement, masked
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Work
 from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
 from fusionkv.fusion_worker.methods.lexical import near_and_back
 from fusionkv.fusion_worker.methods.scoring import Trace
 from fusionkv.fusion_worker.models import Model
-from fusionkv.kernels.segments import Segment
 
 # The question's attention breaks ties among words: 0.07 lets a rare word count more than a much attended one.
 _TILT = 0.07
@@ -69,12 +68,10 @@ class Follower:
         device = self._model.device
         computed = torch.zeros(prompt.question_start, dtype=torch.bool)
         computed[new] = True
-        seen: tuple[Segment, ...] = ()
-        for part in placement.parts:
-            start = part.wanted.position
-            seen += part.segments(computed[start : start + len(part.wanted.chunk)].to(device))
+        parts = masked(placement.parts, computed, device)
+        seen = tuple(segment for part, hidden in parts for segment in part.segments(hidden))
         # The same slots in every round, and again in the prefill proper, whose rows are all that was chosen.
-        ids = prompt.ids()[new].to(device)
+        ids = prompt.ids[new].to(device)
         work = Work(ids, positions=new.to(device), runs=placement.fresh, seen=seen, follow=True)
         weights = (await self._engine.run(work)).followed
         assert weights is not None

@@ -12,7 +12,7 @@ from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.follower import Follower
 from fusionkv.fusion_worker.engine.fused import Doubt, Fused
 from fusionkv.fusion_worker.engine.links import Links
-from fusionkv.fusion_worker.engine.placement import Placed, Placement
+from fusionkv.fusion_worker.engine.placement import Placed, Placement, masked
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
 from fusionkv.fusion_worker.methods.choose import budget
@@ -87,7 +87,7 @@ class Fuser:
         everything = torch.arange(prompt.question_start)
         stale = everything >= len(prompt.system)
         chosen = everything[stale]
-        return self._fused(placement, (), torch.arange(prompt.tokens), prompt.ids(), chosen, stale)
+        return self._fused(placement, (), torch.arange(prompt.tokens), prompt.ids, chosen, stale)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Scores that need nothing of the primary's KV, computed while that loads; None when there are no such."""
@@ -160,14 +160,13 @@ class Fuser:
         # With nothing stale left this is full attention, whatever the recipe.
         reuses = len(chosen) < stale_tokens
         links = Links.behind(prompt, self._model.links, recipe.links if reuses else 0)
-        seen: tuple[Segment, ...] = ()
-        for part in placement.parts:
-            start = part.wanted.position
-            hidden = fresh[start : start + len(part.wanted.chunk)].to(self._model.device)
-            seen += links.placed(part).segments(hidden)
+        parts = masked(placement.parts, fresh, self._model.device)
+        seen = tuple(s for part, hidden in parts for s in links.placed(part).segments(hidden))
         rows = torch.cat([chosen, torch.arange(prompt.question_start, prompt.tokens)])
-        positions, order = torch.cat([links.moved(rows), links.positions]).sort()
-        ids = torch.cat([prompt.ids()[rows], links.ids])[order]
+        positions, ids = rows, prompt.ids[rows]
+        if links.each:
+            positions, order = torch.cat([links.moved(rows), links.positions]).sort()
+            ids = torch.cat([ids, links.ids])[order]
         fused = self._fused(placement, seen, positions, ids, chosen, stale)
         fused.links = len(links.ids)
         if recipe.attend is not None and reuses:
@@ -226,7 +225,7 @@ class Fuser:
         device = self._model.device
         return await self._engine.run(
             Work(
-                ids=prompt.ids()[positions].to(device),
+                ids=prompt.ids[positions].to(device),
                 positions=positions.to(device),
                 # The question's keys are written again by the prefill proper: the same slots serve.
                 runs=placement.fresh,

@@ -1,7 +1,7 @@
 """Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,10 +64,23 @@ def stretches(
         length = min(run.length, count - at)
         if length <= 0:
             break
-        unseen = hidden[at : at + length] if hidden is not None and hidden[at : at + length].any() else None
+        unseen = None if hidden is None else hidden[at : at + length]
         found.append(Segment(run.start, length, first + at, shift, hidden=unseen))
         at += length
     return tuple(found)
+
+
+def masked(
+    parts: Sequence[Placed], computed: torch.Tensor, device: torch.device
+) -> Iterator[tuple[Placed, torch.Tensor | None]]:
+    """The parts, each with its tokens that are computed elsewhere: bool [tokens] on the device, None if none is.
+
+    computed: bool [positions], on the CPU: a GPU would be waited for once a part.
+    """
+    there = computed.to(device)
+    for part in parts:
+        place = slice(part.wanted.position, part.wanted.position + len(part.wanted.chunk))
+        yield part, there[place] if computed[place].any() else None
 
 
 @dataclass(slots=True)

@@ -74,8 +74,9 @@ class Prompt:
     def tokens(self) -> int:
         return self.question_start + len(self.question)
 
+    @cached_property
     def ids(self) -> torch.Tensor:
-        """int64 [tokens]: the whole prompt."""
+        """int64 [tokens]: the whole prompt; for everybody, so never written."""
         return torch.tensor([i for part in self.parts for i in part.ids] + list(self.question))
 
 

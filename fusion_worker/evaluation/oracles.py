@@ -97,7 +97,7 @@ def _own(network: Any, prompt: Prompt, seen: torch.Tensor) -> torch.Tensor:
         given: Any = {"full_attention": mask(None), "sliding_attention": mask(window)}
     else:
         given = mask(window)
-    ids = prompt.ids()[None].to(seen.device)
+    ids = prompt.ids[None].to(seen.device)
     return network(ids, attention_mask=given, use_cache=False).logits[0, -1].float().cpu()
 
 

@@ -29,7 +29,7 @@ def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Pat
     for sample, (made, question) in zip(task.samples, tasks.asked("coref", 3), strict=True):
         prompt, left_out = prompter.prompt(sample, task.chat, 4)
         (expected,) = evaluate.lay_out([Story(made.pages, (question,))], tokenizer).ids.tolist()
-        assert [*prompt.ids().tolist(), *prompter.ids(sample.answers[0])] == expected
+        assert [*prompt.ids.tolist(), *prompter.ids(sample.answers[0])] == expected
         assert (len(prompt.chunks), left_out) == (len(made.pages), 0)
 
 
