@@ -1,67 +1,25 @@
 """The one place where a Hugging Face model meets the pool: an attention function and the forwards that feed it."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 
+from fusionkv.fusion_worker.batch import Batch
 from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.sparse_attention import sparse_attention
-from fusionkv.kernels.tempered_attention import Temper, tempered_attention
+from fusionkv.kernels.tempered_attention import tempered_attention
 from fusionkv.protos.errors import FailedPrecondition
 
 NAME = "fusionkv"
 _FAR = 100  # positions, for the check of the rotation
-
-
-@dataclass(slots=True)
-class Probe:
-    """Sums up the attention of one span's rows into each position, over the given layers.
-
-    scores: float32 [last position + 1], complete when the forward is done.
-    """
-
-    span: Span
-    layers: frozenset[int]
-    scores: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
-
-
-@dataclass(slots=True)
-class Votes:
-    """The attention of one span's rows into each position, by layer and KV head.
-
-    layers: float32 [kv_heads, last position + 1] each, when the forward is done.
-    """
-
-    span: Span
-    layers: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Followed:
-    """The attention of each row of one span, the mean over heads and over the model's layers.
-
-    weights: float32 [rows, last position + 1], complete when the forward is done; every row sums to 1.
-    """
-
-    span: Span
-    weights: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        positions = self.span.positions
-        self.weights = torch.zeros(len(positions), int(positions[-1]) + 1, device=positions.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +45,6 @@ class Ahead:
     hidden: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-
-
-@dataclass(slots=True)
-class Batch:
-    """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
-
-    ids, positions: int64 [rows]; row i stands at positions[i].
-    slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
-    pool: [layers, 2, slots, kv_heads, head_dim].
-    tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
-    states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
-    """
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    spans: Spans
-    pool: torch.Tensor
-    rotation: Rotation
-    probes: Sequence[Probe] = ()
-    votes: Sequence[Votes] = ()
-    followed: Sequence[Followed] = ()
-    tempered: Sequence[tuple[Span, Temper]] = ()
-    states: dict[int, States | None] = field(default_factory=dict)
 
 
 def install(model: Model) -> None:
@@ -152,9 +86,51 @@ def forward(model: Model, batch: Batch, ahead: Ahead | None = None) -> torch.Ten
         decoder, rows = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}
         batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
         batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
-    out = decoder(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
+    narrowed = batch.narrowed() if len(decoder.layers) > 1 else None
+    if narrowed is None:
+        out = decoder(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
+        hidden = out.last_hidden_state[0]
+    else:
+        first = _layers(decoder, slice(0, -1))
+        out = first(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
+        hidden = _last_layer(decoder, out.last_hidden_state, batch, *narrowed)
     _put_together(batch, model.ranks)
-    return out.last_hidden_state[0]
+    return hidden
+
+
+def _last_layer(
+    decoder: Any, before: torch.Tensor, batch: Batch, wanted: torch.Tensor, narrowed: Batch
+) -> torch.Tensor:
+    """The last hidden states [rows, hidden] of the wanted rows, 0 elsewhere; of all other rows only the KV is needed.
+
+    before: [1, rows, hidden], behind all other layers.
+    """
+    layer = decoder.layers[-1]
+    number = layer.self_attn.layer_idx
+    batch.states = {number: None}
+    seen, stored = _look(decoder, layer, before, batch), slice(len(batch.ids) - len(batch.slots), None)
+    batch.pool[number, 0].index_copy_(0, batch.slots, seen.k[stored])
+    batch.pool[number, 1].index_copy_(0, batch.slots, seen.v[stored])
+    hidden = torch.zeros_like(before[0])
+    if len(wanted):
+        last = _layers(decoder, slice(-1, None))
+        place = narrowed.positions[None]
+        out = last(inputs_embeds=before[:, wanted], position_ids=place, use_cache=False, fusionkv_batch=narrowed)
+        hidden[wanted] = out.last_hidden_state[0]
+    return hidden
+
+
+def _look(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
+    """What a layer, the last of `batch.states`, gives its attention of rows [1, rows, hidden]; nothing attends."""
+    layer.self_attn(
+        hidden_states=layer.input_layernorm(before),
+        position_embeddings=decoder.rotary_emb(before, batch.positions[None]),
+        attention_mask=None,
+        fusionkv_batch=batch,
+    )
+    seen = batch.states[layer.self_attn.layer_idx]
+    assert seen is not None
+    return seen
 
 
 def _put_together(batch: Batch, ranks: Ranks) -> None:
@@ -175,17 +151,9 @@ def shallow(model: Model, batch: Batch) -> Shallow:
     batch.states = {0: None, 1: None}
     first = _layers(decoder, slice(0, 1))
     hidden = first(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)[0]
-    layer = decoder.layers[1]
-    layer.self_attn(
-        hidden_states=layer.input_layernorm(hidden),
-        position_embeddings=decoder.rotary_emb(hidden, place),
-        attention_mask=None,
-        fusionkv_batch=batch,
-    )
-    seen = batch.states
-    assert seen[0] is not None
-    assert seen[1] is not None
-    return Shallow(hidden[0], seen[0], seen[1])
+    second, seen = _look(decoder, decoder.layers[1], hidden, batch), batch.states[0]
+    assert seen is not None
+    return Shallow(hidden[0], seen, second)
 
 
 def _layers(decoder: Any, wanted: slice) -> Any:

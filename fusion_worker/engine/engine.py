@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.attention import Batch, Followed, Probe, Votes, forward, install, logits, shallow
+from fusionkv.fusion_worker.attention import forward, install, logits, shallow
+from fusionkv.fusion_worker.batch import Batch, Followed, Probe, Votes
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
@@ -151,8 +152,17 @@ class Engine:
             votes=tuple(votes.values()),
             followed=tuple(followed.values()),
             tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
+            wanted=[self._wanted(part) for part in parts],
         )
         return _Step(batch, spans, probes, votes, followed)
+
+    def _wanted(self, part: Part) -> int:
+        """How many rows at the end of a part are looked at in the last layer or behind it."""
+        work, last = part.work, self._model.kv.layers - 1
+        probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
+        if work.mean or work.follow or probed:
+            return part.stop - part.start
+        return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
 
 
 class _Step(NamedTuple):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fusionkv.fusion_worker.attention import Batch
+from fusionkv.fusion_worker.batch import Batch
 from fusionkv.fusion_worker.engine.kv_pool import Resident
 from fusionkv.fusion_worker.engine.work import ShallowProbe
 from fusionkv.fusion_worker.tensor_parallel import orders

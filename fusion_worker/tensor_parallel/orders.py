@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionkv.fusion_worker.attention import Batch, Followed, Probe, Votes
+from fusionkv.fusion_worker.batch import Batch, Followed, Probe, Votes
 from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
 from fusionkv.fusion_worker.engine.work import ShallowProbe
 from fusionkv.fusion_worker.methods.scoring import (
@@ -57,6 +57,7 @@ class StepWriter:
             probes=[pb.RankProbe(span=at[id(p.span)], layers=sorted(p.layers)) for p in batch.probes],
             votes=[pb.RankVotes(span=by_start[v.span.stop], rows=v.span.rows) for v in batch.votes],
             followed=[at[id(f.span)] for f in batch.followed],
+            wanted=batch.wanted,
         )
 
     def shallow(self, batch: Batch, probe: ShallowProbe) -> pb.Step:
@@ -112,6 +113,7 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
         votes=tuple(voters),
         followed=tuple(Followed(spans[i]) for i in step.followed),
         tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
+        wanted=list(step.wanted) or None,
     )
 
 

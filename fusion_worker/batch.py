@@ -1,0 +1,122 @@
+"""What the engine has a model compute at once: rows of several requests, what they see, and what is looked at."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from fusionkv.fusion_worker.methods.shallow import States
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segment_table import Spans
+from fusionkv.kernels.segments import Span
+from fusionkv.kernels.tempered_attention import Temper
+
+
+@dataclass(slots=True)
+class Probe:
+    """Sums up the attention of one span's rows into each position, over the given layers.
+
+    scores: float32 [last position + 1], complete when the forward is done.
+    """
+
+    span: Span
+    layers: frozenset[int]
+    scores: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
+
+
+@dataclass(slots=True)
+class Votes:
+    """The attention of one span's rows into each position, by layer and KV head.
+
+    layers: float32 [kv_heads, last position + 1] each, when the forward is done.
+    """
+
+    span: Span
+    layers: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Followed:
+    """The attention of each row of one span, the mean over heads and over the model's layers.
+
+    weights: float32 [rows, last position + 1], complete when the forward is done; every row sums to 1.
+    """
+
+    span: Span
+    weights: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        positions = self.span.positions
+        self.weights = torch.zeros(len(positions), int(positions[-1]) + 1, device=positions.device)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
+
+    ids, positions: int64 [rows]; row i stands at positions[i].
+    slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
+    pool: [layers, 2, slots, kv_heads, head_dim].
+    tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
+    wanted: of each span, in the order of their rows, how many rows at its end are looked at in the last layer or
+        behind it; None for all.
+    states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    spans: Spans
+    pool: torch.Tensor
+    rotation: Rotation
+    probes: Sequence[Probe] = ()
+    votes: Sequence[Votes] = ()
+    followed: Sequence[Followed] = ()
+    tempered: Sequence[tuple[Span, Temper]] = ()
+    wanted: Sequence[int] | None = None
+    states: dict[int, States | None] = field(default_factory=dict)
+
+    def narrowed(self) -> "tuple[torch.Tensor, Batch] | None":
+        """int64, the rows that are wanted, and a batch of those alone, which writes no KV.
+
+        None when they are half of all rows or more: a pass of their own through a layer would hardly pay.
+        """
+        if self.wanted is None or 2 * sum(self.wanted) >= len(self.ids):
+            return None
+        spans = sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
+        new: dict[int, Span] = {}  # by where the old one ends
+        for span, count in zip(spans, self.wanted, strict=True):
+            if count:
+                at = sum(s.rows for s in new.values())
+                new[span.stop] = Span(at, at + count, span.positions[-count:], span.segments)
+                # The same keys: what is known of their order holds.
+                new[span.stop].views.update({k: v for k, v in span.views.items() if k == self.rotation})
+        rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
+        kept = torch.cat([self.slots[:0], *rows])
+        return kept, replace(
+            self,
+            ids=self.ids[kept],
+            positions=self.positions[kept],
+            slots=self.slots[:0],
+            spans=Spans([new[span.stop] for span in self.spans if span.stop in new]),
+            probes=[_moved(probe, new) for probe in self.probes if probe.span.stop in new],
+            votes=[_moved(votes, new) for votes in self.votes],
+            followed=[_moved(followed, new) for followed in self.followed],
+            tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
+            wanted=None,
+        )
+
+
+_Look = TypeVar("_Look", Probe, Votes, Followed)
+
+
+def _moved(look: _Look, new: Mapping[int, Span]) -> _Look:
+    """The same look, with what it has seen so far, at rows that stand elsewhere in the batch."""
+    moved, span, to = copy.copy(look), look.span, new[look.span.stop]
+    moved.span = to if span.rows == to.rows else Span(to.stop - span.rows, to.stop, span.positions, span.segments)
+    return moved
