@@ -86,21 +86,15 @@ def forward(model: Model, batch: Batch, ahead: Ahead | None = None) -> torch.Ten
         decoder, rows = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}
         batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
         batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
-    narrowed = batch.narrowed() if len(decoder.layers) > 1 else None
-    if narrowed is None:
-        out = decoder(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
-        hidden = out.last_hidden_state[0]
-    else:
-        first = _layers(decoder, slice(0, -1))
-        out = first(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
-        hidden = _last_layer(decoder, out.last_hidden_state, batch, *narrowed)
+    narrows = batch.narrows and len(decoder.layers) > 1
+    layers = _layers(decoder, slice(0, -1)) if narrows else decoder
+    out = layers(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
+    hidden = _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
     _put_together(batch, model.ranks)
     return hidden
 
 
-def _last_layer(
-    decoder: Any, before: torch.Tensor, batch: Batch, wanted: torch.Tensor, narrowed: Batch
-) -> torch.Tensor:
+def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The last hidden states [rows, hidden] of the wanted rows, 0 elsewhere; of all other rows only the KV is needed.
 
     before: [1, rows, hidden], behind all other layers.
@@ -112,6 +106,7 @@ def _last_layer(
     batch.pool[number, 0].index_copy_(0, batch.slots, seen.k[stored])
     batch.pool[number, 1].index_copy_(0, batch.slots, seen.v[stored])
     hidden = torch.zeros_like(before[0])
+    wanted, narrowed = batch.narrowed()
     if len(wanted):
         last = _layers(decoder, slice(-1, None))
         place = narrowed.positions[None]

@@ -81,21 +81,26 @@ class Batch:
     wanted: Sequence[int] | None = None
     states: dict[int, States | None] = field(default_factory=dict)
 
-    def narrowed(self) -> "tuple[torch.Tensor, Batch] | None":
+    @property
+    def narrows(self) -> bool:
+        """Whether less than half of the rows are wanted: for more, a pass of their own would hardly pay."""
+        return self.wanted is not None and 2 * sum(self.wanted) < len(self.ids)
+
+    def narrowed(self) -> "tuple[torch.Tensor, Batch]":
         """int64, the rows that are wanted, and a batch of those alone, which writes no KV.
 
-        None when they are half of all rows or more: a pass of their own through a layer would hardly pay.
+        For a batch that `narrows`. What earlier layers found out about the order of keys is taken over.
         """
-        if self.wanted is None or 2 * sum(self.wanted) >= len(self.ids):
-            return None
+        assert self.wanted is not None
         spans = sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
         new: dict[int, Span] = {}  # by where the old one ends
+        at = 0
         for span, count in zip(spans, self.wanted, strict=True):
             if count:
-                at = sum(s.rows for s in new.values())
                 new[span.stop] = Span(at, at + count, span.positions[-count:], span.segments)
-                # The same keys: what is known of their order holds.
-                new[span.stop].views.update({k: v for k, v in span.views.items() if k == self.rotation})
+                if self.rotation in span.views:
+                    new[span.stop].views[self.rotation] = span.views[self.rotation]
+                at += count
         rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
         kept = torch.cat([self.slots[:0], *rows])
         return kept, replace(
@@ -109,6 +114,7 @@ class Batch:
             followed=[_moved(followed, new) for followed in self.followed],
             tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
             wanted=None,
+            states={},
         )
 
 
