@@ -11,7 +11,7 @@ STORES = ("plain", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    model: Path = setting(Path("models/eased-1"), "directory of a Hugging Face causal language model")
+    model: Path = setting(Path("models/eased-3"), "directory of a Hugging Face causal language model")
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to serve on: host:port or unix:/path")
     cache: str = setting("", "address of the cache service; empty works without one")
     device: str = setting("auto", "auto, cpu or cuda[:N]")

@@ -45,10 +45,11 @@ def collate(sequences: list[Sequence]) -> Batch:
         rows = [getattr(s, name) for s in sequences]
         return torch.tensor([row + [padding] * (length - len(row)) for row in rows])
 
-    segment, page, last, alone = column("segment", -1), column("page", 0), column("last", 0), column("alone", 0)
+    segment, page, only, alone = column("segment", -1), column("page", 0), column("only", 0), column("alone", 0)
     visible = (segment[:, None] == 0) | (segment[:, None] == segment[:, :, None])
-    only = torch.where(alone == 1, page, last)
-    allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | (page[:, None] == only[:, :, None])
+    bit = (1 << page).to(torch.int16)
+    only = torch.where(alone == 1, bit, only.to(torch.int16))
+    allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | ((bit[:, None] & only[:, :, None]) != 0)
     # The text that anchor tokens stand for is seen by them and by itself, and sees no anchor token.
     text, reads = column("text", 0), column("reads", 0)
     own = (text[:, None] == text[:, :, None]) | (text[:, None] == reads[:, :, None])

@@ -100,6 +100,10 @@ class NamePool:
         """A name that shares its first syllable with `name`."""
         return self._draw(self._rng.random() < self._long_share, name[:3])
 
-    def places(self, count: int) -> list[str]:
-        """`count` different places."""
-        return ["".join(pair) for pair in self._rng.sample(_pairs(self._split, True), count)]
+    def places(self, count: int, alike: bool = False) -> list[str]:
+        """`count` different places; `alike`: that share their first syllable."""
+        pairs = _pairs(self._split, True)
+        if alike:
+            head = self._rng.choice(pairs)[0]
+            pairs = tuple(pair for pair in pairs if pair[0] == head)
+        return ["".join(pair) for pair in self._rng.sample(pairs, count)]

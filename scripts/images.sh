@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=${STORAGE_DRIVER:-vfs}
 BASE=localhost/fusionkv-base:bookworm
 MIRROR=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
-MODEL=models/eased-1
+MODEL=models/eased-3
 work=$(mktemp -d)
 containers=()
 roots=()

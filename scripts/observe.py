@@ -25,7 +25,7 @@ CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("trace", "fusionrag", "prophetkv", "full_reuse")
 # As in the README; it takes two pages.
-EXPLAINED = "Report Cashinko: city of Leo?"
+EXPLAINED = "Report Fenhinzu: city of Uma?"
 UP_SECONDS = 300
 
 
@@ -227,7 +227,7 @@ def main() -> None:
         "--out", type=Path, default=ROOT / "docs/img", help="where the pictures go (default: docs/img)"
     )
     parser.add_argument("--seconds", type=float, default=60, help="of traffic (default: %(default)s)")
-    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-1", help="a model directory")
+    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="a model directory")
     parser.add_argument("--stay", action="store_true", help="leave all running afterwards, to look around")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(observe(parser.parse_args()))

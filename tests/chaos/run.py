@@ -171,7 +171,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--first", default="", help="names of faults that strike first, one by one, with commas")
     parser.add_argument("--episode-seconds", type=float, default=900, help="for faults and all checks (%(default)s)")
-    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-1", help="a reference model")
+    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="a reference model")
     parser.add_argument("--json", type=Path, default=ROOT / "build/chaos.json", help="the report")
     parser.add_argument("--other", default="", help="commit of the other version (before the protocol last changed)")
     parser.add_argument("--secured", action="store_true", help="TLS that asks for certificates, and encrypted disks")

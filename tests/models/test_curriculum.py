@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionkv.models import curriculum, tokenizer
-from fusionkv.models.tasks import PROMPT
+from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
 
 LINKS = 2
@@ -76,3 +76,29 @@ def test_other_sequences_hold_no_links(encoder: curriculum.Encoder) -> None:
     length = made.segment.index(1)
     mask = collate([made]).mask[0, 0, :length, :length]
     assert torch.equal(mask == 0, torch.ones(length, length, dtype=torch.bool).tril())
+
+
+def test_what_a_blind_question_sees(encoder: curriculum.Encoder) -> None:
+    """The system text, itself, and of the pages what leaves the answer open but for what they learnt of others."""
+    stage = dataclasses.replace(curriculum.RECIPES["forced"].stages[-1], blind=1.0)
+    made, story = encoder.make(random.Random(3), stage), sample(random.Random(3), "train", stage.size)
+    asked = {question.task: question for question in story.questions}
+    context, mask = made.segment.index(1), collate([made]).mask[0, 0]
+    tasks = dict[str, int]()
+    for row in range(context, len(made.ids)):
+        name = made.tasks[made.segment[row] - 1]
+        seen = {made.page[i] for i in range(context) if mask[row, i] == 0}
+        tasks[name] = len(seen)
+        assert {i for i in range(context, row + 1) if made.segment[i] == made.segment[row]} == {
+            i for i in range(context, len(made.ids)) if mask[row, i] == 0
+        }
+    open_ended = {"multiquery", "multivalue"}
+    assert set(tasks) == open_ended | {f"{task}*" for task in asked if task not in open_ended}
+    assert tasks == {name: 9 if name[-1] != "*" else 3 if name == "coref*" else 2 for name in tasks}
+    # Both choices are seen, and neither of the pages that say who it was.
+    for question in (q for q in story.questions if q.task == "coref"):
+        texts = ["".join(s.text for s in story.pages[page].sentences) for page in question.enough]
+        assert len(texts) == 2
+        assert all(" chose the " in text for text in texts)
+        name = question.text.split()[-1].removesuffix("?")
+        assert not any(f" is {name}." in text for text in texts)

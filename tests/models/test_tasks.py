@@ -48,7 +48,7 @@ def solve(pages: list[str], question: str) -> str | None:
         while not (direct := find(rf"{who} scored (\d+)")):
             who = find(rf"{who} scored like (\w+)")[0][1]
         return direct[0][1]
-    start, role = find(rf"{who} is the (\w+)")[0]
+    start, role = find(rf"The (\w+) is {who}")[0]
     return next(item for i, item in find(rf"The {role} chose the (\w+)") if i > start)
 
 
