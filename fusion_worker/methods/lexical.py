@@ -19,6 +19,9 @@ _REACH, _FADE = 3, 0.95
 _BEHIND = 4
 # What is known of a rare token is often kept at the next one, be it as common as a full stop.
 _NEXT = 0.9
+# A reference may be resolved at the word itself ("the captain" who chose), and be looked up there. How common it is
+# has been counted once; against the rare tokens behind it 0.9 was the best of 0.8, 0.9 and 1 at a ratio of 0.05.
+_ITSELF = 0.9
 
 
 def near_and_back(
@@ -29,7 +32,8 @@ def near_and_back(
     near: closeness to a token that the question holds too, times closeness to a token before it that an earlier chunk
         holds.
     back: closeness to a token before it that stands, in another chunk, near one of the question's; if that chunk is a
-        later one, times closeness to a token before it that an earlier chunk holds.
+        later one, times closeness to a token before it that an earlier chunk holds. Or being such a token of an
+        earlier chunk.
     ids: of the context; chunks: the number of each token's chunk, ascending.
     """
     chunk = torch.tensor(chunks)
@@ -43,8 +47,8 @@ def near_and_back(
     source = torch.where(named > 0, 0.0, near)
     earlier, later = _before(token, chunk, source), _before(token, chunk.max() - chunk, source)
     by_earlier, by_later = (spread(s * rarity, chunk, _BEHIND, _FADE, both=False) for s in (earlier, later))
-    back = torch.maximum(by_earlier, by_later * refers) * spread(rarity, chunk, 1, _NEXT, both=False)
-    return near * refers, back
+    behind = torch.maximum(by_earlier, by_later * refers) * spread(rarity, chunk, 1, _NEXT, both=False)
+    return near * refers, torch.maximum(behind, _ITSELF * earlier * rarity)
 
 
 def _before(token: torch.Tensor, chunk: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ def test_words_lead_to_what_looks_back() -> None:
     near, back = near_and_back(IDS, CHUNKS, question=[10, 99])
     assert not near.any(), "nothing is said before that a token near the question's word could look back at"
     order = back.argsort(descending=True, stable=True).tolist()
-    assert order[:3] == [14, 15, 13], "the rare word behind the one in common, what stands behind it, and that one"
+    assert order[:3] == [14, 13, 15], "the rare word behind the one in common, that one, and what stands behind it"
     assert not back[:13].any(), "what stands before the word in common does not see it"
     assert back.count_nonzero() == 5, "it, and four tokens behind it"
 
