@@ -63,8 +63,8 @@ def _documents(blind: float, later: float) -> tuple[Stage, ...]:
     two = Size((5, 5), 0, (26, 36), codes=2, owners=2, houses=2, chains=(2, 2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=2, houses=2, chains=(2, 2, 2), roles=2)
     return (
-        # A choice among two stays a guess, one among four was learnt within 100 steps once two roles were resolved.
-        Stage("links", 24, size=links, blind=blind, advance=0.85, until=0.2545),
+        # A choice among two stays a guess; once pages resolve two roles, one among four took 100 to 600 steps.
+        Stage("links", 24, size=links, blind=blind, advance=0.85, until=0.25),
         Stage("choices", 24, size=replace(links, roles=4), blind=blind, advance=0.85),
         Stage("one", 24, size=one, blind=later, advance=0.85),
         Stage("two", 24, size=two, blind=later),

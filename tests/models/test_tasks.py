@@ -1,5 +1,6 @@
 """Samples are reproducible, the splits share no name, and every answer follows from the pages' text."""
 
+import dataclasses
 import json
 import random
 import re
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.models import corpus, tasks, words
+from fusionkv.models import corpus, curriculum, tasks, words
 from fusionkv.models.tasks import Sample, sample
 
 NAME = re.compile(r"\b(?:" + "|".join(words.FIRST) + r")(?:" + "|".join(words.SECOND + words.PLACE) + r")\w*")
@@ -48,6 +49,8 @@ def solve(pages: list[str], question: str) -> str | None:
         while not (direct := find(rf"{who} scored (\d+)")):
             who = find(rf"{who} scored like (\w+)")[0][1]
         return direct[0][1]
+    if by_name := find(rf"{who} chose the (\w+)"):
+        return by_name[0][1]
     start, role = find(rf"The (\w+) is {who}")[0]
     return next(item for i, item in find(rf"The {role} chose the (\w+)") if i > start)
 
@@ -75,6 +78,37 @@ def test_every_answer_follows_from_the_text(split: words.Split) -> None:
             assert solve(pages, question.text) == question.answer, question
             seen.add(question.task)
     assert seen == set(tasks.TASKS)
+
+
+@pytest.mark.parametrize(
+    "stage", [s for s in curriculum.RECIPES["forced"].stages if not s.recall], ids=lambda s: s.name
+)
+def test_every_answer_of_a_stage_follows_from_the_text(stage: curriculum.Stage) -> None:
+    rng, by_name, choices = random.Random(5), 0, 0
+    for made in (sample(rng, "train", stage.size) for _ in range(100)):
+        pages = [page.text for page in made.pages]
+        for question in made.questions:
+            assert solve(pages, question.text) == question.answer, question
+            if question.task == "coref":
+                choices += 1
+                by_name += f"{question.text.split()[-1][:-1]} chose" in " ".join(pages)
+    assert (0.4 < by_name / choices < 0.6) if stage.size.easy else not by_name
+
+
+def test_scores_and_cities_begin_alike_in_half_of_the_stories() -> None:
+    size, rng, both = dataclasses.replace(tasks.PROMPT, alike=True, foreign=0), random.Random(5), 0
+    for made in (sample(rng, "train", size) for _ in range(300)):
+        answers = {task: [q.answer for q in made.questions if q.task == task] for task in ("twohop", "chain1")}
+        cities, scores = ({answer[:end] for answer in answers[t]} for t, end in (("twohop", 3), ("chain1", 1)))
+        assert len(set(answers["twohop"])) == size.houses, "they begin alike, and differ"
+        both += len(cities) == len(scores) == 1
+    assert 120 < both < 180
+
+
+@pytest.mark.parametrize(("codes", "questions"), [(1, 0), (2, 1), (3, 1), (6, 3)])
+def test_questions_about_two_codes(codes: int, questions: int) -> None:
+    made = sample(random.Random(5), "train", dataclasses.replace(tasks.PROMPT, codes=codes))
+    assert [q.task for q in made.questions].count("multiquery") == questions
 
 
 def test_every_needed_page_is_needed() -> None:
