@@ -20,7 +20,8 @@ _BEHIND = 4
 # What is known of a rare token is often kept at the next one, be it as common as a full stop.
 _NEXT = 0.9
 # A reference may be resolved at the word itself ("the captain" who chose), and be looked up there. How common it is
-# has been counted once; against the rare tokens behind it 0.9 was the best of 0.8, 0.9 and 1 at a ratio of 0.05.
+# has been counted once. At 0.8 a model that needs it loses 2 of 100 at a ratio of 0.1, at 1 those that do not lose 15
+# at 0.05, 7 more than at 0.9.
 _ITSELF = 0.9
 
 
