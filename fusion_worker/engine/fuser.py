@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.methods.scoring import (
     AuxiliaryAttention,
     DistanceToStart,
     FirstScore,
+    PeakAttention,
     ShallowScore,
     Trace,
 )
@@ -200,6 +201,8 @@ class Fuser:
             return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
         if isinstance(score, AuxiliaryAttention):
             return await self._score_by_auxiliary(prompt)
+        if isinstance(score, PeakAttention):
+            return Scored(*await self._follower.peaks(placement, prompt, score))
         if isinstance(score, ShallowScore):
             return (await self.look(placement, prompt, [score]))[0]
         seen = tuple(s for part in placement.parts for s in part.segments())

@@ -21,20 +21,20 @@ def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor
     return order[:count].sort().values
 
 
-def in_turn(lists: Sequence[tuple[torch.Tensor, float]], have: torch.Tensor, stale: torch.Tensor) -> torch.Tensor:
+def in_turn(lists: Sequence[tuple[torch.Tensor, float]], stale: torch.Tensor) -> torch.Tensor:
     """Joins rankings: scores float32 [positions] by which the best of each list are taken in turn.
 
     lists: scores, and how many are taken for each one of a list of weight 1; what scores 0 is not in a list.
-    have: bool [positions], those that come first. stale: bool, those that may be taken.
+    stale: bool [positions], those that may be taken.
     """
     best = torch.full(stale.shape, float("inf"))
     for number, (scores, weight) in enumerate(lists):
-        order = torch.where(stale & ~have, scores, float("-inf")).sort(descending=True, stable=True).indices
+        order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
         rank = torch.empty(len(order)).scatter_(0, order, torch.arange(len(order), dtype=torch.float32))
         # A thousandth: at the same turn the earlier list comes first.
         turn = torch.where(scores > 0, rank / weight + 1e-3 * number, float("inf"))
         best = torch.minimum(best, turn)
-    return torch.where(have, 1.0, -best.clamp(max=2.0 * len(best)))
+    return -best.clamp(max=2.0 * len(best))
 
 
 def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True) -> torch.Tensor:

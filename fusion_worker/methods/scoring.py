@@ -33,6 +33,18 @@ class QuestionAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class PeakAttention:
+    """Attention of the question's last rows into each token over the stale cache, the mean over heads and layers, as
+    the root of its squares' sum over rows: what one row looks for counts more than what all rows look at a little, as
+    they do at the first token of a chunk.
+
+    most: rows; so many are kept one by one.
+    """
+
+    most: int = 256
+
+
+@dataclass(frozen=True, slots=True)
 class ValueDeviation:
     """Squared L2 distance of a token's fresh value to its stale one, layer 1 (CacheBlend; FusionRAG 2.2.2)."""
 
@@ -64,23 +76,23 @@ class AuxiliaryAttention:
 class Trace:
     """Follows references from what the question attends to: docs/selection.md.
 
-    rounds: how often a few tokens more are computed, and followed. share, least: tokens of a round, of the budget and
-        at least. weights: tokens taken in turn by the question's attention, by what was followed, by words that are
-        spoken of again, and by the question's own words.
+    share, least, most: tokens that are computed to be followed: of the budget, at least, and at most. weights: tokens
+        taken in turn by the question's attention, by what was followed, by words that are spoken of again, and by the
+        question's own words.
     """
 
-    rounds: int = 2
     share: float = 1 / 16
-    least: int = 2
-    weights: tuple[float, float, float, float] = (1.0, 1.0, 3.0, 1.0)
+    least: int = 4
+    most: int = 16
+    weights: tuple[float, float, float, float] = (1.0, 0.5, 4.0, 1.0)
 
     @property
-    def begins(self) -> QuestionAttention:
+    def begins(self) -> PeakAttention:
         """Where references are followed from."""
-        return QuestionAttention(last_only=False)
+        return PeakAttention()
 
 
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
 ShallowScore = ValueDeviation | AttendedDeviation | ShallowAttention | InterChunkAttention
-FirstScore = DistanceToStart | QuestionAttention | AuxiliaryAttention | ShallowScore
+FirstScore = DistanceToStart | QuestionAttention | PeakAttention | AuxiliaryAttention | ShallowScore
 Score = FirstScore | Trace
