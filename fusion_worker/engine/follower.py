@@ -10,7 +10,7 @@ from fusionkv.fusion_worker.engine.placement import Placement, masked
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Work, behind, lay_out
 from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
-from fusionkv.fusion_worker.methods.lexical import ends_sentence, near_and_back
+from fusionkv.fusion_worker.methods.lexical import ends_sentence, links
 from fusionkv.fusion_worker.methods.scoring import PeakAttention, Trace
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
@@ -63,9 +63,8 @@ class Follower:
         # Up to the last of them: no row sees what stands behind it.
         looked_at[: weights.shape[1]] = elsewhere.amax(0)
         followed = spread(looked_at, chunk, *_BESIDE)
-        near, back = (torch.cat([torch.zeros(len(prompt.system)), scores]) for scores in await words)
-        tilt = asked**_TILT
-        lists = (question, followed, back * tilt, near * tilt)
+        linked = torch.cat([torch.zeros(len(prompt.system)), await words])
+        lists = (question, followed, linked * asked**_TILT)
         return in_turn([*zip(lists, trace.weights, strict=True)], stale), len(rows)
 
     async def _compute(self, placement: Placement, prompt: Prompt, new: torch.Tensor) -> torch.Tensor:
@@ -91,9 +90,9 @@ class Follower:
         device, runs = self._model.device, behind(placement.fresh, used)
         return Work(prompt.ids[rows].to(device), rows.to(device), runs, seen, follow=follow)
 
-    def _read(self, prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `near_and_back`."""
+    def _read(self, prompt: Prompt) -> torch.Tensor:
+        """float32 [context tokens], as `links` of the prompt's words."""
         ids = [i for part in prompt.chunks for i in part.ids]
         chunks = [number for number, part in enumerate(prompt.chunks) for _ in part.ids]
         ends = {i: ends_sentence(self._model.tokenizer.decode([i])) for i in set(ids)}
-        return near_and_back(ids, chunks, [ends[i] for i in ids], prompt.question)
+        return links(ids, chunks, [ends[i] for i in ids], prompt.question)

@@ -241,7 +241,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "trace",
-            "recomputed along references, forward by attention in rounds and backward by words (docs/selection.md)",
+            "recomputed along references, forward by attention and backward by words (docs/selection.md)",
             ISOLATED,
             Trace(),
             0.15,

@@ -77,14 +77,13 @@ class Trace:
     """Follows references from what the question attends to: docs/selection.md.
 
     share, least, most: tokens that are computed to be followed: of the budget, at least, and at most. weights: tokens
-        taken in turn by the question's attention, by what was followed, by words that are spoken of again, and by the
-        question's own words.
+        taken in turn by the question's attention, by what was followed, and by words.
     """
 
     share: float = 1 / 16
     least: int = 4
     most: int = 16
-    weights: tuple[float, float, float, float] = (1.0, 0.5, 4.0, 1.0)
+    weights: tuple[float, float, float] = (1.0, 1.0, 6.0)
 
     @property
     def begins(self) -> PeakAttention:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
-from fusionkv.fusion_worker.methods.lexical import ends_sentence, near_and_back
+from fusionkv.fusion_worker.methods.lexical import ends_sentence, links
 from fusionkv.fusion_worker.methods.scoring import PeakAttention
 
 CLOSE = 1e-4
@@ -16,13 +16,12 @@ IDS = [1, 1, 0, 10, 20, 1, 1, 1, 1, 1, 2, 2, 0, 20, 30, 2, 0, 2, 2, 0]
 CHUNKS = [0] * 10 + [1] * 10
 
 
-def words(ids: list[int], chunks: list[int], question: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return near_and_back(ids, chunks, [i == 0 for i in ids], question)
+def words(ids: list[int], chunks: list[int], question: list[int]) -> torch.Tensor:
+    return links(ids, chunks, [i == 0 for i in ids], question)
 
 
 def test_words_lead_to_what_looks_back() -> None:
-    near, back = words(IDS, CHUNKS, question=[10, 99])
-    assert not near.any(), "nothing is said before that a token near the question's word could look back at"
+    back = words(IDS, CHUNKS, question=[10, 99])
     order = back.argsort(descending=True, stable=True).tolist()
     assert order[:3] == [13, 14, 15], "the word in common, the rare one behind it, and what stands behind that"
     assert not back[:13].any(), "what stands before the word in common does not see it"
@@ -31,14 +30,14 @@ def test_words_lead_to_what_looks_back() -> None:
 
 def test_words_of_another_sentence_are_not_near() -> None:
     # 20 stands beside the question's 10, but ends another sentence.
-    _, back = words([20, 0, 10, 1, 1, 20, 30, 0], [0] * 5 + [1] * 3, question=[10])
+    back = words([20, 0, 10, 1, 1, 20, 30, 0], [0] * 5 + [1] * 3, question=[10])
     assert not back.any()
 
 
 def test_words_of_the_question_that_were_said_before() -> None:
     # Two passages own up to the same name: the second one's tokens may look back at the first.
-    ids = [10, 40, 50, 0, 1, 1, 10, *range(41, 51)]
-    near, _ = words(ids, [0] * 6 + [1] * 11, question=[10])
+    ids = [10, 40, 50, 0, 1, 1, 10, *range(60, 70)]
+    near = words(ids, [0] * 6 + [1] * 11, question=[10])
     assert not near[:6].any()
     assert near[6:13].tolist() == sorted(near[6:13].tolist(), reverse=True)
     assert near[6] > near[12] > 0
@@ -49,20 +48,20 @@ def test_words_lead_on_along_a_chain() -> None:
     # 11 like 12 is said last, 12 like 13 before it, 13 first of all; asked for 11.
     links = [[13, 5, 0], [1] * 6, [12, 6, 13, 0, 1, 1], [11, 7, 12, 0]]
     ids, chunks = [*itertools.chain(*links)], [number for number, link in enumerate(links) for _ in link]
-    near, back = words(ids, chunks, question=[11])
-    assert int(near.argmax()) == 17, "12 where 11 is like it"
-    assert int(back.argmax()) == 11, "13 where 12 is like it, in an earlier passage"
-    assert not back[:3].any(), "13 itself looks back at nothing"
+    score = words(ids, chunks, question=[11])
+    assert int(score.argmax()) == 17, "12 where 11 is like it"
+    assert int(score[:15].argmax()) == 11, "13 where 12 is like it, in an earlier passage"
+    assert not score[:3].any(), "13 itself looks back at nothing"
 
 
 def test_words_of_one_passage_link_to_no_other() -> None:
     ids = [10, 20, 1, 1, 1, 1, 20, 30]
     for question in ([10], [99]):
-        assert not torch.cat(words(ids, [0] * 8, question)).any()
+        assert not words(ids, [0] * 8, question).any()
 
 
 def test_reach_ends_with_the_chunk() -> None:
-    near, _ = words([10, 2, 1, 10, 2, 3], [0, 0, 1, 1, 2, 2], [10])
+    near = words([10, 2, 1, 10, 3, 4], [0, 0, 1, 1, 2, 2], [10])
     assert near[3] > 0
     assert not near[[0, 1, 2, 4, 5]].any()
 
