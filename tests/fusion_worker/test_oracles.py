@@ -44,9 +44,10 @@ async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle:
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     expected = plain.after(plain.reused(system, chunks), question)
-    answer = await rig.ask(*parts, recipe="full_reuse")
-    assert tools.error(answer.logits[0], expected) < CLOSE
-    assert answer.summary.tokens_recomputed == 0
+    for recipe, ratio in (("full_reuse", {}), ("prophetkv", {"ratio": 0.0}), ("trace", {"ratio": 0.0})):
+        answer = await rig.ask(*parts, recipe=recipe, **ratio)
+        assert tools.error(answer.logits[0], expected) < CLOSE, recipe
+        assert answer.summary.tokens_recomputed == 0
     full = plain.logits(whole(parts))
     assert tools.error(full, expected) > 100 * CLOSE, "reuse and full attention agree, so this test shows nothing"
 
