@@ -1,4 +1,4 @@
-"""Attention weights themselves, row by row: for the few rows whose references are followed.
+"""Attention weights themselves, row by row: for a question, and the few rows whose references are followed.
 
 On a CPU `sparse_attention` finds them on its way.
 """

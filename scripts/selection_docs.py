@@ -44,7 +44,7 @@ def of_all_models(rows: Rows) -> Iterator[str]:
 
 
 def of_each_model(rows: Rows) -> Iterator[str]:
-    """Ours and the papers' score that it begins with, at all ratios in one cell."""
+    """Ours and the papers' score that is nearest to what it begins with, at all ratios in one cell."""
     yield f"|---|{'---|' * len(TASKS)}"
     asked = [r for r in ratios(rows) if r > 0]
     for recipe in (OURS, RIVAL):

@@ -71,7 +71,7 @@ class Auxiliary:
                 ids=torch.tensor(question),
                 positions=torch.arange(asked.question_start, asked.tokens),
                 runs=placement.fresh,
-                seen=tuple(s for part in placement.parts for s in part.segments()),
+                seen=placement.segments,
                 probe=frozenset({self._model.kv.layers - 1}),
             )
             result = await self._engine.run(work)

@@ -10,7 +10,7 @@ from fusionkv.fusion_worker.engine.placement import Placement, masked
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Work, behind, lay_out
 from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
-from fusionkv.fusion_worker.methods.lexical import ends_sentence, links
+from fusionkv.fusion_worker.methods.lexical import ends_sentence, references
 from fusionkv.fusion_worker.methods.scoring import PeakAttention, Trace
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
@@ -34,7 +34,7 @@ class Follower:
         """float32 [question_start]: the score, over the stale cache; and how many rows were computed for it."""
         question = torch.arange(prompt.question_start, prompt.tokens)
         before, last = question[: -peaks.most], question[-peaks.most :]
-        seen = tuple(segment for part in placement.parts for segment in part.segments())
+        seen = placement.segments
         if len(before):
             await self._engine.run(self._work(placement, prompt, before, seen))
             seen = (*seen, *lay_out(before.to(self._model.device), placement.fresh))
@@ -91,8 +91,8 @@ class Follower:
         return Work(prompt.ids[rows].to(device), rows.to(device), runs, seen, follow=follow)
 
     def _read(self, prompt: Prompt) -> torch.Tensor:
-        """float32 [context tokens], as `links` of the prompt's words."""
+        """float32 [context tokens], `references` in the prompt's words."""
         ids = [i for part in prompt.chunks for i in part.ids]
         chunks = [number for number, part in enumerate(prompt.chunks) for _ in part.ids]
         ends = {i: ends_sentence(self._model.tokenizer.decode([i])) for i in set(ids)}
-        return links(ids, chunks, [ends[i] for i in ids], prompt.question)
+        return references(ids, chunks, [ends[i] for i in ids], prompt.question)

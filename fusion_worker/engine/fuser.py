@@ -106,7 +106,7 @@ class Fuser:
 
     async def look(self, placement: Placement, prompt: Prompt, scores: Sequence[ShallowScore]) -> list[Scored]:
         """As `score`, for several scores from one pass through layer 0."""
-        seen = tuple(s for part in placement.parts for s in part.segments())
+        seen = placement.segments
         context = _stale(placement, prompt).nonzero()[:, 0]
         starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
         rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
@@ -205,7 +205,7 @@ class Fuser:
             return Scored(*await self._follower.peaks(placement, prompt, score))
         if isinstance(score, ShallowScore):
             return (await self.look(placement, prompt, [score]))[0]
-        seen = tuple(s for part in placement.parts for s in part.segments())
+        seen = placement.segments
         question = torch.arange(prompt.question_start, prompt.tokens)
         layers = score.layers(self._model.kv.layers)
         result = await self._run(prompt, placement, question, seen, probe=layers, unstored=0)

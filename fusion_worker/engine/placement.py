@@ -132,3 +132,8 @@ class Placement:
     parts: tuple[Placed, ...]
     fresh: tuple[Run, ...]
     let_go: Callable[[], None]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All keys of its parts, as they were reused."""
+        return tuple(segment for part in self.parts for segment in part.segments())

@@ -40,8 +40,8 @@ def in_turn(lists: Sequence[tuple[torch.Tensor, float]], stale: torch.Tensor) ->
 def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True) -> torch.Tensor:
     """float32 [positions]: for each token the best score within `reach` in its chunk, times `fade` for each step.
 
-    scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk. both: whether the tokens
-    before one get its score as well as those behind it.
+    scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk, or sentence. both:
+    whether the tokens before one get its score as well as those behind it.
     """
     best = scores.clone()
     for distance in range(1, reach + 1):

@@ -19,16 +19,18 @@ _REACH, _FADE = 6, 0.95
 _NEXT = 0.9
 # Of what the question's own words link: with 1 a chain's second link comes later, and at 0.05 some too late.
 _AHEAD = 0.7
-_SENTENCE_ENDS = tuple(".!?\u3002\uff01\uff1f")
+SENTENCE_ENDS = ".!?\u3002\uff01\uff1f"
 _CLOSING = " \t\"')]\u201d\u2019\u00bb"
 
 
 def ends_sentence(token: str) -> bool:
     """Whether a token's text ends a sentence or a line."""
-    return "\n" in token or token.rstrip(_CLOSING).endswith(_SENTENCE_ENDS)
+    return "\n" in token or token.rstrip(_CLOSING).endswith(tuple(SENTENCE_ENDS))
 
 
-def links(ids: Sequence[int], chunks: Sequence[int], ends: Sequence[bool], question: Sequence[int]) -> torch.Tensor:
+def references(
+    ids: Sequence[int], chunks: Sequence[int], ends: Sequence[bool], question: Sequence[int]
+) -> torch.Tensor:
     """A score of every context token, float32 [tokens]: how well words link it to another chunk and to the question.
 
     The better of two, and rare tokens count more in both:

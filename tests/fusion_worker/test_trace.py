@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.methods.choose import in_turn, spread, top_k
-from fusionkv.fusion_worker.methods.lexical import ends_sentence, links
+from fusionkv.fusion_worker.methods.lexical import ends_sentence, references
 from fusionkv.fusion_worker.methods.scoring import PeakAttention
 
 CLOSE = 1e-4
@@ -17,7 +17,7 @@ CHUNKS = [0] * 10 + [1] * 10
 
 
 def words(ids: list[int], chunks: list[int], question: list[int]) -> torch.Tensor:
-    return links(ids, chunks, [i == 0 for i in ids], question)
+    return references(ids, chunks, [i == 0 for i in ids], question)
 
 
 def test_words_lead_to_what_looks_back() -> None:
@@ -46,8 +46,8 @@ def test_words_of_the_question_that_were_said_before() -> None:
 
 def test_words_lead_on_along_a_chain() -> None:
     # 11 like 12 is said last, 12 like 13 before it, 13 first of all; asked for 11.
-    links = [[13, 5, 0], [1] * 6, [12, 6, 13, 0, 1, 1], [11, 7, 12, 0]]
-    ids, chunks = [*itertools.chain(*links)], [number for number, link in enumerate(links) for _ in link]
+    pages = [[13, 5, 0], [1] * 6, [12, 6, 13, 0, 1, 1], [11, 7, 12, 0]]
+    ids, chunks = [*itertools.chain(*pages)], [number for number, page in enumerate(pages) for _ in page]
     score = words(ids, chunks, question=[11])
     assert int(score.argmax()) == 17, "12 where 11 is like it"
     assert int(score[:15].argmax()) == 11, "13 where 12 is like it, in an earlier passage"
