@@ -121,6 +121,9 @@ class Mover:
         others = [address for address in self._serving() if address != self.own]
         if not others:
             return
+        # What was moved of late stays: an entry that is forgotten while it is given again would look deleted, and be
+        # deleted where it belongs.
+        self._departing.clear()
         rows, failed = self._store.residents.index.rows, set[str]()
         coldest_first = [int(row) for row in np.argsort(np.frombuffer(rows.heats, np.float64).copy())]
 

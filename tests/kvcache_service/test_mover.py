@@ -85,3 +85,27 @@ async def test_two_that_each_think_an_entry_belongs_to_the_other_do_not_lose_it(
             task.cancel()
         for mover in movers:
             await mover.close()
+
+
+async def test_what_was_moved_of_late_is_not_deleted_there_when_the_service_leaves(
+    tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is given again, to the same home, and its time here ends in the middle of that."""
+    monkeypatch.setattr("fusionkv.kvcache_service.mover._GRACE_SECONDS", 0.0)
+    path = [tools.digest(name) for name in "SA"]
+    async with tools.serving(tmp_path / "old") as old, tools.serving(tmp_path / "new") as new:
+        key, _ = await old.put(path, b"kv" * 1000)
+        mover = Mover(old.store, lambda: [new.address], None)
+        mover.own = old.address
+        await mover._depart(key, new.address)
+        peer = mover._peer(new.address)
+        send = peer.send
+
+        async def late(*given: Any) -> Any:
+            await mover._forget_moved()
+            return await send(*given)
+
+        monkeypatch.setattr(peer, "send", late)
+        await mover.hand_over()
+        assert (await new.find(*path, lease_ms=1)).hits[-1].entry is not None
+        await mover.close()
