@@ -54,6 +54,8 @@ class World:
         await asyncio.gather(*(self._start_cache(number) for number in range(CACHES)))
         for number in range(WORKERS):
             await self._start_worker(number)
+        self.judge = self._process("judge", "fusionkv.fusion_worker", *self._compute())
+        await self.judge.start()
         addresses = ",".join(worker.address for worker in self.workers)
         data = ("--data-dir", str(self.folder / "gateway"), "--request-seconds", "60")
         clock = self._clock("gateway").environment
@@ -62,13 +64,14 @@ class World:
         tls = self.secured.tls if self.secured else None
         self.cache_clients = [CacheClient(cache.address, tls) for cache in self.caches]
         self.worker_clients = [WorkerClient(worker.address, tls) for worker in self.workers]
+        self.judge_client = WorkerClient(self.judge.address, tls)
         self.client = AsyncClient(self.gateway.address, tls=tls)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for client in (*self.cache_clients, *self.worker_clients, self.client):
+        for client in (*self.cache_clients, *self.worker_clients, self.judge_client, self.client):
             await client.close()
-        for process in (self.gateway, *self.workers, *self.caches):
+        for process in (self.gateway, self.judge, *self.workers, *self.caches):
             if process.alive:
                 process.kill9()
         self.redis.kill9()
@@ -154,16 +157,20 @@ class World:
         await made.start()
 
     async def _start_worker(self, number: int) -> None:
-        shape = json.loads((self.model / "config.json").read_text())
-        head = shape["hidden_size"] // shape["num_attention_heads"]
-        token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
         name = f"worker{number}"
         made = self._process(
-            name, "fusionkv.fusion_worker", "--model", str(self.model),
-            "--device", "cpu", "--dtype", "float32", "--threads", "1", "--pool-bytes", str(POOL_TOKENS * token),
+            name, "fusionkv.fusion_worker", *self._compute(),
             "--cache", self.caches[number].address, "--lookup-timeout", str(LOOKUP_SECONDS),
             "--fetch-timeout", str(FETCH_SECONDS), "--cache-seconds", str(CACHE_SECONDS),
             env=self._clock(name).environment,
         )  # fmt: skip
         self.workers.append(made)
         await made.start()
+
+    def _compute(self) -> tuple[str, ...]:
+        shape = json.loads((self.model / "config.json").read_text())
+        head = shape["hidden_size"] // shape["num_attention_heads"]
+        token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
+        pool = str(POOL_TOKENS * token)
+        where = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
+        return ("--model", str(self.model), *where, "--pool-bytes", pool)

@@ -1,10 +1,13 @@
 """Cache services that share an index are killed, stopped, join and leave: misses, never errors; few bytes move."""
 
 import asyncio
+import contextlib
+import random
 import secrets
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos import errors
 from fusionkv.protos.tls import ClientTLS
+from tests.chaos.entries import Entries
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
@@ -198,3 +202,29 @@ async def test_with_mtls_and_encrypted_disks(
     for i in range(20):
         assert await get(services.clients[1], i) == payload(i, 5000)
     await services.close()
+
+
+async def test_an_entry_of_a_service_that_callers_still_avoid_is_not_counted_as_lost(cluster: Services) -> None:
+    """One that gave no answer counts as out of reach for 5 s, for its own callers too, although it is back."""
+    entries = Entries(SimpleNamespace(cache_clients=cluster.clients), random.Random(1), Counter())  # type: ignore[arg-type]
+    while len(entries.stored) < 10:
+        await entries.put_one()
+    await cluster.settled()
+    home = cluster.home(0)
+    found = [(await find(client, 0)).hits[1].entry for client in cluster.clients]
+    # Who the others are, callers know from what these hold.
+    await asyncio.gather(*(find(client, i) for client in cluster.clients for i in entries.stored))
+    cluster.services[home].process.send_signal(signal.SIGSTOP)
+    try:
+        for client, entry in zip(cluster.clients, found, strict=True):
+            assert entry is not None
+            with contextlib.suppress(errors.ServiceError):
+                await client.fetch(entry, memoryview(bytearray(entry.size)), timeout=0.5)
+            with contextlib.suppress(errors.ServiceError):
+                await find(client, 0, timeout=0.5)
+        address = cluster.services[home].address
+        await until(lambda: not any(client._holders._up(address) for client in cluster.clients))
+    finally:
+        cluster.services[home].process.send_signal(signal.SIGCONT)
+    await entries.everything_is_there(set())
+    assert entries.seen["entries that callers did not find for a moment"] >= 1
