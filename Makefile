@@ -32,8 +32,8 @@ demo: setup ## Starts the three services and asks the reference model questions,
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: test
-test: setup ## All tests; ARGS="-k frames" picks some
-	@.venv/bin/pytest $(ARGS)
+test: setup ## All tests, as many files at once as there are cores; ARGS="-k frames" picks some
+	@.venv/bin/pytest -n auto --dist loadfile $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff, mypy, buf, hadolint
