@@ -64,9 +64,11 @@ class Answers:
             raise Wrong(f"only {len(self.questions)} of {QUESTIONS} questions have one answer")
 
     async def _is_settled(self, text: str, recipe: Recipe) -> bool:
-        first, again = [await self._ask(text, recipe, 60) for _ in range(2)]
-        right = await self.judge.answer(text, recipe, first.sources)
-        return right == first.text == again.text
+        for _ in range(2):  # computed first, then reused
+            answer = await self._ask(text, recipe, 60)
+            if answer.text != await self.judge.answer(text, recipe, answer.sources):
+                return False
+        return True
 
     async def _ask(self, text: str, recipe: Recipe, timeout: float) -> Answer:
         name, ratio = recipe
