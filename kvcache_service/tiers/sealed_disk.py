@@ -16,8 +16,9 @@ from cryptography.exceptions import InvalidTag
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import ID_BYTES, DiskKeys
+from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+from fusionkv.protos.key_ring import ID_BYTES
 
 BLOCK_BYTES = 1 << 20
 _NONCE_BYTES, _TAG_BYTES = 12, 16
@@ -74,7 +75,7 @@ class SealedDiskTier(DiskTier):
 
     def _seal(self, place: Place, start: int, block: bytes) -> None:
         key, nonce = self._keys.newest, os.urandom(_NONCE_BYTES)
-        sealed = memoryview(key.cipher.encrypt(nonce, block, _bound(place, start)))
+        sealed = memoryview(key.value.encrypt(nonce, block, _bound(place, start)))
         file, offset = self._seal_at(place, start)
         os.pwrite(file, key.id + nonce + bytes(sealed[len(block) :]), offset)
         super().write(place, start, [sealed[: len(block)]])
@@ -89,7 +90,7 @@ class SealedDiskTier(DiskTier):
         data = super().read(place, start, min(BLOCK_BYTES, place.size - start))
         nonce, tag = seal[ID_BYTES : ID_BYTES + _NONCE_BYTES], seal[ID_BYTES + _NONCE_BYTES :]
         try:
-            return key.cipher.decrypt(nonce, bytes(data) + tag, _bound(place, start))
+            return key.value.decrypt(nonce, bytes(data) + tag, _bound(place, start))
         except (InvalidTag, ValueError) as error:  # ValueError: the file of the seals ends within this one
             raise OSError(f"a block at {place.offset + start} is damaged") from error
 
