@@ -28,6 +28,8 @@ class Entry:
     """Addresses of the services that hold it; empty when it is the one that was asked."""
     extent: tuple[int, int] | None = field(default=None, compare=False, repr=False)
     """Segment and offset of the bytes on the service's disk, for as long as `lease` is held."""
+    signature: bytes = field(default=b"", repr=False)
+    """As it was put."""
     group: bytes = field(default=b"", repr=False)
     """Told to a holder, which corrects the shared index by it if it has the entry no more."""
 
@@ -64,7 +66,7 @@ def hit(found: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
     there = None if arena is None else shared(e, arena, e.size_bytes)
     names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
     extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
-    return Hit(kind, Entry(*names, there, lease, tuple(e.holders), extent, e.group))
+    return Hit(kind, Entry(*names, there, lease, tuple(e.holders), extent, e.signature, e.group))
 
 
 def shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:

@@ -39,6 +39,9 @@ def record(said: pb.PutHeader, max_path: int) -> records.Record:
             raise InvalidArgument("a system prompt is found by its exact path only: it has no variants")
     if len(said.checksum) != records.CHECKSUM_BYTES:
         raise InvalidArgument(f"the checksum has {len(said.checksum)} bytes, it has to have 16")
+    if len(said.signature) > records.MOST_SIGNATURE_BYTES:
+        most = records.MOST_SIGNATURE_BYTES
+        raise InvalidArgument(f"the signature has {len(said.signature)} bytes; at most {most} are kept")
     if not said.size_bytes or not said.tokens:
         raise InvalidArgument("an entry has at least one token and one byte")
     if not 0 <= said.accesses <= _MOST_ACCESSES:
@@ -52,4 +55,5 @@ def record(said: pb.PutHeader, max_path: int) -> records.Record:
         said.base,
         said.checksum,
         offered=said.offered,
+        signature=said.signature,
     )

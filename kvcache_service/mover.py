@@ -253,4 +253,5 @@ def _header(record: Record, accesses: float, asked: int) -> pb.PutHeader:
         here=True,
         accesses=accesses,
         asked=asked,
+        signature=record.signature,
     )

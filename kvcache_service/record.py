@@ -8,7 +8,9 @@ import xxhash
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, entry_key
 
 CHECKSUM_BYTES = 16
-_VERSION = 1
+MOST_SIGNATURE_BYTES = 63
+# A record without a signature has the first form, as ever: a service from before signatures reads it.
+_PLAIN, _SIGNED = 1, 2
 _VARIANT, _OFFERED = 1, 2
 # version, elements of the path, flags, size, tokens, base, checksum, place
 _HEAD = struct.Struct("<BHBQII16sQ")
@@ -35,6 +37,8 @@ class Record:
     checksum: bytes
     offered: bool = False
     """Computed on the way of a request, and kept only as long as no better entry of the chunk is there."""
+    signature: bytes = b""
+    """Its maker's, for those who fetch it; up to 63 bytes that nothing here looks into."""
 
     @property
     def depth(self) -> int:
@@ -60,16 +64,17 @@ def make(
     checksum: bytes,
     *,
     offered: bool = False,
+    signature: bytes = b"",
 ) -> Record:
     """A record with its key derived; `path` has the system prompt first."""
-    key = entry_key(namespace, path, variant)
-    return Record(key, namespace, b"".join(reversed(path)), variant, size, tokens, base, checksum, offered)
+    key, trail = entry_key(namespace, path, variant), b"".join(reversed(path))
+    return Record(key, namespace, trail, variant, size, tokens, base, checksum, offered, signature)
 
 
 def encode(record: Record, offset: int) -> bytes:
     """The record and where its bytes are, with a checksum over both and the key."""
     head = _HEAD.pack(
-        _VERSION,
+        _SIGNED if record.signature else _PLAIN,
         record.depth,
         _VARIANT * bool(record.variant) | _OFFERED * record.offered,
         record.size,
@@ -78,7 +83,7 @@ def encode(record: Record, offset: int) -> bytes:
         record.checksum,
         offset,
     )
-    body = b"".join((head, record.namespace, record.variant, record.trail))
+    body = b"".join((head, record.namespace, record.variant, record.trail, record.signature))
     return body + xxhash.xxh3_64_digest(record.key + body)
 
 
@@ -90,7 +95,7 @@ def place(key: bytes, value: bytes) -> tuple[int, int] | None:
     if not _possible(key, version, depth, size, offset):
         return None
     names = DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
-    return (offset, size) if len(value) == _HEAD.size + names + 8 else None
+    return (offset, size) if _fits(version, len(value) - _HEAD.size - 8 - names) else None
 
 
 def decode(key: bytes, value: bytes) -> tuple[Record, int]:
@@ -103,14 +108,20 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
     if len(body) < _HEAD.size or xxhash.xxh3_64_digest(key + body) != checksum:
         raise ValueError("a damaged index record")
     version, depth, flags, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
-    names, has_variant = body[_HEAD.size :], flags & _VARIANT
-    if not _possible(key, version, depth, size, offset) or len(names) != DIGEST_BYTES * (1 + has_variant + depth):
-        raise ValueError(f"an index record of version {version} that none of version {_VERSION} can be")
-    at = DIGEST_BYTES * (1 + has_variant)
-    namespace, variant, trail = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:]
-    return Record(key, namespace, trail, variant, size, tokens, base, digest, bool(flags & _OFFERED)), offset
+    names, at = body[_HEAD.size :], DIGEST_BYTES * (1 + (flags & _VARIANT))
+    end = at + DIGEST_BYTES * depth
+    if not _possible(key, version, depth, size, offset) or not _fits(version, len(names) - end):
+        raise ValueError(f"an index record of version {version} that none of versions 1 to {_SIGNED} can be")
+    namespace, variant, trail, signature = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:end], names[end:]
+    offered = bool(flags & _OFFERED)
+    return Record(key, namespace, trail, variant, size, tokens, base, digest, offered, signature), offset
 
 
 def _possible(key: bytes, version: int, depth: int, size: int, offset: int) -> bool:
-    known = version == _VERSION and depth > 0 and len(key) == DIGEST_BYTES
+    known = version in (_PLAIN, _SIGNED) and depth > 0 and len(key) == DIGEST_BYTES
     return known and size <= _MOST_BYTES and offset <= _MOST_OFFSET
+
+
+def _fits(version: int, left: int) -> bool:
+    """Whether a record of this form has so many bytes behind its names: those of a signature, or none."""
+    return left == 0 if version == _PLAIN else 0 < left <= MOST_SIGNATURE_BYTES

@@ -1,4 +1,6 @@
-"""What is known of every visible entry, in columns: 160 bytes an entry instead of a kilobyte of objects."""
+"""What is known of every visible entry, in columns: 160 bytes an entry instead of a kilobyte of objects, and 64 more
+where entries are signed.
+"""
 
 import struct
 from array import array
@@ -7,10 +9,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.record import MOST_SIGNATURE_BYTES, Record
 
 # key, chunk, variant, checksum, size, tokens, base, flags
 _FIXED = struct.Struct("<32s32s32s16sIIIB3x")
+# Its length, then its bytes.
+_SIGNATURE = struct.Struct(f"{1 + MOST_SIGNATURE_BYTES}p")
 _VARIANT, _OFFERED = 1, 2
 _NOWHERE = -1
 
@@ -73,6 +77,7 @@ class Rows:
         self.heats = array("d")
         self.places = tuple(array("q") for _ in range(tiers))
         self._fixed = bytearray()
+        self._signatures = bytearray()  # as far as the last row that ever had one
         self._behind = array("I")  # 0: no row
         self._behinds = Behinds()
         self._free = array("I")
@@ -109,7 +114,20 @@ class Rows:
             self.heats.append(heat)
             for column in self.places:
                 column.append(_NOWHERE)
+        self._sign(row, record.signature)
         return row
+
+    def _sign(self, row: int, signature: bytes) -> None:
+        at = row * _SIGNATURE.size
+        if signature and (missing := at + _SIGNATURE.size - len(self._signatures)) > 0:
+            self._signatures += bytes(missing)
+        if at < len(self._signatures):
+            _SIGNATURE.pack_into(self._signatures, at, signature)
+
+    def _signature(self, row: int) -> bytes:
+        at = row * _SIGNATURE.size
+        found: bytes = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
+        return found
 
     def remove(self, row: int) -> None:
         self._behinds.drop(self._behind[row])
@@ -130,7 +148,7 @@ class Rows:
         namespace, behind = self._behinds[self._behind[row]]
         return Record(
             key, namespace, chunk + behind, variant if flags & _VARIANT else b"", size, tokens, base, checksum,
-            offered=bool(flags & _OFFERED),
+            offered=bool(flags & _OFFERED), signature=self._signature(row),
         )  # fmt: skip
 
     def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
@@ -153,5 +171,7 @@ class Rows:
         assert all(len(column) == len(self._behind) for column in self.places)
         assert len(self.heats) == len(self._behind)
         assert len(self._fixed) == _FIXED.size * len(self._behind)
+        assert len(self._signatures) <= _SIGNATURE.size * len(self._behind)
+        assert len(self._signatures) % _SIGNATURE.size == 0
         assert sum(1 for behind in self._behind if behind) == len(self)
         self._behinds.check_integrity([behind for behind in self._behind if behind])

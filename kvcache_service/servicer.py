@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from fusionkv.kvcache_service import checks
-from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.segments import readable_files
 from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.stubs import RESERVED
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer
@@ -241,6 +241,7 @@ class KVCacheServicer:
             variant=record.variant,
             arena_offset=_arena_offset(entry),
             extent=self._extent(entry),
+            signature=record.signature,
         )
 
     def _slow(self, entry: Resident, files_read: bool) -> bool:
@@ -275,6 +276,7 @@ def _remote(found: "Elsewhere") -> pb.Entry:
         variant=record.variant,
         holders=random.sample(addresses, min(len(addresses), _MOST_HOLDERS)),
         group=found.group,
+        signature=record.signature,
     )
 
 

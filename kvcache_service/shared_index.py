@@ -202,7 +202,8 @@ class SharedIndex:
         for change in changes:
             field, value = b"", b""
             if change.record is not None:
-                field = change.key + change.record.checksum
+                # Copies that were signed otherwise are others: each is found with the signature that it has.
+                field = change.key + change.record.checksum + change.record.signature
                 value = records.encode(change.record, 0)
             arguments = (change.key, mark, field, value, _GROUP_MS, self._dead, _MOST_ENTRIES)
             pipe.execute_command("EVAL", _HOLD, 1, _GROUP + change.group, *arguments)
