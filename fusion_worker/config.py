@@ -55,6 +55,11 @@ class WorkerConfig:
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
     )
+    signing_keys: Path | None = setting(
+        None,
+        "keys (64 hex digits a line) that stored KV is signed with: the first signs, all verify, and what none of "
+        "them signed is a miss; without it nothing is signed, and everything is accepted",
+    )
     tls_cert: Path | None = setting(
         None, "certificate chain (PEM): ports then speak TLS; also shown to services that ask for one"
     )

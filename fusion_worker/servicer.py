@@ -52,7 +52,9 @@ class FusionServicer:
         self._config = config
         self._model = model
         self._verdict = verdict
-        self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
+        # Whose word for the bytes in its memory is not taken, where entries are signed.
+        wary = config.signing_keys is not None
+        self.cache = CacheClient(config.cache, config.client_tls(), verify_memory=wary) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self.engine = Engine(model, self.pool, config, crew)
         self.loader = Loader(config, model, self.pool, self.engine, self.cache)
@@ -235,4 +237,5 @@ def _summary(summary: Summary, pool_tokens: int) -> pb.Summary:
         ratio=summary.ratio,
         ratio_raised=summary.raised,
         pool_tokens=pool_tokens,
+        entries_rejected=stages.rejected,
     )

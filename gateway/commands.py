@@ -158,6 +158,8 @@ def _figures(summary: Summary) -> Table:
     hits = [f"{h.chunks} {h.kind} from {h.tier}" for h in summary.hits]
     if summary.chunks_missed:
         hits.append(f"{summary.chunks_missed} missed")
+    if summary.entries_rejected:
+        hits.append(f"{summary.entries_rejected} rejected, of no worker's signature")
     table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {', '.join(hits) or 'cache not asked'}")
     table.add_row(
         "tokens",

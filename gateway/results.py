@@ -104,6 +104,7 @@ class Summary:
     ratio: float
     trace_id: str
     ratio_raised: str
+    entries_rejected: int
 
 
 @dataclass(frozen=True)

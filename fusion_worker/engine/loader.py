@@ -22,6 +22,7 @@ from fusionkv.fusion_worker.engine.locator import CacheFault, EntryGone, Locator
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Prompt, stretch
 from fusionkv.fusion_worker.engine.putter import Putter
+from fusionkv.fusion_worker.engine.signatures import Signer
 from fusionkv.fusion_worker.engine.spans import LoadSpans
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.engine.turns import Turns
@@ -57,8 +58,10 @@ class Loader:
         self.storage = Storage(pool, config.store, engine.crew)
         # Ranks get their heads from the first one's host memory.
         self._direct = DirectReader.find(self.storage) if cache and engine.crew.ranks.count == 1 else None
-        self.locator = Locator(self.storage, cache, config.lookup_timeout)
-        self.putter = Putter(pool, self.storage, cache, config.max_puts, config.fetch_timeout) if cache else None
+        signer = Signer(config.signing_keys) if config.signing_keys else None
+        self.locator = Locator(self.storage, cache, config.lookup_timeout, signer)
+        limits = config.max_puts, config.fetch_timeout
+        self.putter = Putter(pool, self.storage, cache, *limits, signer) if cache else None
         settings = model.settings | self.storage.settings
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
 
@@ -122,9 +125,9 @@ class Loader:
         leased = await stack.enter_async_context(AsyncExitStack())
         with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
             with budget.spending():
-                asking = self.locator.prompt(prompt, namespace, encode, budget.left)
+                asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages)
                 wanted = await leased.enter_async_context(asking)
-            span.set_attribute("fusionkv.chunks", len(prompt.chunks))
+            span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
         stale = sum(len(w.chunk) for w in wanted if not w.lossless)
         with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
             placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))

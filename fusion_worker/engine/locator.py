@@ -5,8 +5,9 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from fusionkv.fusion_worker.engine.placement import Wanted
+from fusionkv.fusion_worker.engine.placement import Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.engine.signatures import Signer
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.methods.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
 from fusionkv.kvcache_service import keys
@@ -27,20 +28,31 @@ Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
 # Ends the key of what was stored in one byte a number, so that it is no other's in the pool.
 RESTORED = b"restored"
+# A request waits while rejected entries are deleted: what it encodes in their place could not be put before.
+_DELETE_SECONDS = 0.5
 
 
 class Locator:
     """Names parts and finds them. Without a cache service everything is a miss."""
 
-    def __init__(self, storage: Storage, cache: CacheClient | None, timeout: float) -> None:
+    def __init__(
+        self, storage: Storage, cache: CacheClient | None, timeout: float, signer: Signer | None = None
+    ) -> None:
+        """signer: without one every entry is taken."""
         self._storage = storage
         self._cache = cache
         self._timeout = timeout
+        self._signer = signer
         self._releases: set[asyncio.Task[None]] = set()
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, namespace: bytes, encode: Encode = ISOLATED, most: float = math.inf
+        self,
+        prompt: Prompt,
+        namespace: bytes,
+        encode: Encode = ISOLATED,
+        most: float = math.inf,
+        stages: Stages | None = None,
     ) -> AsyncIterator[list[Wanted]]:
         """All parts but an empty system prompt at their places, leased for as long as the context is open.
 
@@ -49,18 +61,20 @@ class Locator:
             way serves, and what is missing is encoded alone. `Anchored`: the prompt's chunks are anchor tokens, and
             those alone serve.
         most: seconds that the cache service is waited for, if that is less than always.
+        stages: where entries are counted that no worker signed.
 
         Raises:
             CacheFault: the cache service is down, slow, or answers what can't be.
         """
         if isinstance(encode, Anchored):
-            async with self._anchored(prompt, namespace, keys.anchors_variant(encode.percent), most) as anchored:
+            variant = keys.anchors_variant(encode.percent)
+            async with self._anchored(prompt, namespace, variant, most, stages) as anchored:
                 yield anchored
             return
         versions = keys.versions_variant(encode.most) if isinstance(encode, Versions) else b""
         variants = [(versions,) if versions and i > 1 else p.variants for i, p in enumerate(prompt.parts)]
         async with self._lookup(
-            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], most
+            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], most, stages
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
@@ -89,12 +103,12 @@ class Locator:
 
     @asynccontextmanager
     async def _anchored(
-        self, prompt: Prompt, namespace: bytes, variant: bytes, most: float
+        self, prompt: Prompt, namespace: bytes, variant: bytes, most: float, stages: Stages | None
     ) -> AsyncIterator[list[Wanted]]:
         """The parts of a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
         # No exact entry may come before the variant: nothing is stored behind an element that is no chunk's digest.
         path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
-        async with self._lookup(namespace, path, most) as hits:
+        async with self._lookup(namespace, path, most, stages) as hits:
             wanted: list[Wanted] = []
             for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
                 own = self.alone(prompt, i, start, namespace)
@@ -163,7 +177,9 @@ class Locator:
         return Wanted(part, position, entry.base, path, entry.key + RESTORED, entry.variant, entry)
 
     @asynccontextmanager
-    async def _lookup(self, namespace: bytes, path: Path, most: float = math.inf) -> AsyncIterator[Sequence[Hit]]:
+    async def _lookup(
+        self, namespace: bytes, path: Path, most: float = math.inf, stages: Stages | None = None
+    ) -> AsyncIterator[Sequence[Hit]]:
         if self._cache is None:
             yield [_MISS] * len(path)
             return
@@ -179,11 +195,29 @@ class Locator:
         try:
             if len(found.hits) != len(path):
                 raise CacheFault(f"the cache service answered {len(found.hits)} hits for a path of {len(path)}")
-            yield found.hits
+            yield await self._genuine(namespace, path, found.hits, most, stages)
         finally:
             if found.lease:
                 # Nobody waits for it: a lease that is not released expires.
                 self._later(self._release(found.lease))
+
+    async def _genuine(
+        self, namespace: bytes, path: Path, hits: Sequence[Hit], most: float, stages: Stages | None
+    ) -> Sequence[Hit]:
+        """What of these hits a worker signed; the rest turns into misses, and is deleted.
+
+        As long as it is there, it hides what was signed (an exact entry comes before all others), and keeps a Put of
+        the same key from being stored.
+        """
+        if self._signer is None or self._cache is None:
+            return hits
+        genuine, rejected = self._signer.genuine(namespace, path, hits)
+        if rejected:
+            if stages is not None:
+                stages.rejected += len(rejected)
+            with suppress(ServiceError):
+                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(_DELETE_SECONDS, most))
+        return genuine
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -88,13 +88,14 @@ class Stages:
     """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier); tokens of the request,
     also where fewer anchor tokens stand for them.
 
-    origins: kind and tier of every chunk, by its key.
+    origins: kind and tier of every chunk, by its key. rejected: entries found that no worker had signed.
     """
 
     hits: Counter[tuple[str, str]] = field(default_factory=Counter)
     hit_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
     origins: dict[bytes, tuple[str, str]] = field(default_factory=dict)
     missed: int = 0
+    rejected: int = 0
     encoded_tokens: int = 0
     bytes_fetched: int = 0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -2,12 +2,14 @@
 
 import asyncio
 import logging
+from functools import partial
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
 
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.placement import Placed, Wanted
+from fusionkv.fusion_worker.engine.signatures import Signer
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import logs
@@ -26,7 +28,16 @@ _WRITERS = 2
 class Putter:
     """Copies chunks out of the pool and stores them. A chunk stays pinned until it is copied."""
 
-    def __init__(self, pool: KVPool, storage: Storage, cache: CacheClient, max_waiting: int, timeout: float) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        storage: Storage,
+        cache: CacheClient,
+        max_waiting: int,
+        timeout: float,
+        signer: Signer | None = None,
+    ) -> None:
+        self._signer = signer
         self._pool = pool
         self._storage = storage
         self._cache = cache
@@ -54,14 +65,19 @@ class Putter:
         )
 
     async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview, offered: bool) -> None:
+        names = (namespace, wanted.path, wanted.variant)
+        tokens, base = len(wanted.chunk), wanted.base
+        signer = self._signer
+        sign = partial(signer.sign, *names, size=len(data), tokens=tokens, base=base) if signer else None
         await self._cache.put(
             namespace=namespace,
             path=wanted.path,
             variant=wanted.variant,
-            tokens=len(wanted.chunk),
-            base=wanted.base,
+            tokens=tokens,
+            base=base,
             data=data,
             offered=offered,
+            sign=sign,
             timeout=self._timeout,
         )
 
