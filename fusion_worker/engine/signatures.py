@@ -1,9 +1,9 @@
 """Whose KV an entry is: workers sign what they put, and take nothing that none of them signed.
 
 A signature is HMAC-SHA256 over what names an entry (namespace, system prompt, chunk, variant, key), over its size,
-tokens and base, and over the checksum of its bytes, which is verified on all that is read. The worker verifies it with
-the names that it computed itself for the chunk it asked for. So an entry that was found by another path, whose key the
-worker can't compute, is bound to the chunk's own tokens as well.
+tokens and base, and over the checksum of its bytes, which is verified on all that is read. The worker verifies it
+with the names that it computed itself for the chunk it asked for. So an entry that was found by another path, whose
+key the worker can't compute, is bound to the chunk's own tokens as well.
 """
 
 import hmac

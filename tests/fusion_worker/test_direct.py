@@ -4,7 +4,6 @@ kvikio reads nothing without a GPU's driver, so a file that reads into the CPU's
 """
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,10 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.engine.direct import DirectReader
+from tests.fusion_worker.host_file import HostFile
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
-
-
-class HostFile:
-    """What of kvikio.CuFile is used."""
-
-    reads: list[tuple[int, int]]
-
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        os.close(self._file)
-
-    def read(self, buffer: torch.Tensor, size: int, file_offset: int) -> int:
-        self.reads.append((file_offset, size))
-        return os.preadv(self._file, [buffer.numpy()[:size]], file_offset)
 
 
 class BrokenFile(HostFile):
