@@ -1,5 +1,7 @@
 """The memory tier: one arena of shared memory, its pages used again and again."""
 
+import contextlib
+import fcntl
 import mmap
 import os
 import secrets
@@ -9,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import Extents
+
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.13 on
 
 
 class MemoryTier(Tier):
@@ -29,6 +33,7 @@ class MemoryTier(Tier):
         try:
             os.ftruncate(fd, self.capacity_bytes)
             self._map = mmap.mmap(fd, self.capacity_bytes)
+            _seal(fd)
             # Opened anew, since a second descriptor of the first one could be written through.
             self.file = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
@@ -67,7 +72,19 @@ class MemoryTier(Tier):
 def _anonymous_file() -> int:
     """A file without a name: memfd, which has no mount and so none of the 64 MiB limit of a container's /dev/shm."""
     if hasattr(os, "memfd_create"):
-        return os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC)
+        return os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, path = tempfile.mkstemp(prefix="fusionkv-kvcache")
     os.unlink(path)
     return fd
+
+
+def _seal(fd: int) -> None:
+    """Lets only the mapping that there is be written to, and keeps the file's size.
+
+    Whoever is handed a read-only descriptor may open it anew by its name in /proc, to write or to cut the file off,
+    which would end this process.
+    """
+    # OSError: no memfd, or an older kernel.
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)

@@ -84,6 +84,24 @@ async def test_a_leased_entry_in_memory_is_copied(start: Any, tools: Any, tmp_pa
         assert await near.fetched(entry) == (data, size), "without a lease the service sends what is there"
 
 
+async def test_who_is_handed_the_memory_can_not_change_it(start: Any, tools: Any, tmp_path: Path) -> None:
+    """A descriptor that is read-only can be opened anew by its name in /proc."""
+    service = await start()
+    await service.put([tools.digest("S")], tools.payload("x", MIB))
+    memory = service.store.residents.tiers[0]
+    file = os.open(f"/proc/self/fd/{memory.file}", os.O_RDWR)
+    for change in (
+        lambda: os.pwrite(file, b"other bytes", 0),
+        lambda: mmap.mmap(file, MIB),
+        lambda: os.ftruncate(file, 0),
+    ):
+        with pytest.raises(PermissionError):
+            change()
+    os.close(file)
+    await service.put([tools.digest("T")], tools.payload("y", MIB))
+    assert await service.fetch((await service.find(tools.digest("T"))).hits[0].entry) == tools.payload("y", MIB)
+
+
 async def test_what_is_copied_after_the_lease_may_be_another_entry_s_and_is_not_used(
     start: Any, tools: Any, tmp_path: Path
 ) -> None:
