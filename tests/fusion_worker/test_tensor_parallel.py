@@ -113,15 +113,27 @@ async def test_every_recipe_answers_as_alone(
     await pair.settled()
 
 
-@pytest.mark.parametrize("store", ["plain", "int8"])
+@pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("plain", True)])
 async def test_entries_are_those_of_a_worker_alone(
-    store: str, cache_service: str, start_pair: StartPair, start: Any, parts: Any, tools: Any, tenant: str
+    store: str,
+    signed: bool,
+    cache_service: str,
+    start_pair: StartPair,
+    start: Any,
+    parts: Any,
+    tools: Any,
+    tenant: str,
+    tmp_path: Path,
 ) -> None:
-    """What one of them encodes the other fetches, and both answer the same."""
+    """What one of them encodes the other fetches, and both answer the same; also where both sign."""
     system, chunks, question = parts
-    pair = await start_pair("qwen2", cache=cache_service, store=store)
+    more = {"cache": cache_service, "store": store}
+    if signed:
+        more["signing_keys"] = tmp_path / "signing.keys"
+        more["signing_keys"].write_text("11" * 32)
+    pair = await start_pair("qwen2", **more)
     loaded = models.load(pair.directory, "cpu")
-    kwargs = {"replace": lambda _: loaded, "cache": cache_service, "store": store}
+    kwargs = {"replace": lambda _: loaded, **more}
     ours, theirs = chunks[:2], chunks[2:]
 
     first = await start("qwen2", **kwargs)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusionkv.fusion_worker import verdict
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine import signatures
 from fusionkv.gateway import quotas
 from fusionkv.gateway.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
@@ -109,6 +110,7 @@ READERS: dict[str, Any] = {
     "quotas": lambda file: quotas.Quotas(file).of("a"),
     "jwks": KeyFile,
     "disk keys": DiskKeys,
+    "signing keys": signatures.Signer,
 }
 
 

@@ -40,7 +40,8 @@ def entries(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
     trail, variant = b"".join(draw(st.lists(names, max_size=3))), draw(st.one_of(st.just(b""), names))
     size, offset = draw(st.one_of(st.integers(1, 9000), NUMBERS)), draw(PLACES)
     small = st.integers(0, 2**32 - 1)
-    made = Record(key, draw(names), trail, variant, size, draw(small), draw(small), bytes(16), draw(st.booleans()))
+    numbers, signature = (size, draw(small), draw(small)), draw(st.binary(max_size=70))
+    made = Record(key, draw(names), trail, variant, *numbers, bytes(16), draw(st.booleans()), signature)
     return key, records.encode(made, offset), draw(HEATS)
 
 

@@ -48,16 +48,21 @@ async def services(launch: Any, tmp_path: Path) -> AsyncIterator[Services]:
     server.kill9()
 
 
-@pytest.mark.parametrize("killed", [1, 0], ids=["the other", "its own"])
+@pytest.mark.parametrize(
+    ("killed", "signed"), [(1, False), (0, False), (0, True)], ids=["the other", "its own", "its own, signed"]
+)
 async def test_a_worker_fetches_from_the_holder_and_outlives_either(
-    launch: Any, services: Services, reference_model: Path, killed: int
+    launch: Any, services: Services, reference_model: Path, tmp_path: Path, killed: int, signed: bool
 ) -> None:
     shape = json.loads((reference_model / "config.json").read_text())
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    (tmp_path / "signing.keys").write_text("11" * 32)
+    keys = ("--signing-keys", str(tmp_path / "signing.keys")) if signed else ()
     pool = POOL_TOKENS * shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
     service = launch(
         "fusionkv.fusion_worker", "--model", str(reference_model), "--listen", "127.0.0.1:0", "--device", "cpu",
         "--dtype", "float32", "--threads", "1", "--pool-bytes", str(pool), "--cache", services.services[0].address,
+        *keys,
     )  # fmt: skip
     await services.emptied(2)
     worker = WorkerClient(service.address)

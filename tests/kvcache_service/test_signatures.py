@@ -1,0 +1,166 @@
+"""Signatures are the callers': kept as they were put, in every place that an entry goes to, and of bounded size."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.kvcache_service.mover import Mover
+from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.rows import Rows
+from fusionkv.kvcache_service.shared_index import Change, SharedIndex, group_of
+from fusionkv.protos.errors import InvalidArgument
+from tests.system.redis_process import RedisServer
+from tests.waiting import until
+
+NAMESPACE, PATH = b"n" * 32, [b"s" * 32, b"c" * 32]
+SIGNATURES = [b"", b"\0", b"signed", b"\xff" * 36, bytes(63)]
+# What a service from before signatures wrote: version 1, 2 elements, flags, 100 bytes, 7 tokens, base 3, at 8192.
+OLD_HEAD = "0102000{}64000000000000000700000003000000787878787878787878787878787878780020000000000000"
+OLD = {b"": ("2", "633b52763628adb8"), b"v" * 32: ("3", "654f192982e33bc8")}
+
+
+def made(signature: bytes = b"", variant: bytes = b"", last: bytes = b"c" * 32) -> Record:
+    path = [PATH[0], last]
+    return record.make(NAMESPACE, path, variant, 100, 7, 3, b"x" * 16, offered=True, signature=signature)
+
+
+@pytest.mark.parametrize("variant", OLD)
+def test_records_without_a_signature_are_as_ever(variant: bytes) -> None:
+    """A newer service reads what an older one wrote, and an older one what was put to a newer without signatures."""
+    flags, end = OLD[variant]
+    old = bytes.fromhex(OLD_HEAD.format(flags)) + b"".join((NAMESPACE, variant, *reversed(PATH))) + bytes.fromhex(end)
+    expected = made(variant=variant)
+    assert record.decode(expected.key, old) == (expected, 8192)
+    assert record.place(expected.key, old) == (8192, 100)
+    assert record.encode(expected, 8192) == old
+
+
+@pytest.mark.parametrize("signature", SIGNATURES)
+@pytest.mark.parametrize("variant", OLD)
+def test_a_record_comes_back_with_its_signature(signature: bytes, variant: bytes) -> None:
+    one = made(signature, variant)
+    value = record.encode(one, 8192)
+    assert record.decode(one.key, value) == (one, 8192)
+    assert record.place(one.key, value) == (8192, 100)
+    longer = record.encode(made(bytes(64), variant), 8192)
+    assert record.place(one.key, longer) is None
+    with pytest.raises(ValueError, match="of version 2 that none of versions 1 to 2 can be"):
+        record.decode(one.key, longer)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(SIGNATURES)), max_size=30))
+def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) -> None:
+    rows, known = Rows(0), dict[int, tuple[int, Record]]()
+    for number, signature in changes:
+        if number in known:
+            rows.remove(known.pop(number)[0])
+        else:
+            one = made(signature, last=bytes([number]) * 32)
+            known[number] = rows.add(one, 0.0), one
+        rows.check_integrity()
+        assert all(rows.record(row) == one for row, one in known.values())
+
+
+async def put(client: CacheClient, signature: bytes, tools: Any, name: str = "S") -> bool:
+    names: dict[str, Any] = {"namespace": NAMESPACE, "path": [tools.digest(name)], "tokens": 1, "base": 0}
+    data = memoryview(tools.payload(name, 5000))
+    return (await client.put(**names, data=data, sign=lambda _: signature, timeout=30))[1]
+
+
+async def found(client: CacheClient, tools: Any, name: str = "S") -> Any:
+    lookup = await client.lookup(NAMESPACE, [(tools.digest(name), ())], lease_ms=1, timeout=30)
+    return lookup.hits[0].entry
+
+
+async def test_signatures_outlive_a_restart(tmp_path: Path, tools: Any) -> None:
+    for restarted in (False, True):
+        async with tools.serving(tmp_path) as service:
+            for signature in SIGNATURES:
+                if not restarted:
+                    assert await put(service.client, signature, tools, signature.hex())
+                assert (await found(service.client, tools, signature.hex())).signature == signature
+
+
+async def test_a_signature_is_of_bounded_size(start: Any, tools: Any) -> None:
+    service = await start()
+    with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are kept"):
+        await put(service.client, bytes(64), tools)
+    assert await found(service.client, tools) is None
+
+
+async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any, tools: Any) -> None:
+    client = (await start()).client
+    assert await put(client, b"", tools)
+    assert not await put(client, b"signed", tools), "an entry that exists stays as it is"
+    assert await client.delete([(await found(client, tools)).key]) == 1
+    assert await put(client, b"signed", tools)
+    assert (await found(client, tools)).signature == b"signed"
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["join", "leave"])
+async def test_a_move_takes_the_signature_along(tmp_path: Path, tools: Any, leaves: bool) -> None:
+    async with tools.serving(tmp_path / "old") as old, tools.serving(tmp_path / "new") as new:
+        assert await put(old.client, b"signed", tools)
+        mover = Mover(old.store, lambda: [new.address], None)
+        mover.own = old.address
+        if leaves:
+            await mover.hand_over()
+        else:
+            mover.members_changed()
+            moving = asyncio.create_task(mover.move())
+            await until(lambda: old.store.counters.get("moves") == 1)
+            moving.cancel()
+        assert (await found(new.client, tools)).signature == b"signed"
+        await mover.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    started = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield started
+    started.kill9()
+
+
+@pytest.mark.system
+async def test_the_remote_tier_keeps_signatures(launch: Any, server: RedisServer, tools: Any, tmp_path: Path) -> None:
+    place = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--memory-bytes", "1MiB", "--disk-bytes", "0")
+    flags = (*place, "--remote-url", server.url, "--remote-name", "own", "--remote-timeout", "30")
+    for restarted in (False, True):
+        service = launch("fusionkv.kvcache_service", *flags)
+        client = CacheClient(service.address)
+        if not restarted:
+            assert await put(client, b"signed", tools)
+        entry = await found(client, tools)
+        assert (entry.tier, entry.signature) == ("remote" if restarted else "memory", b"signed")
+        await client.close()
+        service.kill9()
+
+
+@pytest.mark.system
+async def test_the_shared_index_tells_copies_apart_by_their_signatures(server: RedisServer) -> None:
+    """Of the same bytes: one of them may be a stranger's, or from before workers signed."""
+    shared = SharedIndex(server.url, cluster=False, password=None, timeout=30, expiry=60)
+    marks = {b"": b"a" * 8, b"signed": b"b" * 8}
+    for signature, mark in marks.items():
+        await shared.beat(mark, mark.decode(), "serving", {})
+        one = made(signature)
+        await shared.apply(mark, [Change(one.key, group_of(one), one)])
+    await shared.beat(b"a" * 8, "a" * 8, "serving", {})
+    (entries,) = await shared.entries([group_of(made())])
+    assert {one.signature: [m.mark for m in members] for one, members in entries} == {
+        signature: [mark] for signature, mark in marks.items()
+    }
+    # A service has one entry of a key: the one that was published last.
+    signed = made(b"signed")
+    await shared.apply(b"a" * 8, [Change(signed.key, group_of(signed), signed)])
+    (entries,) = await shared.entries([group_of(signed)])
+    assert [(one, {m.mark for m in members}) for one, members in entries] == [(signed, set(marks.values()))]
+    await shared.close()
