@@ -81,6 +81,27 @@ def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Pa
             assert config.pool_bytes < allowed
 
 
+def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, root: Path) -> None:
+    found = render(yaml.safe_load((root / "k8s/examples/secured.yaml").read_text()))
+    pods = {
+        workload["metadata"]["name"]: workload["spec"]["template"]["spec"]
+        for workload in (*found["StatefulSet"], *found["Deployment"], *found["Pod"])
+        if "template" in workload["spec"]
+    }
+    mounting = [
+        name
+        for name, pod in pods.items()
+        if any(v.get("secret", {}).get("secretName") == "fusionkv-worker" for v in pod["volumes"])
+    ]
+    assert mounting == ["rel-worker"]
+    (container,) = pods["rel-worker"]["containers"]
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == "secret"]
+    assert (mount["mountPath"], mount["readOnly"]) == ("/etc/fusionkv", True), "the whole volume, so that keys rotate"
+    env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
+    config = settings.load(CONFIGS["worker"], "worker", environ=env)
+    assert config.signing_keys == Path("/etc/fusionkv/signing.keys")
+
+
 def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> None:
     download = {"repo": "Qwen/Qwen2.5-0.5B", "revision": "v1", "secret": "hub", "accessMode": "ReadWriteOnce"}
     found = render({"worker": {"model": {"claim": "weights", "path": "q", "download": download}}})

@@ -73,6 +73,8 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     )
     (tmp_path / "token").write_text(token)
     (tmp_path / "tenant.key").write_bytes(salt)
+    signing = secrets.token_bytes(32)
+    (tmp_path / "signing.keys").write_text(signing.hex())
     env = {
         "FUSIONKV_LOG": "DEBUG",
         "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
@@ -90,6 +92,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     own = (*here, "--data-dir", str(tmp_path / "kvcache"))
     cache = launch("fusionkv.kvcache_service", *own, *secured("cache"), env=env)
     own = (*here, "--model", str(tiny_model), "--threads", "1", "--cache", cache.address)
+    own = (*own, "--signing-keys", str(tmp_path / "signing.keys"))
     worker = launch("fusionkv.fusion_worker", *own, *secured("worker"), env=env)
     own = (*here, "--workers", worker.address, "--data-dir", str(tmp_path / "gateway"))
     auth = ("--auth-tokens", str(tmp_path / "tokens"), "--tenant-key", str(tmp_path / "tenant.key"))
@@ -135,7 +138,9 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     assert b"fusionkv.gateway.refused" in exported
     everything = "\n".join(printed).encode() + exported
     salted = hmac.new(salt, b"acme", hashlib.sha256).hexdigest()
-    hidden = [token, wrong, digest, salt, salt.hex(), base64.b64encode(salt).decode(), salted, document, question]
+    hidden = [token, wrong, digest, salted, document, question]
+    for raw in (salt, signing):
+        hidden += [raw, raw.hex(), base64.b64encode(raw).decode()]
     for _, key in identities.values():
         hidden += [line for line in key.read_text().splitlines() if "-----" not in line]
     for secret in hidden:
