@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from fusionkv.protos import errors, telemetry
+from fusionkv.protos import errors, process, telemetry
 from fusionkv.protos.errors import InvalidArgument, ServiceError
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
@@ -233,8 +233,9 @@ async def serve(
     raised.
 
     Raises:
-        OSError: an address can't be bound, or a certificate can't be used.
+        OSError: an address can't be bound, a certificate can't be used, or too few files may be open.
     """
+    process.check_files()
     credentials = tls.credentials() if tls else None
     server = grpc.aio.server(
         options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
@@ -258,7 +259,7 @@ async def serve(
     for service in ("", *names):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
     for listener, where in ((name, bound), *others):
-        print(f"{listener} serving on {' '.join(where)}", flush=True)
+        process.say(f"{listener} serving on {' '.join(where)}", sys.stdout)
     stopping = asyncio.create_task(stop.wait())
     waited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
@@ -279,7 +280,7 @@ async def serve(
     await others_stop
     if on_drain is not None:
         await on_drain()
-    print(f"{name} stopped", file=sys.stderr, flush=True)
+    process.say(f"{name} stopped", sys.stderr)
 
 
 def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:

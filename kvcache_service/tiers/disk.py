@@ -9,6 +9,7 @@ kill -9 loses nothing, but after a crash of the machine the index may be torn, s
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fusionkv.kvcache_service.record import Record
-from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import Extents
 from fusionkv.kvcache_service.tiers.ledger import Ledger
 from fusionkv.protos.checksum import Checksum
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
 _MARK_BYTES = 64
+# Why a file can't be opened now, which says nothing about what is in it.
+_FOR_NOW = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EROFS}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -190,12 +193,21 @@ class DiskTier(Tier):
         return self._file(self._files, segment, "kv"), offset + at
 
     def _file(self, files: dict[int, int], segment: int, ending: str) -> int:
-        """The descriptor of a segment's file, opened or made on first use."""
+        """The descriptor of a segment's file, opened or made on first use.
+
+        Raises:
+            Unreachable: it can't be opened now, since no descriptor is left, for one.
+            OSError: it can't be opened.
+        """
         file = files.get(segment)
         if file is None:
             path = self._path(segment, ending)
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _sync_directory(path.parent)
+            try:
+                file = _made(path)
+            except OSError as error:
+                if error.errno in _FOR_NOW:
+                    raise Unreachable(f"can't open {path}: {error.strerror}") from error
+                raise
             # Two threads may get here at once: the first one's descriptor is used, the other's is closed.
             if files.setdefault(segment, file) != file:
                 os.close(file)
@@ -234,11 +246,24 @@ def _boot_id() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "unknown"
 
 
+def _made(path: Path) -> int:
+    """A descriptor of a file that is there, or is made and survives a crash of the machine."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _sync_directory(path.parent)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
 def _sync_directory(path: Path) -> None:
     """Makes new names in a directory survive a crash of the machine."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    os.fsync(file)
-    os.close(file)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _lock(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A cache service on a file system that is full: it starts, finds what it has, and takes more once there is room."""
+"""Services on a file system that is full: they start, find what they have, and take more once there is room."""
 
 import contextlib
 import os
@@ -12,7 +12,9 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import errors
 from tests.conftest import Service
-from tests.system.cache_process import MIB, flags, get, payload, put
+from tests.ports import free_port
+from tests.system.cache_process import MIB, MODULE, check_stopped, find, flags, get, payload, put
+from tests.waiting import until
 
 pytestmark = pytest.mark.system
 
@@ -69,3 +71,65 @@ async def test_it_starts_on_a_full_disk(launch: Any, disk: Any) -> None:
     assert await put(client, "after", payload("after", MIB))
     await client.close()
     assert first.stop() == 0
+
+
+async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: Any) -> None:
+    """What could not be recorded is an error, or comes back with the next start; nothing is torn."""
+    keeper, before, folder = disk
+    ballast, data = Path(f"/proc/{keeper}/root{folder}/ballast"), folder / "data"
+    service = launch(*flags(data, disk="1MiB"), before=before)
+    client = CacheClient(service.address)
+    old = [f"old {n}" for n in range(12)]
+    for name in old:
+        assert await put(client, name, payload(name, MIB // 16))
+    fill(ballast)
+    new = [f"new {n}" for n in range(12)]
+    stored = []
+    for name in new:  # from the fifth on, something has to go
+        with contextlib.suppress(errors.ResourceExhausted):
+            stored += [name] * await put(client, name, payload(name, MIB // 16))
+    gone = (await find(client, old[-1])).hits[1].entry
+    assert gone is not None
+    with contextlib.suppress(errors.ResourceExhausted):
+        await client.delete([gone.key])
+    assert await get(client, old[-1]) is None
+    for name in (*old, *new):
+        assert await get(client, name) in (None, payload(name, MIB // 16))
+    os.unlink(ballast)
+    for name in new:
+        if name not in stored:
+            assert await put(client, name, payload(name, MIB // 16))
+    await client.close()
+    service.kill9()
+    service = launch(*flags(data, disk="1MiB"), before=before)
+    client = CacheClient(service.address)
+    for name in (*old, *new):
+        assert await get(client, name) in (None, payload(name, MIB // 16))
+    assert all([await get(client, name) for name in new[-4:]])
+    await client.close()
+    assert service.stop() == 0
+    assert "damaged" not in service.log
+
+
+@pytest.mark.parametrize("streams", [">/dev/full", "2>/dev/full", ">/dev/full 2>&1"])
+async def test_a_full_disk_below_the_log_ends_nothing(launch: Any, tmp_path: Path, streams: str) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    own = ("--listen", address, "--data-dir", str(tmp_path / "data"), "--disk-bytes", "16MiB")
+    service = Service(MODULE, *own, before=("sh", "-c", f'exec "$@" {streams}', "-"))
+    try:
+        client = CacheClient(address)
+
+        async def serves() -> bool:
+            assert service.process.poll() is None, service.log
+            with contextlib.suppress(errors.Unavailable):
+                return await get(client, "none") is None
+            return False
+
+        await until(serves)
+        assert await put(client, "a", payload("a", 4096))
+        await client.close()
+        # 120 is Python's own, for what it could not write at its end.
+        assert service.stop() in (0, 120)
+    finally:
+        service.kill9()
+    assert await check_stopped(tmp_path / "data", 16 * MIB) == 1
