@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.protos import rpc, settings, telemetry
+from fusionkv.protos import process, rpc, settings, telemetry
 from fusionkv.protos.errors import ServiceError
 
 
@@ -24,6 +24,7 @@ def main() -> int:
         if rank:
             _follow(config, rank, meeting)
             return 0
+        process.check_files()
         telemetry.attach("fusionkv-worker", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:

@@ -10,7 +10,7 @@ from fusionkv.gateway import access
 from fusionkv.gateway.bearer import Bearer, BearerInterceptor, Verifier
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
-from fusionkv.protos import rpc, settings, telemetry
+from fusionkv.protos import process, rpc, settings, telemetry
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer
@@ -23,6 +23,7 @@ def main() -> int:
     flags = vars(parser.parse_args())
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
+        process.check_files()
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, OSError, ValueError) as error:

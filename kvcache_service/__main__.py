@@ -24,7 +24,7 @@ from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
-from fusionkv.protos import frames, rpc, settings, telemetry
+from fusionkv.protos import frames, process, rpc, settings, telemetry
 
 if TYPE_CHECKING:
     from fusionkv.kvcache_service.replica import Replica
@@ -43,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.SettingsError as error:
         parser.error(str(error))
     try:
+        process.check_files()
         telemetry.attach(NAME, config.metrics_listen)
         frames.keep_freed_memory()
         asyncio.run(run(config))

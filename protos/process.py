@@ -5,12 +5,12 @@ import os
 import resource
 from typing import TextIO
 
-# gRPC ends the process, by SIGSEGV or SIGABRT, where it finds no file descriptor for its own needs (about eight).
-_SPARE_FILES = 16
+# Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
+_SPARE_FILES = 32
 
 
 def check_files() -> None:
-    """Raises OSError where so few files may be open that gRPC could not start."""
+    """Raises OSError where so few files may be open that a service could not start. To be asked first of all."""
     spare: list[int] = []
     try:
         for _ in range(_SPARE_FILES):

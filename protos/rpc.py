@@ -233,9 +233,8 @@ async def serve(
     raised.
 
     Raises:
-        OSError: an address can't be bound, a certificate can't be used, or too few files may be open.
+        OSError: an address can't be bound, or a certificate can't be used.
     """
-    process.check_files()
     credentials = tls.credentials() if tls else None
     server = grpc.aio.server(
         options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import shutil
 import uuid
@@ -15,11 +16,12 @@ import pyarrow as pa
 from lancedb import AsyncConnection, Session, connect_async
 from lancedb.table import AsyncTable
 
-from fusionkv.gateway.retrieval import rows
+from fusionkv.gateway.retrieval import disk_errors, rows
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
-from fusionkv.protos.errors import NotFound
+from fusionkv.protos.errors import NotFound, ServiceError
 
+log = logging.getLogger(__name__)
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
 _DELETED = "deleted"
@@ -52,8 +54,12 @@ class EmbeddedRetrieval(Retrieval):
             corpus = name.removeprefix(_PREFIX)
             try:
                 made._tables[corpus] = await made._open(corpus)
+            except ServiceError as error:
+                log.warning("corpus %r, of which nothing is stored yet, is made when something is: %s", corpus, error)
             except (RuntimeError, ValueError, KeyError) as error:
                 await made.close()
+                if (lacking := disk_errors.of(error)) is not None:
+                    raise OSError(f"corpus {corpus!r} can't be read: {lacking}") from error
                 where = corpora / f"{name}.lance"
                 raise OSError(
                     f"corpus {corpus!r} can't be read: remove {where} and ingest it again: {error}"
@@ -81,7 +87,12 @@ class EmbeddedRetrieval(Retrieval):
                 raise NotFound(f"no corpus {corpus!r}")
             item = table.item(corpus)
             await table.close()
-            await asyncio.to_thread(self._discard, corpus)
+            try:
+                with disk_errors.named():
+                    await asyncio.to_thread(self._discard, corpus)
+            except Exception:
+                self._tables[corpus] = await self._open(corpus)
+                raise
         return item.documents, item.chunks
 
     async def corpora(self) -> list[Item]:
@@ -135,8 +146,10 @@ class EmbeddedRetrieval(Retrieval):
     async def _make(self, corpus: str, schema: pa.Schema) -> CorpusTable:
         async with self._changing:
             if corpus not in self._tables:
-                await self._connection.create_table(_PREFIX + corpus, schema=schema)
-                self._tables[corpus] = await self._open(corpus)
+                with disk_errors.named():
+                    # One that is there already is what a failure or a caller that went away left of an attempt.
+                    await self._connection.create_table(_PREFIX + corpus, schema=schema, exist_ok=True)
+                    self._tables[corpus] = await self._open(corpus)
             return self._tables[corpus]
 
     async def _open(self, corpus: str) -> CorpusTable:
@@ -151,7 +164,7 @@ class EmbeddedRetrieval(Retrieval):
         away = self._folder / _DELETED
         away.mkdir(exist_ok=True)
         os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", away / uuid.uuid4().hex)
-        shutil.rmtree(away)
+        shutil.rmtree(away, ignore_errors=True)  # what stays goes with the next one, or at the next start
 
     async def _table_names(self) -> list[str]:
         names: list[str] = []

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
 
-from fusionkv.gateway.retrieval import rows
+from fusionkv.gateway.retrieval import disk_errors, rows
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.retrieval.words import content
 from fusionkv.protos.errors import NotFound
@@ -73,14 +73,20 @@ class CorpusTable:
 
     @classmethod
     async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]]) -> "CorpusTable":
-        """Takes over a table; makes its indexes when they are missing. `reopen`: opens it, with caches of its own."""
+        """Takes over a table; makes its indexes when they are missing. `reopen`: opens it, with caches of its own.
+
+        Raises:
+            ServiceError: the indexes of a table, which is empty then, can't be made now.
+        """
         table = await reopen()
-        made = cls(table, await table.schema(), reopen)
+        schema = await table.schema()
         indexed = {column for index in await table.list_indices() for column in index.columns}
-        if "text" not in indexed:
-            await table.create_index("text", config=_WORDS)
-        if "document" not in indexed:
-            await table.create_index("document", config=BTree())
+        with disk_errors.named():
+            if "text" not in indexed:
+                await table.create_index("text", config=_WORDS)
+            if "document" not in indexed:
+                await table.create_index("document", config=BTree())
+        made = cls(table, schema, reopen)
         wanted = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
         known = await table.query().select(wanted).to_arrow()
         sums = known.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
@@ -154,7 +160,8 @@ class CorpusTable:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
-            yield
+            with disk_errors.named():
+                yield
         except (RuntimeError, OSError, ValueError) as error:
             if self._gone:
                 raise NotFound("the corpus was deleted during the search") from error
@@ -172,7 +179,8 @@ class CorpusTable:
             async with self._lock:
                 if self._gone:
                     raise CorpusGone
-                result = await change()
+                with disk_errors.named():
+                    result = await change()
                 self._touch()
                 return result
 
@@ -194,7 +202,8 @@ class CorpusTable:
                 merge = self._table.merge_insert(["document", "position"])
                 merge = merge.when_matched_update_all().when_not_matched_insert_all()
                 merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
-                await merge.execute(pa.concat_tables([w.data for w in batch.values()]))
+                with disk_errors.named():
+                    await merge.execute(pa.concat_tables([w.data for w in batch.values()]))
             except BaseException as error:
                 for write in batch.values():
                     _settle(write.done, error=error)
@@ -236,8 +245,13 @@ class CorpusTable:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
                     # The caches of the old one keep a file open for every state of the indexes that there was.
                     self._table = await self._reopen()
-                except Exception:
-                    log.exception("indexing new rows failed; searches stay right, but slower")
+                except Exception as error:
+                    lacking = disk_errors.of(error)
+                    log.error(
+                        "new rows could not join the indexes, searches stay right, but slower: %s",
+                        lacking or error,
+                        exc_info=lacking is None,
+                    )
 
 
 def _size(data: pa.Table) -> Size:

@@ -3,17 +3,19 @@
 import asyncio
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fusionkv.gateway.client import Client
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import errors
 from tests.conftest import Service
 from tests.system.cache_process import MIB, flags, get, payload, put
-from tests.waiting import until
+from tests.waiting import until, wait_until
 
 pytestmark = pytest.mark.system
 
@@ -47,12 +49,21 @@ def connect(crowd: list[socket.socket], address: str, count: int) -> None:
         crowd.append(socket.create_connection((host, int(port)), 10))
 
 
+@pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
 @pytest.mark.parametrize("files", [8, 16, 24])
-def test_too_few_to_start_is_said(tmp_path: Path, files: int) -> None:
-    service = Service(*flags(tmp_path), before=limited(files))
-    assert service.wait() == 1, service.log
-    assert "Traceback" not in service.log
-    assert "Too many open files" in service.log or f"{files} open files" in service.log
+def test_too_few_to_start_is_said(tmp_path: Path, reference_model: Path, name: str, files: int) -> None:
+    own = {
+        "kvcache": flags(tmp_path),
+        "worker": ["fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(reference_model)],
+        "gateway": ["fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path)],
+    }[name]
+    service = Service(*own, before=limited(files))
+    try:
+        assert service.wait() == 1, service.log
+        assert "Traceback" not in service.log
+        assert f"only {files} open files are allowed" in service.log
+    finally:
+        service.kill9()
 
 
 async def test_entries_stay_while_no_file_can_be_opened(
@@ -86,3 +97,43 @@ async def test_entries_stay_while_no_file_can_be_opened(
     await client.close()
     assert service.stop() == 0
     assert "Traceback" not in service.log
+
+
+def test_a_worker_and_a_gateway_go_on_when_connections_close(
+    launch: Any, tmp_path: Path, reference_model: Path, crowd: list[socket.socket]
+) -> None:
+    """Without a descriptor nobody new is let in, and who is in is answered, or refused as is right."""
+    files, listen = 64, ("--listen", "127.0.0.1:0")
+    model = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
+    worker = launch("fusionkv.fusion_worker", *listen, *model, before=limited(files))
+    data = ("--workers", worker.address, "--data-dir", str(tmp_path))
+    gateway = launch("fusionkv.gateway", *listen, *data, before=limited(files))
+    with Client(gateway.address, timeout=60) as client:
+        client.ingest("c", "a", b"The tower is red.", media_type="text/plain")
+        answer = client.ask("c", "What is red?", max_tokens=3).text
+        connect(crowd, worker.address, files)
+        connect(crowd, gateway.address, files)
+        wait_until(lambda: files_left(worker, files) == files_left(gateway, files) == 0)
+        calls: list[Callable[[], object]] = [
+            lambda: client.ingest("c", "b", b"The boat is blue.", media_type="text/plain"),
+            lambda: client.ingest("d", "b", b"The boat is blue.", media_type="text/plain"),
+            lambda: client.retrieve("c", "What is red?"),
+            lambda: client.ask("c", "What is red?", max_tokens=3),
+            lambda: client.delete("c", "a"),
+        ]
+        for call in calls:
+            with pytest.raises(errors.ResourceExhausted, match="Too many open files"):
+                call()
+        assert [item.name for item in client.list("c")] == ["a"]
+        before = seconds_computed(worker) + seconds_computed(gateway)
+        time.sleep(1)
+        assert seconds_computed(worker) + seconds_computed(gateway) - before < 0.5
+        for one in crowd:
+            one.close()
+        wait_until(lambda: min(files_left(worker, files), files_left(gateway, files)) > 16)
+        assert client.ask("c", "What is red?", max_tokens=3).text == answer
+        for call in calls:
+            call()
+        assert [item.name for item in client.list("c")] == ["b"]
+    assert gateway.stop() == worker.stop() == 0
+    assert "Traceback" not in gateway.log + worker.log

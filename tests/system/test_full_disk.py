@@ -1,9 +1,7 @@
 """Services on a file system that is full: they start, find what they have, and take more once there is room."""
 
 import contextlib
-import os
-import shutil
-import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import errors
 from tests.conftest import Service
 from tests.ports import free_port
+from tests.small_disk import SmallDisk, mounted
 from tests.system.cache_process import MIB, MODULE, check_stopped, find, flags, get, payload, put
 from tests.waiting import until
 
@@ -20,43 +19,20 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Any:
-    """A file system of 4 MiB, seen by whom `before` runs; `where(process)` is its path from outside."""
-    alone = ("unshare", "--map-root-user", "--mount")
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], check=False, capture_output=True).returncode:
-        pytest.skip("no mounts: needs root, or user namespaces, and unshare (apt-get install util-linux)")
-    # One process holds it open, so that it stays for the next ones.
-    keeper = subprocess.Popen(
-        [*alone, "sh", "-c", f"mount -t tmpfs -o size=4m none {tmp_path} && echo mounted && exec sleep 600"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert keeper.stdout is not None
-    if "mounted" not in keeper.stdout.readline():
-        pytest.skip("a tmpfs can't be mounted here")
-    yield keeper.pid, ("nsenter", f"--target={keeper.pid}", "--user", "--mount"), tmp_path
-    keeper.kill()
-    keeper.wait()
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with mounted(tmp_path, "4m") as made:
+        yield made
 
 
-def fill(ballast: Path) -> None:
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-
-
-async def test_it_starts_on_a_full_disk(launch: Any, disk: Any) -> None:
-    keeper, before, folder = disk
-    ballast = Path(f"/proc/{keeper}/root{folder}/ballast")
-
+async def test_it_starts_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
     def start() -> Service:
-        service: Service = launch(*flags(folder / "data", disk="3MiB"), before=before)
+        service: Service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
         return service
 
     first = start()
     client = CacheClient(first.address)
     assert await put(client, "before", payload("before", MIB))
-    fill(ballast)
+    disk.fill()
     await client.close()
     for killed in (True, False):
         first.kill9() if killed else first.stop()
@@ -67,22 +43,24 @@ async def test_it_starts_on_a_full_disk(launch: Any, disk: Any) -> None:
             await put(client, "meanwhile", payload("meanwhile", MIB))
         await client.close()
     client = CacheClient(first.address)
-    os.unlink(ballast)
+    disk.empty()
     assert await put(client, "after", payload("after", MIB))
     await client.close()
     assert first.stop() == 0
 
 
-async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: Any) -> None:
+async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
     """What could not be recorded is an error, or comes back with the next start; nothing is torn."""
-    keeper, before, folder = disk
-    ballast, data = Path(f"/proc/{keeper}/root{folder}/ballast"), folder / "data"
-    service = launch(*flags(data, disk="1MiB"), before=before)
+    def start() -> Service:
+        service: Service = launch(*flags(disk.inside / "data", disk="1MiB"), before=disk.before)
+        return service
+
+    service = start()
     client = CacheClient(service.address)
     old = [f"old {n}" for n in range(12)]
     for name in old:
         assert await put(client, name, payload(name, MIB // 16))
-    fill(ballast)
+    disk.fill()
     new = [f"new {n}" for n in range(12)]
     stored = []
     for name in new:  # from the fifth on, something has to go
@@ -95,13 +73,13 @@ async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: Any) -> N
     assert await get(client, old[-1]) is None
     for name in (*old, *new):
         assert await get(client, name) in (None, payload(name, MIB // 16))
-    os.unlink(ballast)
+    disk.empty()
     for name in new:
         if name not in stored:
             assert await put(client, name, payload(name, MIB // 16))
     await client.close()
     service.kill9()
-    service = launch(*flags(data, disk="1MiB"), before=before)
+    service = start()
     client = CacheClient(service.address)
     for name in (*old, *new):
         assert await get(client, name) in (None, payload(name, MIB // 16))
