@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from opentelemetry import metrics
 
+from fusionkv.gateway import pages
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
@@ -19,7 +20,7 @@ from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos import logs
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.protos.errors import ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,7 @@ _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", descrip
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
 _PAGE = 100
 _MOST_PAGE = 1000
-# A document's name in hexadecimal, with four bytes for a character.
-_MOST_TOKEN = 2 * 4 * MOST_NAME
+_MOST_NAME_BYTES = 4 * MOST_NAME
 # Longer than any question, so a forgotten deadline on a large document still ends.
 _NO_DEADLINE = 1e6
 
@@ -90,16 +90,17 @@ class GatewayServicer:
         with self._admitted("List"):
             tenant = await self._tenant()
             size = min(request.page_size or _PAGE, _MOST_PAGE)
-            after = _read_token(request.page_token)
             if request.corpus:
                 check_corpus(request.corpus)
+            after = pages.last(tenant.salt, request.corpus, request.page_token, _MOST_NAME_BYTES)
+            if request.corpus:
                 items = await tenant.retrieval.documents(request.corpus, after, size + 1)
             else:
                 items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
             more = len(items) > size
             return pb.ListResponse(
                 items=[_item(i) for i in items[:size]],
-                next_page_token=items[size - 1].name.encode().hex() if more else "",
+                next_page_token=pages.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
             )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:
@@ -217,15 +218,3 @@ class GatewayServicer:
 
 def _item(item: Item) -> pb.Item:
     return pb.Item(name=item.name, documents=item.documents, chunks=item.chunks, tokens=item.tokens, bytes=item.bytes)
-
-
-def _read_token(token: str) -> str:
-    """The name that a page token stands for: the last one of the page before."""
-    try:
-        if len(token) > _MOST_TOKEN:
-            raise ValueError("longer than any name")
-        return bytes.fromhex(token).decode()
-    except ValueError as error:
-        raise InvalidArgument(
-            f"bad page token {token[:80]!r}: send the one of the reply before, unchanged"
-        ) from error

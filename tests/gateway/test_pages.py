@@ -1,0 +1,112 @@
+"""Page tokens of List: good for the tenant and the listing that they were given for, and for nothing else."""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusionkv.gateway import pages
+from fusionkv.gateway.client import Client
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.protos import rpc
+from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from tests.gateway.test_retrieval import put
+
+List = Callable[..., pb.ListResponse]
+TENANTS = ("acme", "other")
+
+
+@given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=100), st.integers(0, 10_000), st.integers(1, 255))
+def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> None:
+    token = pages.token("acme", "c", name)
+    assert pages.last("acme", "c", token, 400) == name
+    other = bytearray.fromhex(token)
+    other[place % len(other)] ^= change
+    for tenant, corpus, tried in (
+        ("acme", "c", other.hex()),
+        ("acme", "c", token[:-2]),
+        ("acme", "c", token + "00"),
+        ("other", "c", token),
+        ("", "c", token),
+        ("acme", "d", token),
+        ("acme", "", token),
+    ):
+        with pytest.raises(InvalidArgument, match="bad page token"):
+            pages.last(tenant, corpus, tried, 400)
+
+
+@pytest.fixture
+async def filled(tmp_path: Path) -> Path:
+    """What a gateway keeps for two tenants: the same corpora, with documents of other names."""
+    for tenant in TENANTS:
+        engine = await EmbeddedRetrieval.open(tmp_path / "gateway" / "tenants" / tenant)
+        for corpus in "cd":
+            for n in range(4):
+                await put(engine, corpus, f"{tenant} {corpus}{n}", "text")
+        await engine.close()
+    return tmp_path
+
+
+@pytest.fixture
+def listing(launch: Callable[..., Any], filled: Path) -> Iterator[List]:
+    entry = '[[token]]\nname = "{0}"\nrole = "operator"\ntenant = "{0}"\nsha256 = "{1}"\n'
+    tokens = filled / "tokens"
+    tokens.write_text("".join(entry.format(t, hashlib.sha256(t.encode()).hexdigest()) for t in TENANTS))
+    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(filled / "gateway"), "--auth-tokens", str(tokens))
+    gateway = launch("fusionkv.gateway", *flags)
+    with rpc.dial_sync(gateway.address) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+
+        def ask(tenant: str, corpus: str, token: str = "", size: int = 2) -> pb.ListResponse:
+            request = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
+            return stub.List(request, metadata=[("authorization", f"Bearer {tenant}")], timeout=20)
+
+        ask.address = gateway.address  # type: ignore[attr-defined]
+        yield ask
+
+
+def names(page: pb.ListResponse) -> list[str]:
+    return [item.name for item in page.items]
+
+
+@pytest.mark.system
+def test_a_token_of_another_tenant_or_listing_is_refused(listing: List) -> None:
+    first = listing("acme", "c")
+    token = first.next_page_token
+    assert names(listing("acme", "c", token)) == ["acme c2", "acme c3"]
+    corpora = listing("acme", "", size=1).next_page_token
+    assert names(listing("acme", "", corpora)) == ["d"]
+    for tenant, corpus, tried in (
+        ("other", "c", token),
+        ("other", "", token),
+        ("other", "", corpora),
+        ("acme", "d", token),
+        ("acme", "", token),
+        ("acme", "c", corpora),
+        ("acme", "c", token[:-1] + ("0" if token[-1] != "0" else "1")),
+        ("acme", "c", b"acme c1".hex()),
+    ):
+        with pytest.raises(grpc.RpcError) as refused:
+            listing(tenant, corpus, tried)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
+        assert "acme" not in refused.value.details().replace(tried, "")  # type: ignore[attr-defined]
+
+
+@pytest.mark.system
+def test_a_listing_goes_on_behind_what_was_deleted(listing: List) -> None:
+    token = listing("acme", "c").next_page_token
+    with Client(listing.address, token="acme") as client:  # type: ignore[attr-defined]
+        client.delete("c", "acme c1")
+        client.delete("c", "acme c2")
+        assert names(listing("acme", "c", token)) == ["acme c3"]
+        client.delete("c")
+    with pytest.raises(grpc.RpcError) as gone:
+        listing("acme", "c", token)
+    assert gone.value.code() is grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]

@@ -1,0 +1,101 @@
+"""What a later version left on a disk: it is refused, named, and stays as it is."""
+
+import hashlib
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+import xxhash
+
+from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
+from tests.conftest import Service
+from tests.system.cache_process import flags
+
+MIB = 1 << 20
+
+
+def change_index(data: Path, change: Callable[[lmdb.Environment], None]) -> None:
+    env = lmdb.open(str(data / "index"), map_size=64 * MIB, max_dbs=8)
+    change(env)
+    env.close()
+
+
+def later_record(data: Path) -> None:
+    """One record of another version, with fields that are not known, and a right checksum."""
+
+    def change(env: lmdb.Environment) -> None:
+        records = env.open_db(b"records")
+        with env.begin(write=True) as txn:
+            key, value = next(iter(txn.cursor(db=records)))
+            body = bytes([record.VERSION + 1]) + value[1:-8] + b"more of it"
+            txn.put(key, body + xxhash.xxh3_64_digest(key + body), db=records)
+
+    change_index(data, change)
+
+
+def later_database(data: Path) -> None:
+    """A third database beside the two that are known."""
+
+    def change(env: lmdb.Environment) -> None:
+        with env.begin(write=True) as txn:
+            txn.put(b"a", b"b", db=env.open_db(b"signatures", txn=txn))
+
+    change_index(data, change)
+
+
+def later_lmdb(data: Path) -> None:
+    """The format of the database's file itself: a number in both its first pages."""
+    with (data / "index" / "data.mdb").open("r+b") as file:
+        for page in (0, 4096):
+            file.seek(page + 16 + 4)
+            file.write(struct.pack("=I", 2))
+
+
+def everything(data: Path) -> dict[str, str]:
+    """All files of the disk tier but those that say who uses it, by their digests."""
+    files = (path for path in data.rglob("*") if path.is_file() and path.name not in ("lock", "lock.mdb", "boot"))
+    return {str(path.relative_to(data)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("change", [later_record, later_database, later_lmdb])
+@pytest.mark.parametrize("started_on_another_boot", [False, True])
+async def test_it_is_refused_and_stays(
+    tools: Any, tmp_path: Path, change: Callable[[Path], None], started_on_another_boot: bool
+) -> None:
+    async with tools.serving(tmp_path) as service:
+        for n in range(20):
+            await service.put([tools.digest("S"), tools.digest(str(n))], tools.payload(n, 5000))
+    change(tmp_path)
+    if started_on_another_boot:
+        (tmp_path / "boot").write_text("another")
+    before = everything(tmp_path)
+    for tier in (DiskTier, DiskCopies):
+        with pytest.raises(OSError, match="later version of FusionKV"):
+            tier(tmp_path, 16 * MIB)
+    failed = Service(*flags(tmp_path))
+    assert failed.wait() == 1
+    assert "later version of FusionKV" in failed.log
+    assert "Traceback" not in failed.log
+    assert everything(tmp_path) == before
+
+
+async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tools: Any, tmp_path: Path) -> None:
+    """A record of another version number whose checksum is wrong is damage, and dropped as ever."""
+    async with tools.serving(tmp_path) as service:
+        await service.put([tools.digest("S"), tools.digest("a")], b"x" * 5000)
+        await service.put([tools.digest("S"), tools.digest("b")], b"y" * 5000)
+
+    def change(env: lmdb.Environment) -> None:
+        records = env.open_db(b"records")
+        with env.begin(write=True) as txn:
+            key, value = next(iter(txn.cursor(db=records)))
+            txn.put(key, bytes([record.VERSION + 1]) + value[1:], db=records)
+
+    change_index(tmp_path, change)
+    async with tools.serving(tmp_path) as service:
+        assert len(service.store.residents) == 1
