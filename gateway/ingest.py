@@ -14,7 +14,7 @@ from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 tracer = trace.get_tracer(__name__)
 _documents = metrics.get_meter(__name__).create_counter(
@@ -78,11 +78,14 @@ class Ingest:
             span.set_attribute("fusionkv.chunks", len(pieces))
         chunks = [Chunk(name, position, text, tuple(ids)) for position, (text, ids) in enumerate(pieces)]
         tokens = sum(len(c.ids) for c in chunks)
-        stored = sum(corpus.bytes for corpus in await tenant.retrieval.corpora())
-        with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), stored):
+        async with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), tenant.stored_bytes):
             tenant.meter.spend(tokens)
-            with tracer.start_as_current_span("gateway.embed"):
-                vectors = await self._workers.embed([c.text for c in chunks], timeout)
+            try:
+                with tracer.start_as_current_span("gateway.embed"):
+                    vectors = await self._workers.embed([c.text for c in chunks], timeout)
+            except (ResourceExhausted, Unavailable):  # no worker computed anything, and the caller will come again
+                tenant.meter.give_back(tokens)
+                raise
             with tracer.start_as_current_span("gateway.store"):
                 replaced = await tenant.retrieval.replace(corpus, name, chunks, vectors, vocabulary.identity)
         _documents.add(1, {"fusionkv.media_type": kind})

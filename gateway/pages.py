@@ -9,7 +9,7 @@ _MARK_BYTES = 8
 
 
 def token(tenant: str, corpus: str, last: str) -> str:
-    """What continues a listing behind the item `last`; `tenant` is what the cache knows it by, `corpus` may be empty."""
+    """What continues a listing behind the item `last`; `tenant` is its salt, `corpus` may be empty."""
     return (_mark(tenant, corpus, last.encode()) + last.encode()).hex()
 
 

@@ -18,7 +18,7 @@ from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos import telemetry
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -91,7 +91,8 @@ class Pipeline:
         planned = time.perf_counter()
         # Planned first, so that a prompt over the model's length is an error and not half an answer.
         yield pb.GenerateResponse(sources=pb.Sources(passages=[passage(p) for p in passages]))
-        tenant.meter.spend(plan.tokens(order))
+        prompt = plan.tokens(order)
+        tenant.meter.spend(prompt)
         ttft = 0.0
         model = vocabulary.model.name
         span = tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=genai.asked(order, model))
@@ -120,8 +121,10 @@ class Pipeline:
                         meters.answered(summary, tenant.label)
                         finished = True
                         yield pb.GenerateResponse(summary=summary)
-        except Exception:
+        except Exception as error:
             finished = True  # with an error, which the span has
+            if not ttft and isinstance(error, (ResourceExhausted, Unavailable)):  # the caller will come again
+                tenant.meter.give_back(prompt)
             raise
         finally:
             if not finished:

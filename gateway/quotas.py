@@ -1,9 +1,10 @@
 """What a tenant may use: requests and tokens a minute, and bytes stored; counted by this gateway, for itself."""
 
+import asyncio
 import contextlib
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class Meter:
         self._quota = quota
         self._requests, self._tokens = Bucket(clock), Bucket(clock)
         self._arriving = 0
+        self._counting = asyncio.Lock()
 
     def admit(self) -> None:
         """Counts a request.
@@ -102,19 +104,26 @@ class Meter:
         """Counts tokens that a request is about to cost, or has cost."""
         self._tokens.take(tokens)
 
-    @contextlib.contextmanager
-    def storing(self, size: int, stored: int) -> Iterator[None]:
-        """Holds room for a document of `size` bytes beside those `stored` now, until it is stored itself.
+    def give_back(self, tokens: int) -> None:
+        """Undoes `spend` for a request that cost nothing after all."""
+        self._tokens.take(-tokens)
+
+    @contextlib.asynccontextmanager
+    async def storing(self, size: int, stored: Callable[[], Awaitable[int]]) -> AsyncIterator[None]:
+        """Holds room for a document of `size` bytes beside those that are `stored`, until it is stored itself.
 
         Raises:
             ResourceExhausted: it does not fit beside what is stored, what it replaces included.
         """
-        limit, used = self._quota().stored_bytes, stored + self._arriving
-        if limit is not None and used + size > limit:
-            raise ResourceExhausted(
-                f"the document has {size} bytes of text and {used} of the tenant's {limit} are taken: delete some"
-            )
-        self._arriving += size
+        async with self._counting:
+            # Before what is stored is counted: what is stored meanwhile counts twice, rather than not at all.
+            arriving = self._arriving
+            limit, used = self._quota().stored_bytes, await stored() + arriving
+            if limit is not None and used + size > limit:
+                raise ResourceExhausted(
+                    f"the document has {size} bytes of text and {used} of the tenant's {limit} are taken: delete some"
+                )
+            self._arriving += size
         try:
             yield
         finally:

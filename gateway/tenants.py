@@ -32,6 +32,10 @@ class Tenant:
         """What telemetry calls it."""
         return plan.tenant_label(self.salt)
 
+    async def stored_bytes(self) -> int:
+        """Bytes of text in all of its corpora."""
+        return sum(corpus.bytes for corpus in await self.retrieval.corpora())
+
 
 class Tenants:
     """The tenants seen so far. Which one a call is for follows from its token, and from nothing in its request."""

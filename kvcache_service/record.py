@@ -11,6 +11,8 @@ CHECKSUM_BYTES = 16
 MOST_SIGNATURE_BYTES = 63
 # A record without a signature has the first form, as ever: a service from before signatures reads it.
 _PLAIN, _SIGNED = 1, 2
+NEWEST = _SIGNED
+"""The highest version of a record that is read."""
 _VARIANT, _OFFERED = 1, 2
 # version, elements of the path, flags, size, tokens, base, checksum, place
 _HEAD = struct.Struct("<BHBQII16sQ")
@@ -125,3 +127,8 @@ def _possible(key: bytes, version: int, depth: int, size: int, offset: int) -> b
 def _fits(version: int, left: int) -> bool:
     """Whether a record of this form has so many bytes behind its names: those of a signature, or none."""
     return left == 0 if version == _PLAIN else 0 < left <= MOST_SIGNATURE_BYTES
+
+
+def later(key: bytes, value: bytes) -> bool:
+    """Whether a record is whole, and of a form that only a later version of this program knows."""
+    return len(value) > 8 and value[0] > NEWEST and xxhash.xxh3_64_digest(key + value[:-8]) == value[-8:]

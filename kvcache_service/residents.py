@@ -112,6 +112,10 @@ class Residents:
         """Entries in a tier."""
         return len(self._cold[tier.name])
 
+    def hottest(self) -> float:
+        """The highest heat of all entries, when none has left yet; 0 without any."""
+        return max(self.index.rows.heats, default=0.0)
+
     def saved(self, row: int) -> tuple[bytes, float] | None:
         """Key and heat of the entry in a row, if there is one."""
         rows = self.index.rows

@@ -32,6 +32,8 @@ _IO_THREADS = 8
 _SWEEP_SECONDS = 1.0
 # Entries deleted at once: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
+# As a logarithm: what is hotter was not asked for so often, but by a clock that was ahead.
+_MOST_ACCESSES = 40.0
 # Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
 _SAVE_HEAT_SECONDS = 10.0
 
@@ -39,8 +41,9 @@ _SAVE_HEAT_SECONDS = 10.0
 class Store:
     """All entries of one process. Its methods belong to one event loop; blocking work goes to its threads.
 
-    `clock` is monotonic seconds and rules leases; `wall` is seconds since the epoch and rules heat, which is kept
-    over restarts.
+    `clock` is monotonic seconds and rules leases and heat. Heat is kept over restarts, so `wall`, seconds since the
+    epoch, is asked at the start alone: a clock that is set later makes no entry hot or cold. If it is far behind what
+    is stored, time goes on from there.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Store:
         self.committing: dict[bytes, asyncio.Event] = {}
         self.loading: dict[Resident, asyncio.Task[bool]] = {}
         self.leases: Leases[Resident] = Leases(config.max_leases, clock, self.residents.let_go)
-        self._wall = wall
+        self._clock, self._wall = clock, wall
+        self._epoch = wall() - clock()
         self._threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
         self._tasks: set[asyncio.Task[Any]] = set()
         self._touched: set[int] = set()  # rows whose heat is not saved
@@ -68,12 +72,15 @@ class Store:
     @property
     def now(self) -> float:
         """Seconds since the epoch, by the clock that rules heat."""
-        return self._wall()
+        return self._epoch + self._clock()
 
     async def open(self) -> None:
         """Takes over what the home tier has from before. Nothing else may run meanwhile."""
         home = self.residents.home
         await self.in_thread(self.residents.recover)
+        hottest, half_life = self.residents.hottest(), self.config.half_life_seconds
+        if hottest > self._wall() / half_life + _MOST_ACCESSES:
+            self._epoch = hottest * half_life - self._clock()
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
 
     async def close(self) -> None:

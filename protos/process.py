@@ -18,8 +18,8 @@ def check_files() -> None:
     except OSError as error:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
-            f"only {limit} open files are allowed, which leaves none for connections: raise the limit to 1024 or more "
-            "(ulimit -n, LimitNOFILE of systemd)"
+            f"only {limit} open files are allowed, which leaves none for connections: raise the limit to 1024 or "
+            "more (ulimit -n, LimitNOFILE of systemd)"
         ) from error
     finally:
         for file in spare:

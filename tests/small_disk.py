@@ -31,6 +31,19 @@ class SmallDisk:
         """Gives the room back."""
         os.unlink(self._ballast)
 
+    def read_only(self, folder: str = "") -> None:
+        """Makes a folder read-only, whose files that are open stay as they are; or, without one, all of it."""
+        target = str(self.inside / folder)
+        if folder:
+            subprocess.run([*self.before, "mount", "--bind", target, target], check=True)
+        subprocess.run([*self.before, "mount", "-o", f"remount,ro{',bind' * bool(folder)}", target], check=True)
+
+    def writable(self, folder: str = "") -> None:
+        """Undoes `read_only`."""
+        target = str(self.inside / folder)
+        how = ("umount", target) if folder else ("mount", "-o", "remount,rw", target)
+        subprocess.run([*self.before, *how], check=True)
+
     @property
     def _ballast(self) -> Path:
         return self.outside / "ballast"

@@ -62,7 +62,8 @@ class EmbeddedRetrieval(Retrieval):
                     raise OSError(f"corpus {corpus!r} can't be read: {lacking}") from error
                 where = corpora / f"{name}.lance"
                 raise OSError(
-                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again: {error}"
+                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again, or start the version that "
+                    f"wrote it: {error}"
                 ) from error
         return made
 
@@ -197,6 +198,7 @@ def _clean(folder: Path) -> Path:
     # Absolute: LanceDB takes some relative paths for names in its cloud.
     corpora = folder.absolute() / "corpora"
     for table in corpora.glob(f"{_PREFIX}*.lance"):
-        if not any(table.glob("_versions/*")):  # its first commit was never finished
+        # Its first commit, which has no rows, was never finished.
+        if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
             shutil.rmtree(table)
     return corpora

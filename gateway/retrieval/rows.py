@@ -9,6 +9,7 @@ from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity, pac
 
 # All that makes a Chunk, and its vector.
 COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "vector"]
+_FORM = b"1"  # of a table whose metadata does not say
 _VARIANT_COLUMNS = ["document", "position", "digest", "variant", "neighbours"]
 
 
@@ -28,6 +29,15 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
         ],
         metadata={"fusionkv.fingerprint": model.fingerprint.hex(), "fusionkv.tokenizer": model.tokenizer.hex()},
     )
+
+
+def check_form(schema: pa.Schema) -> None:
+    """Raises ValueError where a table has what only a later version knows, and what a change would lose."""
+    form = (schema.metadata or {}).get(b"fusionkv.form", _FORM)
+    columns = sorted({*schema.names} - {*COLUMNS, "tokens", "digest"})
+    if form != _FORM or columns:
+        what = f"has the columns {', '.join(columns)}" if columns else f"is of form {form!r}"
+        raise ValueError(f"a later version of FusionKV wrote it, it {what}")
 
 
 def identity(schema: pa.Schema) -> ModelIdentity:

@@ -80,6 +80,7 @@ class CorpusTable:
         """
         table = await reopen()
         schema = await table.schema()
+        rows.check_form(schema)
         indexed = {column for index in await table.list_indices() for column in index.columns}
         with disk_errors.named():
             if "text" not in indexed:

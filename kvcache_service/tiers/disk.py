@@ -13,7 +13,6 @@ import errno
 import fcntl
 import logging
 import os
-import shutil
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,6 +44,8 @@ class DiskTier(Tier):
     blocking = True
     readable = True
     """Whether the files hold the entries' bytes as they are."""
+    lasting = True
+    """Whether entries outlive the process."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
         """Opens or makes the tier.
@@ -57,14 +58,25 @@ class DiskTier(Tier):
         self._sync = sync
         (directory / "segments").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory / "lock")
-        if not self._trusted():
-            log.warning("%s was in use when the machine stopped, without sync: the disk tier starts empty", directory)
-            shutil.rmtree(directory / "index", ignore_errors=True)
-        self._mark(_boot_id())
+        try:
+            self._ledger = self._open_ledger(directory / "index")
+        except OSError:
+            os.close(self._lock)
+            raise
+        self._files: dict[int, int] = {}  # segment -> file descriptor
+
+    def _open_ledger(self, index: Path) -> Ledger:
+        """The index, which starts empty where nothing of it can be used; that of a later version is not touched."""
+        trusted = self._trusted()
+        if not trusted:
+            log.warning(
+                "%s was in use when the machine stopped, without sync: the disk tier starts empty", self._directory
+            )
         # The index of the smallest entries with long paths is about as large as they are; the map is only an
         # address range, the file grows with use.
-        self._ledger = Ledger(directory / "index", (64 << 20) + self.capacity_bytes, sync)
-        self._files: dict[int, int] = {}  # segment -> file descriptor
+        map_bytes = (64 << 20) + self.capacity_bytes
+        anew = not (trusted and self.lasting)
+        return Ledger(index, map_bytes, self._sync, anew=anew, first=lambda: self._mark(_boot_id()))
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._at(place, at)

@@ -1,8 +1,6 @@
 """The disk tier where another tier is below it: copies that end with the process, so that no index is needed."""
 
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from fusionkv.kvcache_service.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
@@ -12,11 +10,7 @@ from fusionkv.kvcache_service.tiers.disk import DiskTier
 class DiskCopies(DiskTier):
     """As DiskTier, but nothing is committed: it starts empty, and writes over what its files hold."""
 
-    def __init__(self, directory: Path, capacity_bytes: int) -> None:
-        """Raises OSError as DiskTier does."""
-        # Of a time when it was the last tier; what it names is overwritten now.
-        shutil.rmtree(directory / "index", ignore_errors=True)
-        super().__init__(directory, capacity_bytes)
+    lasting = False  # an index of a time when it was the last tier names what is overwritten now
 
     def commit(self, record: Record, place: Place, heat: float) -> None:
         pass

@@ -7,14 +7,14 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import lmdb
 
 from fusionkv.kvcache_service import heat
 from fusionkv.kvcache_service.record import Record, decode, encode, place
-from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED
+from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED, HEATS, LATER, RECORDS
 
 log = logging.getLogger(__name__)
 
@@ -32,17 +32,32 @@ class Ledger:
     Every method raises OSError when the database can't be read or written (the device is full, say).
     """
 
-    def __init__(self, directory: Path, map_bytes: int, sync: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        map_bytes: int,
+        sync: bool,
+        *,
+        anew: bool = False,
+        first: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Opens the database. It starts empty if it is damaged, or with `anew`. `first` runs before it is changed.
+
+        Raises:
+            OSError: it can't be opened, or a later version of this program wrote it: then nothing is changed.
+        """
         self._directory = directory
         damage = _damage(directory, map_bytes)
-        if damage:
+        first()
+        if damage and not anew:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
-            shutil.rmtree(directory)
+        if damage or anew:
+            shutil.rmtree(directory, ignore_errors=anew)
         directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self._env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
-            self._records = self._env.open_db(b"records")
-            self._heats = self._env.open_db(b"heat")
+            self._records = self._env.open_db(RECORDS)
+            self._heats = self._env.open_db(HEATS)
 
     def put(self, entries: Iterable[tuple[Record, int, float]]) -> None:
         with self._errors(), self._env.begin(write=True) as txn:
@@ -97,13 +112,22 @@ class Ledger:
 
 
 def _damage(directory: Path, map_bytes: int) -> str:
-    """What is wrong with the database, as another process found it, which may have ended of it; empty if nothing."""
+    """What is wrong with the database, as another process found it, which may have ended of it; empty if nothing.
+
+    Raises:
+        OSError: a later version of this program wrote it.
+    """
     file = directory / "data.mdb"
     if not file.exists() or not file.stat().st_size:
         return ""
     limit = _CHECK_SECONDS + file.stat().st_size // _CHECK_BYTES_A_SECOND
     argv = [sys.executable, "-P", *_CHECK, str(directory), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode == LATER:
+        raise OSError(
+            f"the index in {directory} was written by a later version of FusionKV ({done.stdout.strip()}): start "
+            "that version again, or give this one a data_dir of its own"
+        )
     if done.returncode not in _BROKEN:
         return ""
     return done.stdout.strip() or f"reading it ends a process with {signal.Signals(-done.returncode).name}"

@@ -43,6 +43,14 @@ def check(path: str) -> None:
             _File(file.fileno(), size, max(metas, key=lambda meta: meta[-1])).check()
 
 
+def later(path: str) -> bool:
+    """Whether both pages that say what the file is name one later format. Raises OSError when it can't be read."""
+    with open(path, "rb", buffering=0) as file:
+        first = _meta(file.fileno(), 0)
+        magic, form, *_ = _meta(file.fileno(), _TREE.unpack(first[4])[0])
+    return first[:2] == (magic, form) and magic == _MAGIC and form > _FORMAT
+
+
 def _meta(fd: int, offset: int) -> _Meta:
     """One of the two pages that say what the file holds, of which the newer one counts."""
     page = os.pread(fd, _HEADER.size + _META.size, offset)

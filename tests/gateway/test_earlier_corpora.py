@@ -1,11 +1,13 @@
-"""Corpora that a gateway of before wrote: they are read, and changed in place.
+"""Corpora that a gateway of before wrote: they are read, and changed in place. Of a later one: they are refused.
 
 Where a chunk has now how many neighbours it was encoded with, they have a digest of that set.
 """
 
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pyarrow as pa
+import pytest
 from lancedb import connect_async
 
 from fusionkv.gateway.retrieval import milvus_rows
@@ -72,3 +74,52 @@ async def test_in_milvus(milvus: str, tmp_path: Path) -> None:
     await engine._milvus.write(name, [row | {"variant": ONE.variant.hex(), "neighbours": SET.hex()}])
     await check(engine)
     await engine.close()
+
+
+async def later_column(folder: Path) -> None:
+    connection = await connect_async(str(folder / "corpora"))
+    await (await connection.open_table("corpus-c")).add_columns({"signature": "'signed'"})
+    connection.close()
+
+
+async def later_form(folder: Path) -> None:
+    connection = await connect_async(str(folder / "corpora"))
+    rows = await (await connection.open_table("corpus-c")).to_arrow()
+    metadata = {**rows.schema.metadata, b"fusionkv.form": b"2"}
+    await connection.create_table("corpus-c", rows.replace_schema_metadata(metadata), mode="overwrite")
+    connection.close()
+
+
+async def later_lance(folder: Path) -> None:
+    """The newest manifest of the table with a flag that a reader has to know, which none of today's does.
+
+    A manifest ends with its protobuf message, the place of that and a footer of 16 bytes.
+    """
+    newest = min((folder / "corpora" / "corpus-c.lance" / "_versions").glob("*.manifest"))
+    data = newest.read_bytes()
+    place, version, magic = data[-16:-8], data[-8:-4], data[-4:]
+    assert magic == b"LANC"
+    at = int.from_bytes(place, "little")
+    size = int.from_bytes(data[at : at + 4], "little")
+    message = data[at + 4 : at + 4 + size] + b"\x48\x80\x80\x80\x80\x01"  # reader_feature_flags (9) = 1 << 28
+    newest.write_bytes(data[:at] + len(message).to_bytes(4, "little") + message + place + version + magic)
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("change", [later_column, later_form, later_lance])
+async def test_of_a_later_version_they_are_refused_and_stay(
+    tmp_path: Path, change: Callable[[Path], Awaitable[None]]
+) -> None:
+    engine = await EmbeddedRetrieval.open(tmp_path)
+    await put(engine, "c", "d", "one")
+    await put(engine, "other", "d", "two")
+    await engine.close()
+    await change(tmp_path)
+    before = everything(tmp_path)
+    with pytest.raises(OSError, match=r"corpus 'c' can't be read: .* start the version that wrote it") as refused:
+        await EmbeddedRetrieval.open(tmp_path)
+    assert "later version" in str(refused.value) or change is later_lance
+    assert everything(tmp_path) == before

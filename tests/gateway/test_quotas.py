@@ -1,5 +1,7 @@
 """Quotas by tenant: buckets by a clock of the test's own, the file, and a real gateway that refuses and says when."""
 
+import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable
@@ -50,7 +52,7 @@ def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, step
         assert taken - last <= per_minute * (1 + clock.now / 60) + 1e-6
 
 
-def test_a_meter_counts_requests_tokens_and_bytes() -> None:
+async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
     clock = Clock()
     quota = Quota(requests_per_minute=3, tokens_per_minute=100, stored_bytes=1000)
     meter = Meter(lambda: quota, clock)
@@ -68,14 +70,73 @@ def test_a_meter_counts_requests_tokens_and_bytes() -> None:
     assert raised.value.retry_after == pytest.approx(51 / 100 * 60)
     clock.now += 31
     meter.admit()
-    with meter.storing(600, stored=300):
-        with pytest.raises(ResourceExhausted, match="900 of the tenant's 1000") as raised, meter.storing(200, 300):
-            pass
+
+    async def stored() -> int:
+        return 300
+
+    async with meter.storing(600, stored):
+        with pytest.raises(ResourceExhausted, match="900 of the tenant's 1000") as raised:
+            async with meter.storing(200, stored):
+                pass
         assert raised.value.retry_after is None
-        with meter.storing(100, 300):
+        async with meter.storing(100, stored):
             pass
-    with meter.storing(700, stored=300):
+    async with meter.storing(700, stored):
         pass
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
+async def test_documents_that_arrive_together_are_never_more_than_the_quota(
+    documents: list[tuple[int, int, int, bool]],
+) -> None:
+    """Counting, storing and failing take some turns of the event loop each, as a retrieval engine far away does."""
+    meter, kept = Meter(lambda: Quota(stored_bytes=100)), [0]
+
+    async def turns(count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+    async def ingest(size: int, counting: int, storing: int, fails: bool) -> None:
+        async def stored() -> int:
+            found = kept[0]
+            await turns(counting)
+            return found
+
+        with contextlib.suppress(ResourceExhausted, OSError):
+            async with meter.storing(size, stored):
+                await turns(storing)
+                if fails:
+                    raise OSError
+                kept[0] += size
+                await turns(storing)
+        assert kept[0] <= 100
+
+    await asyncio.gather(*(ingest(*document) for document in documents))
+    # What failed, or was refused, holds no room.
+    left = 100 - kept[0]
+    if left:
+        await ingest(left, 0, 0, False)
+        assert kept[0] == 100
+
+
+def test_what_is_given_back_is_there_again_and_no_more() -> None:
+    clock = Clock()
+    meter = Meter(lambda: Quota(tokens_per_minute=100), clock)
+    meter.admit()
+    meter.spend(100)
+    with pytest.raises(ResourceExhausted):
+        meter.admit()
+    meter.give_back(100)
+    for _ in range(2):
+        meter.admit()
+        meter.give_back(1000)
+        meter.admit()
+        meter.spend(100)
+        with pytest.raises(ResourceExhausted) as raised:
+            meter.admit()
+        assert raised.value.retry_after == pytest.approx(0.6)
+        clock.now += 60
 
 
 @pytest.mark.parametrize("used", [0, 5])

@@ -32,7 +32,7 @@ def later_record(data: Path) -> None:
         records = env.open_db(b"records")
         with env.begin(write=True) as txn:
             key, value = next(iter(txn.cursor(db=records)))
-            body = bytes([record.VERSION + 1]) + value[1:-8] + b"more of it"
+            body = bytes([record.NEWEST + 1]) + value[1:-8] + b"more of it"
             txn.put(key, body + xxhash.xxh3_64_digest(key + body), db=records)
 
     change_index(data, change)
@@ -94,7 +94,7 @@ async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tools: Any
         records = env.open_db(b"records")
         with env.begin(write=True) as txn:
             key, value = next(iter(txn.cursor(db=records)))
-            txn.put(key, bytes([record.VERSION + 1]) + value[1:], db=records)
+            txn.put(key, bytes([record.NEWEST + 1]) + value[1:], db=records)
 
     change_index(tmp_path, change)
     async with tools.serving(tmp_path) as service:

@@ -51,6 +51,7 @@ async def test_it_starts_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
 
 async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
     """What could not be recorded is an error, or comes back with the next start; nothing is torn."""
+
     def start() -> Service:
         service: Service = launch(*flags(disk.inside / "data", disk="1MiB"), before=disk.before)
         return service

@@ -1,0 +1,98 @@
+"""Wall clocks that jump by a day under running services: only what is a time of day follows them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos import errors
+from tests.chaos.process import Clock
+from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags, payload, put
+from tests.waiting import until
+
+pytestmark = pytest.mark.system
+DAY = 86_400
+SIZE = 64 << 10
+
+
+@pytest.fixture
+def wall(tmp_path: Path) -> Clock:
+    if not Clock.preload:
+        pytest.skip("a clock that jumps needs libfaketime: apt-get install libfaketime")
+    return Clock(tmp_path / "clock")
+
+
+async def test_what_was_put_last_stays_whatever_the_clock_says(launch: Any, tmp_path: Path, wall: Clock) -> None:
+    """A disk for 16 entries: of those before, the oldest go."""
+    own = flags(tmp_path / "data", "--high-watermark", "1", memory="1MiB", disk="1MiB")
+    names = iter(range(1000))
+
+    async def fill(client: CacheClient, count: int) -> list[int]:
+        made = [next(names) for _ in range(count)]
+        for name in made:
+            assert await put(client, name, payload(name, SIZE))
+        return made
+
+    async def stay(client: CacheClient, made: list[int]) -> bool:
+        """Whether they are all there, without an access to any."""
+        return not any([await put(client, name, payload(name, SIZE)) for name in made])
+
+    service = launch(*own, env=wall.environment)
+    client = CacheClient(service.address)
+    await fill(client, 16)
+    for jump in (-DAY, DAY, 0):
+        wall.jump(jump)
+        made = await fill(client, 8)
+        assert await stay(client, made), jump
+    for jump in (DAY, -DAY):  # over a restart too
+        wall.jump(jump)
+        await client.close()
+        assert service.stop() == 0
+        service = launch(*own, env=wall.environment)
+        client = CacheClient(service.address)
+        made = await fill(client, 8)
+        assert await stay(client, made), jump
+    await client.close()
+
+
+async def test_leases_last_as_long_as_they_were_given(launch: Any, tmp_path: Path, wall: Clock) -> None:
+    service = launch(*flags(tmp_path / "data"), env=wall.environment)
+    client = CacheClient(service.address)
+    assert await put(client, "a", payload("a", SIZE))
+
+    async def lease(milliseconds: int) -> int:
+        path = [(SYSTEM, []), (chunk("a"), [])]
+        return (await client.lookup(NAMESPACE, path, lease_ms=milliseconds, timeout=10)).lease
+
+    async def leases() -> int:
+        return (await client.stats(timeout=10)).active_leases
+
+    held = await lease(600_000)
+    wall.jump(DAY)
+    assert await leases() == 1
+    await client.release(held)
+    await until(lambda: _is(leases, 0))
+    await lease(200)
+    wall.jump(-DAY)
+    await until(lambda: _is(leases, 0), 10)
+    await client.close()
+
+
+async def _is(count: Any, wanted: int) -> bool:
+    return bool(await count() == wanted)
+
+
+def test_quotas_are_of_minutes_that_pass(launch: Any, tmp_path: Path, wall: Clock) -> None:
+    (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 2\n")
+    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--quotas", str(tmp_path / "quotas"))
+    gateway = launch("fusionkv.gateway", *own, env=wall.environment)
+    with Client(gateway.address, timeout=20) as client:
+        for _ in range(2):
+            client.list()
+        for jump in (DAY, -DAY, 0):
+            wall.jump(jump)
+            with pytest.raises(errors.ResourceExhausted, match="2 requests a minute") as refused:
+                client.list()
+            assert 0 < (refused.value.retry_after or 0) <= 30

@@ -1,0 +1,68 @@
+"""Many who put one key with different bytes in the same instant: one of them wins, whole, and all are told so."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.checksum import checksum
+from tests.system.cache_process import find, flags, payload, put
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import Services
+
+pytestmark = pytest.mark.system
+RACES = 250
+
+
+async def race(clients: Sequence[CacheClient], name: str, dice: random.Random) -> None:
+    """Sizes differ too: of one frame, of several, and of more than what is written at once."""
+    sizes = [
+        dice.choice((1, 4096, 70_000, 1_500_000)) if dice.random() < 0.1 else dice.randrange(1, 9000) for _ in clients
+    ]
+    offered = [payload((name, n), size) for n, size in enumerate(sizes)]
+    told = await asyncio.gather(*(put(c, name, data, 60) for c, data in zip(clients, offered, strict=True)))
+    assert told.count(True) == 1, f"{told.count(True)} were told that theirs is stored"
+    winner = offered[told.index(True)]
+    for client in clients:
+        entry = (await find(client, name, 30)).hits[1].entry
+        assert entry is not None
+        assert (entry.size, entry.checksum) == (len(winner), checksum(winner))
+        buffer = bytearray(entry.size)
+        await client.fetch(entry, memoryview(buffer), timeout=30)
+        assert buffer == winner
+
+
+async def races(clients: Sequence[CacheClient], count: int) -> None:
+    dice = random.Random(count)
+    for n in range(0, count, 10):
+        await asyncio.gather(*(race(clients, f"{n + more}", dice) for more in range(10)))
+
+
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both", "redis"])
+async def test_at_one_service(launch: Any, tmp_path: Path, tiers: str) -> None:
+    more = {
+        "memory": ("--disk-bytes", "0", "--memory-bytes", "128MiB"),
+        "disk": ("--memory-bytes", "1MiB"),
+        "both": ("--memory-bytes", "128MiB"),
+        "redis": ("--disk-bytes", "0", "--memory-bytes", "1MiB"),
+    }[tiers]
+    server = RedisServer(tmp_path) if tiers == "redis" else None
+    remote = ("--remote-url", server.url, "--remote-name", "own") if server else ()
+    service = launch(*flags(tmp_path / "data", *more, *remote))
+    clients = [CacheClient(service.address) for _ in range(3)]
+    try:
+        await races(clients, RACES)
+        assert (await clients[0].stats()).checksum_failures == 0
+    finally:
+        for client in clients:
+            await client.close()
+        if server:
+            server.kill9()
+
+
+async def test_at_services_that_share_an_index(cluster: Services) -> None:
+    await races(cluster.clients, RACES)
