@@ -37,7 +37,13 @@ class GatewayConfig:
     max_ingest_bytes: int = setting(256 << 20, "documents in work at once; more are refused", bytes=True, low=1)
     max_document_chunks: int = setting(10_000, "most chunks of one document", low=1)
     parse_seconds: float = setting(60.0, "time to parse and split one document", low=0.01)
-    parse_threads: int = setting(2, "documents parsed at once", low=1)
+    parsers: int = setting(2, "documents parsed at once, each in a process of its own", low=1, high=64)
+    parse_memory_bytes: int = setting(
+        1 << 30, "address space of such a process, of which 250 MiB are its own", bytes=True, low=512 << 20
+    )
+    max_text_bytes: int = setting(
+        16 << 20, "most text of one document, which may also be at most 50 times the document", bytes=True, low=1
+    )
 
     top_k: int = setting(8, "chunks retrieved for a question that does not say", low=1)
     max_top_k: int = setting(128, "most chunks that a question may ask for", low=1)
@@ -88,6 +94,11 @@ class GatewayConfig:
             raise ValueError("milvus_token is for a milvus_url: set that as well")
         if not self.workers:
             raise ValueError("workers names no fusion worker")
+
+    @property
+    def several_tenants(self) -> bool:
+        """Whether tokens tell tenants apart; otherwise all calls are one tenant's."""
+        return bool(self.auth_tokens or self.auth_jwks)
 
     @property
     def server_tls(self) -> ServerTLS | None:

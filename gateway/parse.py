@@ -3,14 +3,11 @@
 import io
 import json
 import mimetypes
+import sys
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 from fusionkv.protos.errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from bs4 import BeautifulSoup
 
 PLAIN, MARKDOWN, HTML, PDF, JSONL = (
     "text/plain",
@@ -32,6 +29,9 @@ ENDINGS = {
     ".jsonl": JSONL,
     ".ndjson": JSONL,
 }
+# A document's text may be so many times as long as the document, and this long in any case. A compressed PDF comes
+# near it; whatever else grows so much was made to.
+MOST_GROWTH, LEAST_TEXT = 50, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,30 @@ def media_type(name: str, given: str = "") -> str:
     return ENDINGS[ending]
 
 
-def parse(content: bytes, kind: str) -> list[Section]:
+def most_text(size: int, most: int) -> int:
+    """Bytes of text that a document of `size` bytes may have, where `most` is the most of any."""
+    return min(most, max(LEAST_TEXT, MOST_GROWTH * size))
+
+
+def check_text(size: int, most: int) -> None:
+    """Raises InvalidArgument when text of `size` characters or bytes is too long."""
+    if size > most:
+        raise InvalidArgument(f"the document has more than {most} bytes of text: split it, or raise max_text_bytes")
+
+
+def parse(content: bytes, kind: str, most: int = sys.maxsize) -> list[Section]:
     """The sections of a document; HTML becomes Markdown, and each line of JSONL a section of its own.
 
-    Blocks; call it from a thread.
+    Blocks, and holds the interpreter's lock; a service calls it in a process of its own (parser.py). `most`: bytes of
+    all sections together.
 
     Raises:
-        InvalidArgument: the content is not of media type `kind`, or holds no text.
+        InvalidArgument: the content is not of media type `kind`, or holds no text or too much.
     """
     if kind == PDF:
-        sections = [Section(_pdf(content), False)]
+        sections = [Section(_pdf(content, most), False)]
     elif kind == HTML:
-        sections = [Section(_html(content), True)]
+        sections = [Section(_html(content, most), True)]
     elif kind == JSONL:
         sections = [Section(text, False) for text in _jsonl(_utf8(content))]
     else:
@@ -83,6 +95,7 @@ def parse(content: bytes, kind: str) -> list[Section]:
     if not sections:
         hint = "; a scanned PDF must go through text recognition first" if kind == PDF else ""
         raise InvalidArgument(f"no text in the document{hint}")
+    check_text(sum(len(s.text.encode()) for s in sections), most)
     return sections
 
 
@@ -96,34 +109,16 @@ def _utf8(content: bytes, encoding: str = "utf-8") -> str:
     return text
 
 
-def _html(content: bytes) -> str:
-    from bs4 import BeautifulSoup, ParserRejectedMarkup
+def _html(content: bytes, most: int) -> str:
     from bs4.dammit import EncodingDetector
 
+    from fusionkv.gateway.parse_html import markdown
+
     declared = EncodingDetector.find_declared_encoding(content, is_html=True)
-    text = _utf8(content, declared or "utf-8")
-    try:
-        return _markdown(BeautifulSoup(text, "html.parser"))
-    except ParserRejectedMarkup as error:
-        raise InvalidArgument("the HTML can't be read: its markup is broken") from error
-    except RecursionError as error:
-        raise InvalidArgument("the HTML can't be read: its elements are nested too deeply") from error
+    return markdown(_utf8(content, declared or "utf-8"), most)
 
 
-def _markdown(soup: "BeautifulSoup") -> str:
-    from markdownify import MarkdownConverter
-
-    title = soup.title.get_text(strip=True) if soup.title else ""
-    for tag in soup(["head", "title", "script", "style", "noscript", "template", "svg"]):
-        tag.decompose()
-    if title and not soup.find("h1"):
-        heading = soup.new_tag("h1")
-        heading.string = title
-        soup.insert(0, heading)
-    return MarkdownConverter(heading_style="ATX").convert_soup(soup).strip()
-
-
-def _pdf(content: bytes) -> str:
+def _pdf(content: bytes, most: int) -> str:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
@@ -134,10 +129,16 @@ def _pdf(content: bytes) -> str:
         reader = PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
             raise InvalidArgument("the PDF is encrypted: remove its password first")
-        return "\n\n".join(page.extract_text() for page in reader.pages).replace("\0", "")
+        pages: list[str] = []
+        size = 0
+        for page in reader.pages:
+            pages.append(page.extract_text())
+            size += len(pages[-1])
+            check_text(size, most)
+        return "\n\n".join(pages).replace("\0", "")
     except (FileNotDecryptedError, DependencyError) as error:
         raise InvalidArgument("the PDF is encrypted: remove its password first") from error
-    except InvalidArgument:
+    except (InvalidArgument, MemoryError):
         raise
     except Exception as error:
         # Broken files make pypdf raise whatever their numbers lead to, a division by zero among others.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from opentelemetry import metrics
 
-from fusionkv.gateway import pages
+from fusionkv.gateway import access, pages
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
@@ -17,6 +17,7 @@ from fusionkv.gateway.pipeline import Pipeline, passage
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.precompute import Precompute
 from fusionkv.gateway.retrieval.base import Item
+from fusionkv.gateway.shares import Shares
 from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos import logs
@@ -59,7 +60,7 @@ class GatewayServicer:
         self._pipeline = Pipeline(config, workers)
         self._precompute = Precompute(config, workers)
         self._started = time.monotonic()
-        self._active = 0
+        self._active = Shares(config.max_requests, spare=int(config.several_tenants))
         self._served = self._failed = self._marked_degraded = 0
 
     async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
@@ -157,6 +158,7 @@ class GatewayServicer:
 
     async def close(self) -> None:
         """After the last call."""
+        await self._ingest.close()
         await self._workers.close()
         await self._tenants.close()
 
@@ -203,17 +205,17 @@ class GatewayServicer:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        if self._active >= self._config.max_requests:
-            raise ResourceExhausted(
-                f"{self._active} requests are in flight already; try again later", retry_after=0.5
-            )
-        self._active += 1
-        _in_flight.add(1)
-        try:
-            yield
-        finally:
-            self._active -= 1
-            _in_flight.add(-1)
+        caller = access.caller()
+        with self._active.holding(caller.tenant if caller else "") as held:
+            if not held:
+                raise ResourceExhausted(
+                    f"{self._active.held} requests are in flight already; try again later", retry_after=0.5
+                )
+            _in_flight.add(1)
+            try:
+                yield
+            finally:
+                _in_flight.add(-1)
 
 
 def _item(item: Item) -> pb.Item:

@@ -179,15 +179,15 @@ def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
     worker = worker_of(launch, tiny_model)
-    flags = ("--parse-seconds", "1", "--parse-threads", "1", "--max-document-chunks", "1000000")
+    flags = ("--parse-seconds", "1", "--parsers", "1", "--max-document-chunks", "1000000")
     gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
     # About a minute of splitting: the model has a token for each byte.
-    slow = "".join(f"word{i} " for i in range(2_000_000))
+    slow = "".join(f"word{i} " for i in range(1_400_000))
     with Client(gateway.address, timeout=60) as client:
         with pytest.raises(InvalidArgument, match="parsing took longer than 1 s"):
             client.ingest("c", "slow.txt", slow)
-        with pytest.raises(ResourceExhausted, match="all parsers have been busy for 1 s"):
-            client.ingest("c", "quick.txt", "quick")
+        # On a busy machine the quick one may be late as well.
+        assert retry(lambda: client.ingest("c", "quick.txt", "quick"), InvalidArgument).chunks == 1
         assert client.stats().model
     assert gateway.stop(45) == 0
 
@@ -211,7 +211,7 @@ def test_a_busy_gateway_refuses_documents_and_the_command_waits(
 
 def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     worker = worker_of(launch, tiny_model)
-    flags = ("--parse-seconds", "0.5", "--parse-threads", "1", "--max-document-chunks", "100")
+    flags = ("--parse-seconds", "0.5", "--parsers", "1", "--max-document-chunks", "100")
     gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
     with Client(gateway.address, timeout=60) as client:
         with pytest.raises(InvalidArgument, match=r"longer than 0.5 s|chunks; at most"):

@@ -1,0 +1,250 @@
+"""Processes that parse documents: what they answer, what they may use, and that each can be ended at any moment."""
+
+import asyncio
+import contextlib
+import os
+import runpy
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway import parse
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.parsers import TOKENS_A_SECOND, Parsers
+from fusionkv.gateway.quotas import Meter, Quota
+from fusionkv.gateway.tenants import Tenant
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, Unavailable
+from tests.waiting import until
+
+_here = Path(__file__)
+pdf: Callable[..., bytes] = runpy.run_path(str(_here.with_name("test_parse.py")))["pdf"]
+vocabulary: Callable[..., Vocabulary] = runpy.run_path(str(_here.with_name("test_tokens.py")))["vocabulary"]
+# A token for each byte: about a minute of splitting.
+SLOW = "".join(f"word{i} " for i in range(1_400_000)).encode()
+TOKENS = Vocabulary(vocabulary().model)
+
+
+def tenant(name: str = "a", tokens: int = 10**9) -> Tenant:
+    made: Any = None
+    found = Tenant(name, made, Meter(lambda: Quota(tokens_per_minute=tokens)))
+    found.meter.check_tokens()
+    return found
+
+
+def spent(of: Tenant) -> float:
+    level = of.meter._tokens._level
+    assert level is not None
+    return 10**9 - level
+
+
+@contextlib.asynccontextmanager
+async def parsers(**settings: Any) -> AsyncIterator[Parsers]:
+    made = Parsers(GatewayConfig(**{"parsers": 1, "max_document_chunks": 10**6, **settings}))
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+def told(pid: int, what: str) -> str:
+    return Path(f"/proc/{pid}/{what}").read_text()
+
+
+def ticks(pid: int) -> int:
+    """Of the CPU, so far."""
+    return sum(map(int, told(pid, "stat").split()[13:15]))
+
+
+def open_files(pid: int) -> set[str]:
+    return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def children() -> set[int]:
+    """Parsers of this process that run."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            command = (path / "cmdline").read_bytes()
+            if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"fusionkv.gateway.parser\0" in command:
+                found.add(int(path.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (PLAIN, "Ein Satz \U0001f600. ".encode() * 200),
+        (MARKDOWN, b"# Head\n\n* x\n\n" * 50),
+        (HTML, b"<title>t</title><p>one <b>two</b>" * 20),
+        (PDF, pdf("first page", "second page")),
+        (JSONL, b'{"text": "a", "title": "t"}\n"b"\n'),
+    ],
+)
+async def test_a_document_is_parsed_as_in_this_process(kind: str, content: bytes) -> None:
+    expected = TOKENS.chunks(parse.parse(content, kind), 64, 8)
+    async with parsers(chunk_tokens=64, overlap_tokens=8) as made:
+        for _ in range(2):
+            parsed = await made.parse(tenant(), content, kind, TOKENS)
+            assert parsed.pieces == expected
+            (pid,) = children()
+        other = vocabulary(chunk="[{text}]")
+        assert (await made.parse(tenant(), b"x", PLAIN, other)).pieces == other.chunks(
+            [parse.Section("x", False)], 64, 8
+        )
+        assert children() == {pid}
+
+
+async def test_what_is_wrong_with_a_document_is_told_and_costs_its_time() -> None:
+    who = tenant()
+    async with parsers(max_document_chunks=3, chunk_tokens=16, max_text_bytes=5000) as made:
+        with pytest.raises(InvalidArgument, match=r"not UTF-8.*position 3"):
+            await made.parse(who, b"caf\xe9", PLAIN, TOKENS)
+        assert 0 < spent(who) < TOKENS_A_SECOND
+        with pytest.raises(InvalidArgument, match="at most 3 are taken"):
+            await made.parse(who, b"many words " * 90, PLAIN, TOKENS)
+        with pytest.raises(InvalidArgument, match="more than 5000 bytes of text: split it"):
+            await made.parse(who, b"many words " * 900, PLAIN, TOKENS)
+        assert len((await made.parse(who, b"few", PLAIN, TOKENS)).pieces) == 1
+
+
+async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSIONKV_TEST_SECRET", "s3cr3t")
+    with (tmp_path / "secret").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        async with parsers() as made:
+            await made.parse(tenant(), b"<p>x</p>", HTML, TOKENS)
+            (pid,) = children()
+            assert {name.partition(":")[0] for name in open_files(pid)} <= {"pipe", "/dev/null"}
+            assert "s3cr3t" not in told(pid, "environ")
+            mapped = told(pid, "maps")
+            assert "tokenizers" in mapped
+            assert not [name for name in ("torch", "lancedb", "lmdb") if name in mapped]
+            assert f"Max address space         {1 << 30}" in told(pid, "limits")
+
+
+async def test_a_document_that_takes_too_long_ends_with_its_process() -> None:
+    who = tenant()
+    async with parsers(parse_seconds=2) as made:
+        await made.parse(who, b"quick", PLAIN, TOKENS)
+        before, cost, began = children(), spent(who), time.monotonic()
+        with pytest.raises(InvalidArgument, match="parsing took longer than 2 s"):
+            await made.parse(who, SLOW, PLAIN, TOKENS)
+        assert time.monotonic() - began < 20
+        assert spent(who) - cost > TOKENS_A_SECOND / 10  # of a CPU that others use
+        # Another one is there, also for who waits.
+        assert len((await _patient(made, who)).pieces) == 1
+        assert len(children()) == 1
+        assert children() != before
+
+
+async def _patient(made: Parsers, who: Tenant) -> Any:
+    """A small document; on a busy machine it may be late as well."""
+    while True:
+        try:
+            return await made.parse(who, b"quick", PLAIN, TOKENS)
+        except (InvalidArgument, ResourceExhausted):
+            continue
+
+
+async def test_a_document_that_takes_too_much_memory_is_refused() -> None:
+    who = tenant()
+    limits = {"parse_memory_bytes": 512 << 20, "parse_seconds": 500, "max_text_bytes": 64 << 20}
+    async with parsers(**limits) as made:
+        with pytest.raises(InvalidArgument, match=r"more than 536870912 bytes of memory"):
+            # With four bytes for each character.
+            await made.parse(who, b"a" * (60 << 20) + "\U0001f600".encode(), PLAIN, TOKENS)
+        assert spent(who) > 0
+        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "says"),
+    [
+        (signal.SIGSEGV, InvalidArgument, "ended by SIGSEGV at this document"),
+        (signal.SIGABRT, InvalidArgument, "more than .* bytes of memory"),
+        (signal.SIGKILL, Unavailable, "ended by SIGKILL from outside; try again"),
+    ],
+)
+async def test_a_parser_that_ends_is_told_and_replaced(
+    number: signal.Signals, error: type[Exception], says: str
+) -> None:
+    who = tenant()
+    async with parsers() as made:
+        await made.parse(who, b"quick", PLAIN, TOKENS)
+        (pid,) = children()
+        slow = asyncio.create_task(made.parse(who, SLOW, PLAIN, TOKENS))
+        await until(lambda: made._idle == [])
+        os.kill(pid, number)
+        with pytest.raises(error, match=says):
+            await slow
+        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+        # While nobody uses it: the next document meets it.
+        (pid,) = children()
+        os.kill(pid, number)
+        await until(lambda: pid not in children())
+        with contextlib.suppress(error):
+            await made.parse(who, b"quick", PLAIN, TOKENS)
+        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+
+
+async def test_a_caller_that_leaves_ends_its_parser_and_pays() -> None:
+    who = tenant()
+    async with parsers() as made:
+        await made.parse(who, b"quick", PLAIN, TOKENS)
+        before, cost = children(), spent(who)
+        (pid,) = before
+        slow = asyncio.create_task(made.parse(who, SLOW, PLAIN, TOKENS))
+        began = ticks(pid)
+        await until(lambda: ticks(pid) > began + 20)
+        slow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow
+        assert spent(who) - cost > TOKENS_A_SECOND / 10
+        await until(lambda: not before & children())
+        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+
+
+async def test_one_tenant_does_not_hold_all_parsers() -> None:
+    first, other = tenant("a"), tenant("b")
+    async with parsers(parsers=2, auth_tokens=Path("tokens"), parse_seconds=300) as made:
+        slow = [asyncio.create_task(made.parse(first, SLOW, PLAIN, TOKENS)) for _ in range(3)]
+        await asyncio.sleep(0)
+        assert len((await made.parse(other, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_what_waited_is_refused_when_those_before_it_used_up_the_quota() -> None:
+    who = tenant(tokens=100)
+    async with parsers(parse_seconds=300) as made:
+        await made.parse(who, b"quick", PLAIN, TOKENS)
+        first = asyncio.create_task(made.parse(who, b"<p>x" * 3000, HTML, TOKENS))
+        second = asyncio.create_task(made.parse(who, b"quick", PLAIN, TOKENS))
+        done = await asyncio.gather(first, second, return_exceptions=True)
+        assert isinstance(done[1], ResourceExhausted), done
+        assert "100 tokens a minute" in str(done[1])
+
+
+async def test_all_end_with_the_gateway() -> None:
+    async with parsers(parsers=2) as made:
+        await asyncio.gather(*(made.parse(tenant(), b"quick", PLAIN, TOKENS) for _ in range(2)))
+        assert len(children()) == 2
+    assert children() == set()
+
+
+async def test_without_python_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    async with parsers() as made:
+        for _ in range(2):
+            with pytest.raises(Unavailable, match="no parser could be started"):
+                await made.parse(tenant(), b"quick", PLAIN, TOKENS)
+    assert children() == set()
