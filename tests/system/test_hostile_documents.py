@@ -1,0 +1,159 @@
+"""Documents made to stop a gateway: others' calls go on, their sender is refused in time and pays."""
+
+import contextlib
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+# What expressions of the libraries take the square of; each held the interpreter's lock for a whole call.
+SPACES = b"<p>a" + b" " * 60_000 + b"b</p>"
+LINES = b"<pre>a" + b"\n " * 60_000 + b"b</pre>"
+TAGS = b"<a" * 200_000
+SPANS = b"<table><tr>" + b"<td colspan=1000>x</td>" * 16_600
+# A token for each byte: half a minute of splitting, whatever is done about the others.
+LONG = "".join(f"word{i} " for i in range(1_400_000)).encode()
+
+
+def used(gateway: Any) -> dict[int, float]:
+    """CPU seconds of each process that parses for a gateway."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (path / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == gateway.process.pid and b"gateway.parser\0" in (path / "cmdline").read_bytes():
+                found[int(path.name)] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+@pytest.fixture(scope="module")
+def flags(launch_module: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of a gateway with two tenants, `acme` and `other`, whose tokens are their names."""
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text(
+        "\n".join(
+            f'[[token]]\nname = "{t}"\nrole = "app"\ntenant = "{t}"\nsha256 = "{sha256(t.encode()).hexdigest()}"'
+            for t in ("acme", "other")
+        )
+    )
+    own = ("--listen", "127.0.0.1:0", "--model", str(reference_model), "--threads", "1")
+    worker = launch_module("fusionkv.fusion_worker", *own)
+    limits = ("--parse-seconds", "3", "--max-document-chunks", "1000000")
+    return ["--listen", "127.0.0.1:0", "--workers", worker.address, "--auth-tokens", str(tokens), *limits]
+
+
+@pytest.fixture(scope="module")
+def gateway(launch_module: Launch, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return launch_module("fusionkv.gateway", *flags, "--data-dir", str(tmp_path_factory.mktemp("gateway")))
+
+
+@contextlib.contextmanager
+def during(call: Callable[[], Any]) -> Iterator[threading.Event]:
+    """While `call` runs again and again in another thread; the event is set when it has come back twice."""
+    ends, twice = threading.Event(), threading.Event()
+
+    def run() -> None:
+        number = 0
+        while not ends.is_set():
+            with contextlib.suppress(ServiceError):
+                call()
+            number += 1
+            if number == 2:
+                twice.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield twice
+    finally:
+        ends.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    "content", [SPACES, LINES, TAGS, SPANS, LONG], ids=["spaces", "lines", "tags", "spans", "long"]
+)
+def test_others_are_answered_meanwhile(gateway: Any, content: bytes) -> None:
+    kind = "text/plain" if content is LONG else "text/html"
+    with Client(gateway.address, token="acme", timeout=60) as acme, Client(gateway.address, token="other") as other:
+        other.ingest("c", "d.txt", "The code of Bervek is 5.")
+        acme.ingest("c", "d.txt", "x")
+        seconds = []
+        with during(lambda: acme.ingest("c", "hostile", content, media_type=kind)) as twice:
+            while not twice.is_set() or len(seconds) < 50:
+                began = time.monotonic()
+                assert [item.name for item in other.list()] == ["c"]
+                seconds.append(time.monotonic() - began)
+            # Nor are their documents kept waiting: a parser is left for them.
+            other.ingest("c", "e.txt", "The code of Kolvim is 6.")
+            assert other.ask("c", "code of Bervek?", max_tokens=1).summary.tokens_generated == 1
+        # A frozen interpreter answered nobody for 10 to 20 s.
+        assert max(seconds) < 1, (statistics.median(seconds), max(seconds))
+
+
+def test_its_sender_is_refused_in_time_and_pays(launch: Launch, flags: list[str], tmp_path: Path) -> None:
+    quotas = tmp_path / "quotas"
+    quotas.write_text("[tenants.acme]\ntokens_per_minute = 100\n")
+    gateway = launch("fusionkv.gateway", *flags, "--data-dir", str(tmp_path / "data"), "--quotas", str(quotas))
+    with Client(gateway.address, token="acme", timeout=60) as acme, Client(gateway.address, token="other") as other:
+        other.ingest("c", "d.txt", "x")
+        began = time.monotonic()
+        with pytest.raises(InvalidArgument, match="parsing took longer than 3 s"):
+            acme.ingest("c", "long.txt", LONG)
+        assert time.monotonic() - began < 20
+        with pytest.raises(ResourceExhausted, match="100 tokens a minute") as raised:
+            acme.list()
+        # 10,000 tokens for each CPU second, of which others may have had most.
+        assert raised.value.retry_after is not None
+        assert raised.value.retry_after > 60
+        assert [item.name for item in other.list()] == ["c"]
+
+
+@pytest.mark.parametrize("how", ["in order", "killed", "killed while it is idle"])
+def test_parsers_end_with_their_gateway(launch: Launch, flags: list[str], tmp_path: Path, how: str) -> None:
+    gateway = launch("fusionkv.gateway", *flags, "--data-dir", str(tmp_path / "data"))
+    with Client(gateway.address, token="acme", timeout=60) as acme:
+        acme.ingest("c", "d.txt", "x")
+        running = used(gateway)
+        assert running
+
+        def send() -> None:
+            with contextlib.suppress(ServiceError):
+                acme.ingest("c", "long.txt", LONG)
+
+        thread = threading.Thread(target=send)
+        if how != "killed while it is idle":
+            thread.start()
+            wait_until(lambda: any(used(gateway).get(pid, 0) > before + 0.3 for pid, before in running.items()))
+        running = used(gateway)
+        if how == "in order":
+            began = time.monotonic()
+            assert gateway.stop(30) == 0
+            # The call in flight is waited for, so parse_seconds at most.
+            assert time.monotonic() - began < 15
+        else:
+            gateway.kill9()
+        wait_until(lambda: not any(alive(pid) for pid in running), 10)
+        acme.close()
+        if thread.ident is not None:
+            thread.join()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
