@@ -1,6 +1,7 @@
 """Serving and dialling: one way for all services, with limits, health, reflection, status mapping and drain."""
 
 import asyncio
+import inspect
 import json
 import logging
 import signal
@@ -11,14 +12,16 @@ from typing import Any, NoReturn, Protocol
 import grpc
 from google.protobuf import descriptor, message_factory
 from google.protobuf.message import DecodeError
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
-from fusionkv.protos import errors, process, telemetry
+from fusionkv.protos import errors, logs, process, rejected, telemetry
 from fusionkv.protos.errors import InvalidArgument, ServiceError
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 # The largest single message: a document on its way in. KV travels in frames of 1 MiB.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -148,6 +151,7 @@ def _reader(parse: Deserialiser) -> Deserialiser:
         try:
             return parse(data)
         except (DecodeError, ValueError) as error:
+            rejected.note("grpc_message")
             return _Unreadable(error)
 
     return read
@@ -192,7 +196,19 @@ def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) 
         except Exception as error:
             await abort(error, context)
 
-    return stream if streams else unary
+    # A coroutine that streams writes to the context itself.
+    return stream if streams and not inspect.iscoroutinefunction(method) else unary
+
+
+class _Health(health.aio.HealthServicer):
+    """The library's, which has no List."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
+        """The status of every service that Check knows."""
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
 
 
 class Beside(Protocol):
@@ -241,15 +257,15 @@ async def serve(
         interceptors=[*telemetry.server_interceptors(), *interceptors],
         maximum_concurrent_rpcs=max_concurrent,
     )
-    server.add_generic_rpc_handlers(tuple(services.values()))
-    checks = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    checks = _Health()
     names = [*services, health.SERVICE_NAME]
-    reflection.enable_server_reflection([*names, reflection.SERVICE_NAME], server)
+    reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
+    server.add_generic_rpc_handlers((*services.values(), handlers(_HEALTH, checks), handlers(_REFLECTION, reflected)))
     bound = [_bind(server, address, credentials) for address in addresses]
     others = [(other.name, await other.start()) for other in beside]
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(logs.unhandled)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await server.start()

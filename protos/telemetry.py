@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Status, StatusCode
 
-from fusionkv.protos import logs
+from fusionkv.protos import logs, rejected
 from fusionkv.protos.errors import details
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# Time for a scraper's request to come in.
+_SCRAPE_SECONDS = 10.0
 # A name that gRPC sends, and a value as the SDK reads it.
 _HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
@@ -41,6 +43,7 @@ def attach(service: str, scraped_at: str = "") -> None:
         OSError: the address can't be bound.
     """
     logs.attach(service)
+    rejected.attach()
     traces, measures = _exported("TRACES"), _exported("METRICS")
     if not traces and not measures and not scraped_at:
         return
@@ -120,6 +123,9 @@ def _scraped(service: str, address: str) -> "MetricReader":
         raise ValueError(f"metrics_listen is {address!r}: host:port")
     registry = Exemplified()
     server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
+    # Python's own prints a traceback for each connection that breaks, and waits for ever for one that says nothing.
+    server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
+    setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - to mypy it is any callable
     log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
     return registry.reader
 

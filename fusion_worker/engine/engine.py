@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
+from fusionkv.protos import logs
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,9 @@ class Engine:
         except Exception as error:
             left = [part for part in parts if not part.work.future.done()]
             if len(parts) > 1:
-                log.warning("a step of %d works failed and is done again one by one: %r", len(parts), error)
+                log.warning(
+                    "a step of %d works failed and is done again one by one: %s", len(parts), logs.kind(error)
+                )
                 for part in left:
                     self._compute([part])
                 return

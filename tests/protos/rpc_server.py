@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fusionkv.protos import errors, rpc
+from fusionkv.protos import errors, logs, rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.tls import ServerTLS
 
@@ -73,4 +73,5 @@ async def main(drain_seconds: float, max_concurrent: int, *addresses: str) -> No
 
 
 if __name__ == "__main__":
+    logs.attach("test")
     asyncio.run(main(float(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]))

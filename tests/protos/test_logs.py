@@ -1,5 +1,6 @@
 """The log: what a line says, and faults that many requests meet."""
 
+import asyncio
 import io
 import json
 import logging
@@ -104,3 +105,66 @@ left.close()
 """
     ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert not ended.stdout + ended.stderr
+
+
+def test_an_error_is_its_type_and_its_place_and_nothing_that_it_says(
+    logger: tuple[logging.Logger, io.StringIO],
+) -> None:
+    """With all that led to it, and those of a group."""
+    log, written = logger
+    text = "zq7secret"
+    try:
+        try:
+            try:
+                int(text)
+            except ValueError as first:
+                raise KeyError(text) from first
+        except KeyError:
+            raise ExceptionGroup(text, [LookupError(text), OSError(28, "No space left on device", text)]) from None
+    except ExceptionGroup as group:
+        group.__cause__ = KeyError(text)
+        log.exception("it fails")
+    assert text not in written.getvalue()
+    (line,) = lines(written)
+    for name in ("KeyError", "LookupError", "OSError: No space left on device", "ExceptionGroup", "test_logs.py"):
+        assert name in line["exception"], line["exception"]
+    assert line["exception"].index("KeyError") < line["exception"].index("ExceptionGroup")
+
+
+def test_causes_that_go_round_end() -> None:
+    first, second = ValueError(), KeyError()
+    first.__cause__, second.__cause__ = second, first
+    assert 1 <= logs.stack(first).count("ValueError") <= 8
+
+
+def test_what_no_task_waits_for_is_logged_without_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(logs.unhandled)
+        loop.call_soon(int, "zq7secret")
+        for _ in range(3):
+            loop.call_exception_handler({"message": "accept", "exception": OSError(24, "Too many open files", "zq7")})
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    said = [record.getMessage() for record in caplog.records]
+    assert said.count("an error that nobody waited for") == 1
+    assert said.count("a connection failed: OSError: Too many open files") == 1
+    assert "zq7secret" not in "".join(said)
+
+
+def test_what_libraries_log_of_callers_headers_is_counted_and_not_printed() -> None:
+    """In a process of its own, whose log is set up as a service's is."""
+    program = """
+from opentelemetry import propagate
+from fusionkv.protos import telemetry
+
+telemetry.attach("fusionkv-test")
+for _ in range(3):
+    propagate.extract({"baggage": "zq7secret", "traceparent": "00-" + "1" * 32 + "-" + "1" * 16 + "-01",
+                       "tracestate": "zq7secret==, a=" + "zq7secret" * 100})
+"""
+    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith("a caller's trace headers were malformed or too long")
+    assert not ended.stdout

@@ -51,11 +51,15 @@ async def test_every_error_arrives_with_its_status_and_becomes_itself_again(chan
     assert str(again) == f"look up: what to do about {kind.__name__}"
 
 
-async def test_the_unforeseen_is_internal_and_its_text_stays_in_the_log(channel: Any, server: Any) -> None:
+async def test_the_unforeseen_is_internal_and_the_log_says_where_but_not_its_text(channel: Any, server: Any) -> None:
+    """The text of an error may quote what a caller sent."""
     error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=b"secret")))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert error.details() == "internal error: ValueError"
-    server.wait_for_line("what to do about secret")
+    server.wait_for_line("unforeseen error in Servicer.Lookup")
+    server.wait_for(lambda: "ValueError" in server.lines(), 60)
+    assert "in Lookup" in server.log
+    assert "secret" not in server.log
 
 
 async def test_a_stream_may_fail_after_its_first_reply(channel: Any) -> None:
@@ -83,6 +87,39 @@ async def test_health(channel: Any) -> None:
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
     error = await failure(health.Check(health_pb2.HealthCheckRequest(service="none")))
     assert error.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_lists_all_services(channel: Any, server: Any) -> None:
+    listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
+    serving = health_pb2.HealthCheckResponse.SERVING
+    assert {name: each.status for name, each in listed.statuses.items()} == dict.fromkeys(
+        ("", NAME, "grpc.health.v1.Health"), serving
+    )
+    assert "NotImplementedError" not in server.log
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", "Watch")),
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        f"/{NAME}/Lookup",
+    ],
+)
+async def test_bytes_that_are_no_message_are_the_callers_mistake(channel: Any, server: Any, method: str) -> None:
+    said = len(server.lines())
+    error = await failure(channel.stream_stream(method)(iter([b"\xff"])).read())
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert not any("Error" in line for line in server.lines(said))
+
+
+async def test_health_is_watched(channel: Any) -> None:
+    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    watch.cancel()
+    unknown = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x"))
+    assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    unknown.cancel()
 
 
 async def test_reflection_lists_the_services(channel: Any) -> None:

@@ -254,7 +254,7 @@ def test_the_registry_lists_every_name_of_the_code(root: Path, registry: dict[st
         for file in (root / package).rglob("*.py")
         if "_pb2" not in file.name
     )
-    made = set(re.findall(r'"(fusionkv\.(?:gateway|worker|kvcache|encoder)\.[a-z_.]+)"', text))
+    made = set(re.findall(r'"(fusionkv\.(?:(?:gateway|worker|kvcache|encoder)\.[a-z_.]+|rejected))"', text))
     counters = re.search(r"_COUNTERS = \{(.*?)\n\}", text, re.DOTALL)
     assert counters
     made |= {f"fusionkv.kvcache.{name}" for name in re.findall(r'^    "([a-z._]+)":', counters[1], re.MULTILINE)}
