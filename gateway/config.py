@@ -19,6 +19,18 @@ class GatewayConfig:
         (), "addresses of the pages that explain answers to operators, host:port or unix:/path; none serves none"
     )
     admin_answers: int = setting(20, "answers that those pages show, of each tenant", low=1, high=1000)
+    http_connections: int = setting(
+        512, "HTTP connections open at once, at http_listen and at admin_listen each; more are refused", low=1
+    )
+    http_connections_per_address: int = setting(
+        384, "of these, from one IP address (IPv6: one /64 network); callers behind one proxy count as one", low=1
+    )
+    http_head_seconds: float = setting(10.0, "time for the TLS handshake, and for a request's headers", low=0.1)
+    http_body_seconds: float = setting(30.0, "time for the body of an HTTP request", low=0.1)
+    http_send_seconds: float = setting(
+        30.0, "time in which an HTTP caller must read on, while a response waits for it", low=0.1
+    )
+    http_idle_seconds: float = setting(75.0, "time that an HTTP connection stays open without a request", low=0.1)
     workers: tuple[str, ...] = setting(
         ("127.0.0.1:7071",), "addresses of the fusion workers; dns:HOST:PORT is every address that the name has"
     )

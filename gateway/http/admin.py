@@ -4,6 +4,7 @@ import base64
 import binascii
 import contextlib
 import time
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -22,7 +23,8 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
     "frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
+    # With "no-referrer" a browser would say of the page's own form that it comes from "null".
+    "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
 # Browsers ask for a name and a password themselves.
@@ -81,9 +83,7 @@ class AdminServer(Listener):
 
     async def _compared(self, request: web.Request) -> web.Response:
         """Asks again, once, with full attention; then shows the page."""
-        # A browser sends the password along with what other sites have it send.
-        if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
-            raise PermissionDenied("another site sent this request")
+        _of_this_site(request)
         kept = await self._asked(request)
         if kept.full is None:
             self._history.compare(kept, await self._full(kept))
@@ -120,6 +120,32 @@ class AdminServer(Listener):
             return await handler(request)
 
         return guarded
+
+
+def _of_this_site(request: web.Request) -> None:
+    """Refuses what another site has a browser send, which sends the password along.
+
+    Every browser says where a POST comes from: by Origin, newer ones by Sec-Fetch-Site too. What says neither is a
+    program, whose password nobody else can use.
+
+    Raises:
+        PermissionDenied: one of the two names another site, or Origin none.
+    """
+    sites, origins = (request.headers.getall(name, []) for name in ("Sec-Fetch-Site", "Origin"))
+    if not all(site in ("same-origin", "none") for site in sites):
+        raise PermissionDenied("another site sent this request")
+    # Not the scheme: a proxy may have ended TLS.
+    host = request.headers.get("Host", "").lower()
+    if not all(host and _host(origin) == host for origin in origins):
+        raise PermissionDenied("another site sent this request: its Origin is not the Host that it is for")
+
+
+def _host(origin: str) -> str:
+    try:
+        parts = urlsplit(origin.lower())
+    except ValueError:
+        return ""
+    return parts.netloc if parts.scheme in ("http", "https") else ""
 
 
 def _bearer(authorization: str) -> str:

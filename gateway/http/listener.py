@@ -1,4 +1,4 @@
-"""An HTTP server beside the gateway's gRPC server: addresses, TLS, drain, a span for each request."""
+"""An HTTP server beside the gateway's gRPC server: addresses, TLS, limits, drain, a span for each request."""
 
 import asyncio
 import time
@@ -10,6 +10,9 @@ from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
+from fusionkv.protos import rejected
+from fusionkv.protos.errors import InvalidArgument
 
 tracer = trace.get_tracer(__name__)
 # The longest question with every character escaped, and room around it.
@@ -38,9 +41,8 @@ class Listener:
         self.app = web.Application(
             middlewares=[self._traced, self._ageing, self._failing], client_max_size=_MOST_BODY
         )
-        self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=config.drain_seconds
-        )
+        self._runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=config.drain_seconds)
+        self._servers: list[asyncio.Server] = []
 
     def get(self, path: str, handler: Handler) -> None:
         """Answers GET and HEAD there. Before `start`."""
@@ -57,21 +59,57 @@ class Listener:
     async def start(self) -> list[str]:
         """Listens; returns the addresses. Raises OSError."""
         await self._runner.setup()
+        served = self._runner.server
+        assert served is not None
+        connections = Connections(self._config)
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            return Connection(served, connections, self._config)
+
         tls = self._config.server_tls.context() if self._config.server_tls else None
+        # A handshake is in time, or else there is no connection.
+        seconds = self._config.http_head_seconds if tls else None
         bound = []
         for address in self._addresses:
             if address.startswith("unix:"):
-                await web.UnixSite(self._runner, address.removeprefix("unix:")).start()
+                path = address.removeprefix("unix:")
+                self._servers.append(await loop.create_unix_server(connection, path))
                 bound.append(address)
                 continue
             host, _, port = address.rpartition(":")
-            await web.TCPSite(self._runner, host.strip("[]"), int(port), ssl_context=tls).start()
-            bound.append(f"{host}:{self._runner.addresses[-1][1]}")
+            server = await loop.create_server(
+                connection, host.strip("[]"), int(port), ssl=tls, ssl_handshake_timeout=seconds,
+                ssl_shutdown_timeout=seconds,
+            )  # fmt: skip
+            self._servers.append(server)
+            bound.append(f"{host}:{server.sockets[0].getsockname()[1]}")
         return bound
 
     async def stop(self, seconds: float) -> None:
         """Closes idle connections and waits for requests in flight."""
+        for server in self._servers:
+            server.close()
         await self._runner.cleanup()
+
+    async def body(self, request: web.Request) -> bytes:
+        """The body of a request.
+
+        Raises:
+            web.HTTPRequestTimeout: it took too long; the connection ends with the response.
+            web.HTTPRequestEntityTooLarge: it is larger than 1 MiB.
+            InvalidArgument: it is malformed.
+        """
+        try:
+            async with asyncio.timeout(self._config.http_body_seconds):
+                return await request.read()
+        except TimeoutError:
+            rejected.note("http_body_timeout")
+            request.protocol.close()
+            raise web.HTTPRequestTimeout from None
+        except MALFORMED as error:
+            rejected.note("http_body")
+            raise InvalidArgument("the body is malformed: its chunks or its compression can't be read") from error
 
     @web.middleware
     async def _traced(self, request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,6 +1,5 @@
 """The OpenAI-compatible HTTP endpoint: chat completions and models, in front of the same RPCs as gRPC's."""
 
-import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -92,9 +91,10 @@ class HTTPServer(Listener):
                 return items
 
     async def _json(self, request: web.Request) -> Any:
+        data = await self.body(request)
         try:
-            async with asyncio.timeout(self._config.request_seconds):
-                return await request.json(loads=_strict)
+            # Always UTF-8, as JSON is: a charset that the caller names may take quadratic time (punycode).
+            return _strict(data.decode())
         except (ValueError, RecursionError) as error:
             raise InvalidArgument("the body is no JSON in UTF-8") from error
 

@@ -95,10 +95,47 @@ def test_a_page_runs_and_loads_nothing_and_is_kept_nowhere(gateway: Any) -> None
         assert not soup.select("em"), "the question is text"
 
 
-def test_another_site_can_not_have_a_question_asked(gateway: Any) -> None:
+HERE, SECURE = "http://{}", "https://{}"
+FROM_HERE: list[dict[str, str]] = [
+    {},  # a program
+    {"Origin": HERE},
+    {"Origin": SECURE},  # behind a proxy that ends TLS
+    {"Sec-Fetch-Site": "same-origin"},
+    {"Sec-Fetch-Site": "none"},
+    {"Origin": HERE, "Sec-Fetch-Site": "same-origin"},
+]
+FROM_ELSEWHERE: list[dict[str, str]] = [
+    {"Sec-Fetch-Site": "cross-site"},
+    {"Sec-Fetch-Site": "same-site"},
+    {"Sec-Fetch-Site": "anything"},
+    {"Sec-Fetch-Site": "cross-site", "Origin": HERE},
+    {"Sec-Fetch-Site": "same-origin", "Origin": "https://evil.example"},
+    {"Origin": "https://evil.example"},
+    {"Origin": HERE + ".evil.example"},
+    {"Origin": "http://user@{}"},
+    {"Origin": "ftp://{}"},
+    {"Origin": "{}"},
+    {"Origin": "http://127.0.0.1:1"},
+    {"Origin": "http://[evil"},
+    {"Origin": "null"},
+    {"Origin": ""},
+    {"Origin": "http://", "Host": ""},
+]
+
+
+@pytest.mark.parametrize("headers", FROM_HERE, ids=str)
+def test_a_question_is_asked_from_the_page_itself_or_by_a_program(gateway: Any, headers: dict[str, str]) -> None:
+    given = {name: value.format(gateway.addresses[ADMIN][0]) for name, value in headers.items()}
     path = f"{listed(gateway)[1]}/full"
-    for site in ("cross-site", "same-site"):
-        assert get(gateway, path, method="POST", headers={"Sec-Fetch-Site": site}).status_code == 403
+    assert get(gateway, path, method="POST", headers=given).status_code == 303
+    refused = httpx2.post(f"http://{gateway.addresses[ADMIN][0]}{path}", headers=given)
+    assert refused.status_code == 401, "nobody is let in without a token"
+
+
+@pytest.mark.parametrize("headers", FROM_ELSEWHERE, ids=str)
+def test_another_site_can_not_have_a_question_asked(gateway: Any, headers: dict[str, str]) -> None:
+    given = {name: value.format(gateway.addresses[ADMIN][0]) for name, value in headers.items()}
+    assert get(gateway, f"{listed(gateway)[1]}/full", method="POST", headers=given).status_code == 403
 
 
 MEASURE = """({width: document.documentElement.scrollWidth, room: document.documentElement.clientWidth,

@@ -1,0 +1,275 @@
+"""HTTP connections that are held open: each ends in time, there are only so many, and others are served."""
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from aiohttp import web
+
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.http.listener import Listener
+from fusionkv.protos.errors import ServiceError
+from tests.gateway.strangers import malformed
+from tests.waiting import until
+
+HALF = b"GET / HTTP/1.1\r\nHost: gateway\r\nX-Half: "
+WHOLE = b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\n"
+POST = b"POST / HTTP/1.1\r\nHost: gateway\r\nContent-Length: 1000\r\n\r\n"
+# What is not tested takes longer than any test.
+LONG = GatewayConfig(
+    http_head_seconds=600, http_body_seconds=600, http_send_seconds=600, http_idle_seconds=600, drain_seconds=0
+)
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+class Served(Listener):
+    """The gateway's own listener: greets, reads a body, streams for a second, or sends more than anybody reads."""
+
+    def __init__(self, address: str, **limits: Any) -> None:
+        super().__init__([address], dataclasses.replace(LONG, **limits))
+        self.cancelled = 0
+        self.get("/", self._greet)
+        self.get("/stream", self._stream)
+        self.get("/flood", self._flood)
+        self.post("/", self._read)
+
+    def failed(self, error: Exception) -> web.Response:
+        status = error.status if isinstance(error, web.HTTPException) else 400
+        assert isinstance(error, web.HTTPException | ServiceError), error
+        return web.Response(status=status)
+
+    async def _greet(self, request: web.Request) -> web.Response:
+        return web.Response(text="here")
+
+    async def _read(self, request: web.Request) -> web.Response:
+        return web.Response(text=str(len(await self.body(request))))
+
+    async def _stream(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for _ in range(10):
+            await asyncio.sleep(0.1)
+            await response.write(b"event\n")
+        return response
+
+    async def _flood(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        try:
+            while True:
+                await response.write(bytes(1 << 20))
+        finally:
+            self.cancelled += 1
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    started: list[Served] = []
+
+    async def start(address: str = "127.0.0.1:0", **limits: Any) -> tuple[Served, str]:
+        started.append(Served(address, **limits))
+        return started[-1], (await started[-1].start())[0]
+
+    yield start
+    for one in started:
+        await one.stop(0)
+
+
+async def connect(address: str, tls: ssl.SSLContext | None = None) -> tuple[Reader, Writer]:
+    if address.startswith("unix:"):
+        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port), ssl=tls)
+
+
+async def sent(address: str, data: bytes) -> tuple[Reader, Writer]:
+    reader, writer = await connect(address)
+    writer.write(data)
+    await writer.drain()
+    return reader, writer
+
+
+async def ended(reader: Reader) -> bytes:
+    """All that comes until the other side ends the connection."""
+    said = b""
+    try:
+        async with asyncio.timeout(60):
+            while part := await reader.read(1 << 16):
+                said += part
+    except ConnectionError:
+        pass
+    return said
+
+
+async def status(address: str, data: bytes = WHOLE) -> int:
+    """Of the first response; the connection stays open as long as the server wants. 0: there is none."""
+    reader, writer = await sent(address, data)
+    try:
+        line = await asyncio.wait_for(reader.readline(), 60)
+    except ConnectionError:
+        return 0
+    finally:
+        writer.close()
+    return int(line.split()[1]) if line else 0
+
+
+async def test_heads_that_never_end(serve: Serve) -> None:
+    """A hundred of them, as many that say nothing, and some that send a byte now and then."""
+    # What comes behind a request in one piece is not known to be a head: it ends as an idle connection does.
+    _, address = await serve(http_head_seconds=0.8, http_idle_seconds=1.2)
+    began = asyncio.get_running_loop().time()
+    half = [await sent(address, data) for data in (*[HALF] * 100, *[b""] * 100, *[WHOLE + HALF] * 10)]
+    slow = [await sent(address, HALF) for _ in range(10)]
+
+    async def trickle(writer: Writer) -> None:
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    trickling = asyncio.gather(*(trickle(writer) for _, writer in slow))
+    waiting = asyncio.gather(*(ended(reader) for reader, _ in half))
+    served = 0
+    while not (waiting.done() and trickling.done()):
+        assert await status(address) == 200
+        served += 1
+        await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - began < 60
+    assert asyncio.get_running_loop().time() - began >= 0.8
+    assert served >= 5
+    said = await waiting
+    assert not any(said[:200])
+    assert all(b"200 OK" in one for one in said[200:]), "the request before the half one is answered"
+    assert (await trickling) == [None] * 10
+
+
+async def test_bodies_that_never_end(serve: Serve) -> None:
+    _, address = await serve(http_body_seconds=0.3)
+    open_ones = [await sent(address, POST + b"part") for _ in range(20)]
+    waiting = asyncio.gather(*(ended(reader) for reader, _ in open_ones))
+    while not waiting.done():
+        assert await status(address) == 200
+        assert await status(address, POST + bytes(1000)) == 200
+    assert {said.split()[1] for said in await waiting} == {b"408"}
+
+
+async def test_a_body_that_nobody_wants(serve: Serve) -> None:
+    """Behind a refusal: the connection does not wait for it long."""
+    _, address = await serve(http_body_seconds=0.3)
+    reader, _ = await sent(address, POST.replace(b"POST /", b"POST /none"))
+    assert b"404" in await ended(reader)
+
+
+async def test_a_caller_that_reads_nothing(serve: Serve) -> None:
+    one, address = await serve(http_send_seconds=0.3)
+    _, writer = await sent(address, WHOLE.replace(b"GET /", b"GET /flood"))
+    await until(lambda: one.cancelled)
+    writer.close()
+
+
+async def test_a_stream_goes_on_for_longer_than_every_limit(serve: Serve) -> None:
+    limits = dict.fromkeys(("http_head_seconds", "http_body_seconds", "http_send_seconds", "http_idle_seconds"), 0.2)
+    _, address = await serve(**limits)
+    async with httpx2.AsyncClient(timeout=60) as client:
+        reply = await client.get(f"http://{address}/stream")
+    assert reply.text == "event\n" * 10
+
+
+async def test_connections_that_are_idle(serve: Serve) -> None:
+    _, address = await serve(http_idle_seconds=0.3)
+    reader, _ = await sent(address, WHOLE)
+    said = await ended(reader)
+    assert said.count(b"200 OK") == 1
+
+
+async def test_only_so_many_connections(serve: Serve) -> None:
+    _, address = await serve(http_connections=10)
+    open_ones = [await sent(address, HALF) for _ in range(10)]
+    await until(lambda: _is(status(address), 503))
+    # More that do not go away are not even told.
+    refused = [await sent(address, HALF) for _ in range(100)]
+    waiting = [asyncio.create_task(ended(reader)) for reader, _ in refused]
+    said = await asyncio.gather(*waiting)
+    assert {one.split()[1] for one in said if one} == {b"503"}
+    for _, writer in open_ones:
+        writer.close()
+    await until(lambda: _is(status(address), 200))
+
+
+async def test_only_so_many_connections_of_an_address(serve: Serve) -> None:
+    """Another address of the machine is served meanwhile; who ends a connection may have another."""
+    _, address = await serve("0.0.0.0:0", http_connections=50, http_connections_per_address=10)
+    port = address.rpartition(":")[2]
+    open_ones = [await sent(f"127.0.0.1:{port}", HALF) for _ in range(10)]
+    await until(lambda: _is(status(f"127.0.0.1:{port}"), 429))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port), local_addr=("127.0.0.2", 0))
+    writer.write(WHOLE)
+    assert b"200 OK" in await reader.readline()
+    open_ones[0][1].close()
+    await until(lambda: _is(status(f"127.0.0.1:{port}"), 200))
+
+
+async def test_a_unix_socket_has_no_address(serve: Serve, tmp_path: Path) -> None:
+    """What listens there for others is one caller: only the limit on all holds."""
+    _, address = await serve(f"unix:{tmp_path / 's'}", http_connections=5, http_connections_per_address=1)
+    open_ones = [await sent(address, HALF) for _ in range(4)]
+    assert await status(address) == 200
+
+    async def full() -> bool:
+        open_ones.append(await sent(address, HALF))
+        return await status(address) == 503
+
+    await until(full)
+
+
+async def test_tls_handshakes_that_never_end(serve: Serve, authority: Callable[[str], Any]) -> None:
+    ours = authority("ours")
+    cert, key = ours.issue("gateway")
+    _, address = await serve(http_head_seconds=0.5, tls_cert=cert, tls_key=key)
+    open_ones = [await sent(address, data) for data in (b"", b"\x16\x03\x01\x02\x00") for _ in range(20)]
+    said = await asyncio.gather(*(ended(reader) for reader, _ in open_ones))
+    assert not any(b"HTTP" in one for one in said)
+    async with httpx2.AsyncClient(verify=ssl.create_default_context(cafile=str(ours.ca))) as client:
+        assert (await client.get(f"https://{address}/")).text == "here"
+
+
+async def test_heads_that_are_too_large(serve: Serve) -> None:
+    """Before they end, whatever they are made of."""
+    _, address = await serve()
+    for piece in (b"X: " + b"x" * 8000 + b"\r\n", b"\r\n", b"X: y\r\n", b"x", b"X:" + b" " * 8000 + b"\r\n"):
+        reader, writer = await connect(address)
+        reading = asyncio.create_task(ended(reader))
+        writer.write(WHOLE[:-2] if len(piece) > 2 or piece == b"x" else b"")
+        with contextlib.suppress(ConnectionError):
+            for _ in range((4 << 20) // len(piece) // 64 + 64):
+                writer.write(piece * 64)
+                await writer.drain()
+                if reading.done():
+                    break
+            else:
+                pytest.fail(f"all of {piece[:10]!r} was read")
+        assert b"200" not in await reading
+
+
+async def test_malformed_requests_end_the_connection_with_a_400_that_quotes_nothing(serve: Serve) -> None:
+    _, address = await serve(http_head_seconds=0.5, http_body_seconds=0.5, http_idle_seconds=0.5)
+    shapes = malformed()
+    open_ones = [await sent(address, data) for data in shapes.values()]
+    replies = await asyncio.gather(*(ended(reader) for reader, _ in open_ones))
+    for name, said in zip(shapes, replies, strict=True):
+        assert b"zq7secret" not in said, (name, said)
+        assert not said or said.split()[1] in (b"200", b"400", b"404", b"405", b"408", b"413", b"417"), (name, said)
+
+
+async def _is(asked: Any, wanted: int) -> bool:
+    return await asked == wanted

@@ -1,0 +1,216 @@
+"""Whatever strangers send to the three services: nothing of it is printed, and it does not fill the log."""
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from fusionkv.gateway.client import Client
+from fusionkv.protos import rpc
+from fusionkv.protos.errors import ServiceError
+from tests.gateway.strangers import MARK, call, malformed, mark, reset, send
+
+pytestmark = pytest.mark.system
+Launch = Callable[..., Any]
+HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
+# Of a line: a time, a level, a service, a logger and what is said.
+_LINE = re.compile(r"\S+ \S+ ([A-Z]+) \S+ (\S+): (.*)")
+_OWN = {
+    "gateway": "gateway.v1.GatewayService",
+    "fusion": "fusion.v1.FusionService",
+    "kvcache": "kvcache.v1.KVCacheService",
+}
+TIMES = 2
+
+
+class Running:
+    """The three services, each with all of its ports; an app and an operator have tokens that hold the mark."""
+
+    def __init__(self, launch: Launch, folder: Path, model: Path, **more: Any) -> None:
+        self.app, self.operator = (f"{mark(role)}.{secrets.token_urlsafe(32)}" for role in ("app", "operator"))
+        entries = [
+            f'[[token]]\nname = "{role}"\nrole = "{role}"\ntenant = "acme"\n'
+            f'sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"\n'
+            for role, token in (("app", self.app), ("operator", self.operator))
+        ]
+        folder.mkdir(exist_ok=True)
+        (folder / "tokens").write_text("".join(entries))
+        keys = {"keys": [{"kty": "oct", "kid": "x", "k": "AAAA"}]}
+        (folder / "jwks").write_text(json.dumps(keys))
+        here = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
+        data = ("--data-dir", str(folder / "kvcache"))
+        cache = launch("fusionkv.kvcache_service", *here, *data, **more)
+        own = ("--model", str(model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
+        worker = launch("fusionkv.fusion_worker", *here, *own, **more)
+        ports = ("--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", worker.address)
+        auth = ("--auth-tokens", str(folder / "tokens"), "--auth-jwks", str(folder / "jwks"))
+        auth = (*auth, "--auth-issuer", "https://issuer", "--auth-audience", "fusionkv")
+        data = ("--data-dir", str(folder / "gateway"), "--chunk-tokens", "64")
+        # So that what is sent in part only ends soon.
+        data = (*data, "--http-head-seconds", "1", "--http-body-seconds", "1", "--http-idle-seconds", "1")
+        front = launch("fusionkv.gateway", *here, *ports, *auth, *data, services=3, **more)
+        self.services = {"gateway": front, "fusion": worker, "kvcache": cache}
+        self.http, self.admin = front.addresses[HTTP][0], front.addresses[ADMIN][0]
+        found = {name: re.search(r"metrics at http://(\S+)/metrics", s.log) for name, s in self.services.items()}
+        self.metrics = {name: match[1] for name, match in found.items() if match}
+
+    def scraped(self, service: str, kind: str) -> float:
+        """How much of that kind the service says that it refused."""
+        text = httpx2.get(f"http://{self.metrics[service]}/metrics", timeout=20).text
+        (value,) = re.findall(rf'^fusionkv_rejected_total{{fusionkv_kind="{kind}"[^}}]*}} (\S+)', text, re.M) or [0]
+        return float(value)
+
+
+@pytest.fixture(scope="module")
+def running(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
+    return Running(launch_module, tmp_path_factory.mktemp("strangers"), tiny_model)
+
+
+def used(running: Running) -> None:
+    """By callers who may: documents, questions and names that hold the mark, answered and refused."""
+    corpus = mark("corpus")
+    with Client(running.services["gateway"].address, token=running.app, timeout=60) as client:
+        client.ingest(corpus, mark("document.txt"), f"The lake is blue. {mark('text')} " * 20)
+        client.ask(corpus, f"Which lake? {mark('question')}", max_tokens=2)
+        list(client.stream(corpus, mark("question"), max_tokens=2, explain=True))
+        for refused in (
+            lambda: client.ask(mark("no-corpus"), mark("question")),
+            lambda: client.ask(corpus, mark("question"), recipe=mark("recipe")),
+            lambda: client.ask(corpus, mark("question") * 20_000),
+            lambda: client.ingest(corpus, mark("bad.pdf"), b"%PDF-1.4 " + mark("pdf").encode() * 9),
+            lambda: client.ingest(corpus, mark("bad.docx"), b"PK\3\4" + mark("docx").encode() * 9),
+            lambda: client.ingest(corpus, mark("bad.html"), b"\xff\xfe<" + mark("html").encode()),
+            lambda: client.ingest("../" + mark("path"), mark("x.txt"), "x"),
+        ):
+            with pytest.raises(ServiceError):
+                refused()
+    asked = {"model": corpus, "messages": [{"role": "user", "content": mark("question")}], "max_tokens": 2}
+    headers = {"Authorization": f"Bearer {running.app}"}
+    for more in (
+        {},
+        {"stream": True},
+        {"temperature": mark("x")},
+        {"model": mark("none")},
+        {"stop": [mark("x")] * 99},
+    ):
+        httpx2.post(f"http://{running.http}/v1/chat/completions", json={**asked, **more}, headers=headers, timeout=60)
+    auth = ("any", running.operator)
+    page = httpx2.get(f"http://{running.admin}/", auth=auth, timeout=60)
+    assert mark("question") in page.text
+    for path in re.findall(r'href="(explain/[^"]+)"', page.text):
+        assert httpx2.get(f"http://{running.admin}/{path}", auth=auth, timeout=60).status_code == 200
+        assert httpx2.post(f"http://{running.admin}/{path}/full", auth=auth, timeout=60).status_code == 303
+    assert httpx2.get(f"http://{running.admin}/explain/{mark('id')}", auth=auth).status_code == 404
+
+
+def tokens() -> Iterator[str]:
+    """That are not valid: of no kind, and of an OIDC provider's form."""
+    secret = mark("token")
+    yield from (secret, f"{secret}.{secret}.{secret}", "." * 20 + secret, secret * 100)
+
+    def part(value: Any) -> str:
+        return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
+
+    for head in (
+        {"alg": "RS256", "kid": "x"},
+        {"alg": "none"},
+        {"alg": secret},
+        {"alg": "HS256", "kid": secret},
+        [secret],
+    ):
+        for claims in ({"iss": "https://issuer", "aud": "fusionkv", "exp": 9e99, "sub": secret}, secret, [secret]):
+            yield f"{part(head)}.{part(claims)}.{secret}"
+
+
+def strange_calls(address: str, service: str, bearer: str) -> None:
+    """gRPC that is none: messages, methods, metadata and tokens."""
+    secret = mark("grpc").encode()
+    garbage = [b"\xff" + secret, b"\x0a\xff\xff\xff\xff\x7f" + secret, b"\x0a" + bytes([len(secret)]) + secret]
+    with rpc.dial_sync(address) as channel:
+        for method in (
+            *(
+                f"/{_OWN[service]}/{name}"
+                for name in ("List", "Generate", "Ingest", "Put", "Fetch", "Lookup", "Embed")
+            ),
+            *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", mark("method"))),
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+            f"/{mark('service')}/{mark('method')}",
+            f"/{_OWN[service]}/{mark('method')}",
+        ):
+            for sent in garbage:
+                for given in (
+                    (),
+                    (("authorization", f"Bearer {bearer}"),),
+                    (("authorization", f"Bearer {mark('bearer')}"),),
+                ):
+                    call(channel, method, [sent], given)
+        trace = (("traceparent", mark("trace")), ("tracestate", mark("state") + "=="), ("baggage", mark("baggage")))
+        call(channel, f"/{_OWN[service]}/Stats", [b""], trace)
+        call(channel, f"/{_OWN[service]}/Stats", [b""], (("x-bin", secret), ("x-any", "x" * 6000 + mark("metadata"))))
+        call(channel, f"/{_OWN[service]}/Stats", [b""], (("x-any", mark("metadata") * 2000),))
+        call(channel, f"/{_OWN[service]}/Ingest", [secret * (65 << 20 >> 4)])
+        for token in tokens():
+            call(channel, f"/{_OWN[service]}/List", [b""], (("authorization", f"Bearer {token}"),))
+    for data in (
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + secret,
+        b"GET /" + secret + b" HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01" + secret,
+    ):
+        send(address, data)
+
+
+def attacked(running: Running) -> None:
+    """Everything, by strangers and by callers whose client is broken."""
+    http = [
+        (address, data)
+        for address, token in ((running.http, running.app), (running.admin, running.operator))
+        for data in [*malformed(token.encode()).values(), *malformed().values()]
+    ]
+    scraped = [(address, data, 0.2) for address in running.metrics.values() for data in malformed().values()]
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(lambda one: send(*one), http))
+        list(threads.map(lambda one: send(*one), scraped))
+        called = [(service.address, name, running.operator) for name, service in running.services.items()]
+        list(threads.map(lambda one: strange_calls(*one), called))
+        ports = [running.http, running.admin, *running.metrics.values(), *(at for at, _, _ in called)]
+        parts = [malformed()["bare LF"], b"GET /" + mark("part").encode(), b"", malformed()["body that ends early"]]
+        list(threads.map(lambda one: reset(*one), [(port, part) for port in ports for part in parts]))
+    for token in tokens():
+        for address, path in ((running.http, "/v1/models"), (running.admin, "/")):
+            assert (
+                httpx2.get(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"}).status_code == 401
+            )
+
+
+def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
+    used(running)
+    for _ in range(TIMES):
+        attacked(running)
+    used(running)
+    assert running.scraped("gateway", "http_head") >= 50 * TIMES
+    for name in running.services:
+        assert running.scraped(name, "grpc_message") >= TIMES
+    kinds: Counter[tuple[str, str]] = Counter()
+    for name, service in running.services.items():
+        assert service.process.poll() is None, service.log[-5000:]
+        assert service.stop() == 0
+        for line in service.log.splitlines():
+            assert MARK not in line, line[:400]
+            assert "Traceback" not in line, service.log[:5000]
+            told = _LINE.fullmatch(line)
+            if told is None:
+                assert re.fullmatch(r"\S+ (serving on .*|stopped)", line) or line.startswith("["), line[:400]
+            elif not re.match(r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete) [A-Z_]+ after ", told[3]):
+                # Without its numbers: what differs by them is one kind.
+                kinds[name, re.sub(r"\d+", "#", told[3])[:60]] += 1
+    # As often as they were attacked, a kind of fault is a line a minute.
+    assert max(kinds.values()) <= 3, kinds
