@@ -25,7 +25,7 @@ from fusionkv.gateway.client import AsyncClient
 from fusionkv.protos.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("full_attention", "full_reuse", "fusionrag", "trace")
+RECIPES = ("full_attention", "full_reuse", "trace", "default")
 STAGES = ("retrieve", "plan", "queue", "lookup", "load", "encode", "select", "prefill")
 PASSES = (1, 2)
 START_SECONDS = 120
@@ -105,7 +105,7 @@ async def _gateway_address(process: asyncio.subprocess.Process, console: Console
 
 
 async def load(client: AsyncClient, documents: list[Path], console: Console) -> None:
-    """Ingests every folder as a corpus and encodes its chunks ahead of time, as fusionrag wants it."""
+    """Ingests every folder as a corpus and encodes its chunks ahead of time, each behind similar ones."""
     columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("ingesting", total=len(documents))
@@ -114,7 +114,7 @@ async def load(client: AsyncClient, documents: list[Path], console: Console) -> 
             progress.advance(task)
         task = progress.add_task("encoding ahead of time", total=len(documents))
         for shelf in sorted({document.parent.name for document in documents}):
-            async with contextlib.aclosing(client.precompute(shelf, "fusionrag")) as steps:
+            async with contextlib.aclosing(client.precompute(shelf)) as steps:
                 done = 0
                 async for step in steps:
                     progress.advance(task, step.done - done)

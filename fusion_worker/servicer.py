@@ -94,7 +94,13 @@ class FusionServicer:
             embedding_dim=model.network.config.hidden_size,
             kv_bytes_per_token=model.token_bytes,
             recipes=[
-                pb.Recipe(name=r.name, description=r.description, default_ratio=r.ratio, neighbours=r.neighbours)
+                pb.Recipe(
+                    name=r.name,
+                    description=r.description,
+                    default_ratio=r.ratio,
+                    neighbours=r.neighbours,
+                    takes_modifiers=not r.lossless,
+                )
                 for r in recipes.RECIPES.values()
             ],
             modifiers=[

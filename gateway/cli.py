@@ -148,7 +148,9 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument("corpus", metavar="CORPUS")
     ask.add_argument("question", metavar="QUESTION")
     ask.add_argument(
-        "--recipe", default="", help="how cached chunks are fused: fusionrag, a3+window, ... (default: the gateway's)"
+        "--recipe",
+        default="",
+        help="how cached chunks are fused: fusionrag, a3+window, default, ... (default: the gateway's)",
     )
     ask.add_argument(
         "--ratio", type=float, metavar="R", help="share of context tokens to recompute, 0..1 (default: the recipe's)"

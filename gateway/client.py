@@ -109,8 +109,9 @@ class AsyncClient:
     ) -> AsyncGenerator[Progress]:
         """Encodes a corpus, or one document, ahead of time, with progress.
 
-        neighbours: of each chunk; 0 takes as many as the recipe wants. Only questions with a recipe that wants as
-        many are answered with what is encoded so. Has no deadline; a repeated call goes on from there.
+        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
+        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
+        goes on from there.
         """
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         call = self._stub.Precompute(request, metadata=self._with.metadata())
@@ -220,8 +221,9 @@ class Client:
     def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = "") -> Iterator[Progress]:
         """Encodes a corpus, or one document, ahead of time, with progress.
 
-        neighbours: of each chunk; 0 takes as many as the recipe wants. Only questions with a recipe that wants as
-        many are answered with what is encoded so. Has no deadline; a repeated call goes on from there.
+        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
+        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
+        goes on from there.
         """
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
         call = self._stub.Precompute(request, metadata=self._with.metadata())

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.protos.settings import setting
 from fusionkv.protos.tls import ClientTLS, ServerTLS
 
@@ -61,7 +62,10 @@ class GatewayConfig:
     max_top_k: int = setting(128, "most chunks that a question may ask for", low=1)
     dense_weight: float = setting(0.3, "weight of vector similarity against BM25 in retrieval", low=0, high=1)
 
-    recipe: str = setting("trace", "recipe for a request that names none")
+    recipe: str = setting(
+        DEFAULT_RECIPE,
+        "recipe for a request that names none, or `default`; chunks are reused as they were encoded",
+    )
     max_requests: int = setting(256, "requests answered at once; more are refused", low=1)
     request_seconds: float = setting(300.0, "deadline of a request that brings none", low=0.1)
     precompute_concurrency: int = setting(4, "chunks that one Precompute encodes at once", low=1)

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
+from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.gateway import genai, meters, plan
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus
@@ -79,9 +80,12 @@ class Pipeline:
         began = time.perf_counter()
         plan.check(request)
         vocabulary = await self._workers.model(timeout)
-        recipe = plan.recipe(request.recipe or self._config.recipe, vocabulary)
+        named = "" if request.recipe == DEFAULT else request.recipe
+        recipe = plan.recipe(named or self._config.recipe, vocabulary)
         asked = request.corpus, request.query or request.question, request.top_k
         passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
+        if not named:
+            recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
             passages = plan.order(passages, request.order)

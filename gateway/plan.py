@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from fusionkv.gateway.retrieval.base import Chunk
@@ -48,6 +49,21 @@ def recipe(name: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
             # One that decides for none may count something else, as `versions(3)` does.
             made.neighbours = int(number) if number and default else default
     return made
+
+
+def as_encoded(found: fusion_pb2.Recipe, passages: Sequence[Passage], vocabulary: Vocabulary) -> fusion_pb2.Recipe:
+    """The same choice of tokens over chunks as most of the passages were encoded ahead of time, if any were.
+
+    A recipe that itself says how chunks are encoded, or takes no modifiers, stays as it is.
+    """
+    modifiers = {modifier.name: modifier for modifier in vocabulary.model.modifiers}
+    says = (modifiers[term.partition("(")[0]].HasField("neighbours") for term in found.name.split("+")[1:])
+    counts = Counter(chunk.neighbours for chunk, _ in passages if chunk.variant and chunk.neighbours)
+    guided = next((modifier.name for modifier in modifiers.values() if modifier.neighbours), "")
+    if not (counts and guided and found.takes_modifiers) or found.neighbours or any(says):
+        return found
+    ((count, _),) = counts.most_common(1)
+    return recipe(f"{found.name}+{guided}({count})", vocabulary)
 
 
 def check(request: pb.GenerateRequest) -> None:

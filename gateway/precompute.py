@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.gateway import plan
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import check_corpus, check_document
@@ -130,9 +131,10 @@ class Precompute:
 def _count(name: str, default: str, vocabulary: Vocabulary) -> int:
     """How many neighbours a recipe wants; an empty name takes the default, or the first recipe that wants any."""
     fitting = {r.name: r.neighbours for r in vocabulary.model.recipes if r.neighbours}
-    if not name and default not in fitting and fitting:
+    named = "" if name == DEFAULT else name
+    found = plan.recipe(named or default, vocabulary)
+    if not (named or found.neighbours) and fitting:
         return next(iter(fitting.values()))
-    found = plan.recipe(name or default, vocabulary)
     if not found.neighbours:
         known = ", ".join(fitting) or "none"
         raise InvalidArgument(f"recipe {found.name!r} needs no neighbours; those that do: {known}")

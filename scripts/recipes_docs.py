@@ -1,13 +1,20 @@
 """Prints docs/recipes.md from the table of recipes and the modifiers (`make docs`)."""
 
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.methods.modifiers import MODIFIERS
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe, SimilarityGuided
 
-HEAD = """# Recipes
+HEAD = f"""# Recipes
 
 How a prompt's context is made, by request: `fusionkv ask CORPUS QUESTION --recipe NAME --ratio R`. The ratio is the
 share of context tokens that is recomputed. With a ratio of 1 a recipe equals full attention, until `snapkv` lets
 context go. What they are worth: [quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
+
+A request that names no recipe, or `default`, gets the gateway's: `{DEFAULT_RECIPE}`, unless its configuration says
+otherwise, the best choice of tokens on a real model ([quality.md](quality.md#a-real-model)). Where chunks were
+encoded with neighbours (`fusionkv encode`, `fusionkv ingest --precompute`), it chooses among those: with 10, the
+request is answered by `{DEFAULT_RECIPE}+similarity_guided(10)`, and the reply says so. A default that says itself how
+chunks are encoded, such as `fusionrag` or `{DEFAULT_RECIPE}+isolated`, stays as it is.
 """
 MODIFIED = """
 A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+window`.

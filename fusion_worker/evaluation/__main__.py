@@ -17,6 +17,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.evaluation import datasets, jobs, report, tasks
@@ -70,7 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
-    add("--recipes", nargs="+", metavar="RECIPE", help="with or without modifiers (default: all for any model)")
+    add(
+        "--recipes",
+        nargs="+",
+        metavar="RECIPE",
+        help="with or without modifiers; `default`: the gateway's (default: all)",
+    )
     add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
         "--ratios",
@@ -135,7 +141,8 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
-    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *wanted])]
+    named = (DEFAULT_RECIPE if name == DEFAULT else name for name in wanted)
+    recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses what was asked before, and samples are measured each by itself")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None

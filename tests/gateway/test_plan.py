@@ -14,8 +14,9 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 NAN = float("nan")
-PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2)
-NEAR = fusion_pb2.Recipe(name="near", default_ratio=0.2, neighbours=3)
+PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2, takes_modifiers=True)
+NEAR = fusion_pb2.Recipe(name="near", default_ratio=0.2, neighbours=3, takes_modifiers=True)
+FULL = fusion_pb2.Recipe(name="full", default_ratio=1.0)
 
 
 def vocabulary(max_tokens: int = 100) -> Vocabulary:
@@ -27,7 +28,7 @@ def vocabulary(max_tokens: int = 100) -> Vocabulary:
             tokenizer_json=tokenizer.to_str().encode(),
             template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
             max_tokens=max_tokens,
-            recipes=[PLAIN, NEAR],
+            recipes=[PLAIN, NEAR, FULL],
             modifiers=[
                 fusion_pb2.Modifier(name="window"),
                 fusion_pb2.Modifier(name="near", neighbours=3),
@@ -92,7 +93,7 @@ def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("far", "unknown recipe 'far'; known: plain, near"),
+        ("far", "unknown recipe 'far'; known: plain, near, full"),
         ("", "unknown recipe ''"),
         ("plain+far", "unknown modifier 'far' of a recipe; known: window, near, versions"),
         ("plain+", "unknown modifier ''"),
@@ -112,6 +113,32 @@ def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
+
+
+@pytest.mark.parametrize(
+    ("name", "encoded", "expected"),
+    [
+        ("plain", (0, 0, 0), "plain"),
+        ("plain", (3, 5, 5), "plain+near(5)"),
+        ("plain+window", (0, 0, 3), "plain+window+near(3)"),
+        # These say themselves how chunks are encoded, or take no modifiers.
+        ("near", (5, 5, 5), "near"),
+        ("plain+near(2)", (5, 5, 5), "plain+near(2)"),
+        ("plain+versions(5)", (5, 5, 5), "plain+versions(5)"),
+        ("full", (5, 5, 5), "full"),
+    ],
+)
+def test_a_gateways_own_recipe_reuses_chunks_as_most_were_encoded(
+    name: str, encoded: tuple[int, ...], expected: str
+) -> None:
+    passages = [
+        (replace(chunk, variant=b"v" * 32 if count else b"", neighbours=count), score)
+        for (chunk, score), count in zip(PASSAGES, encoded, strict=True)
+    ]
+    found = plan.as_encoded(plan.recipe(name, vocabulary()), passages, vocabulary())
+    assert found.name == expected
+    made = plan.build(pb.GenerateRequest(question="why"), found, passages, vocabulary(), "")
+    assert [bool(c.variants) for c in made.chunks] == [count == found.neighbours > 0 for count in encoded]
 
 
 @pytest.mark.parametrize("name", ["plain", "near"])

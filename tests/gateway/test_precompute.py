@@ -7,9 +7,33 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client import Client
+from fusionkv.gateway.results import Summary
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
+
+
+def test_the_default_recipe_reuses_chunks_as_they_were_encoded(stack: Any) -> None:
+    """With neighbours where a corpus was encoded so, alone where it was not; by both names that the default has."""
+    client: Client = stack.client
+    for i in range(4):
+        client.ingest("near", f"{i}.txt", f"The colour of Name{i} is {i}.")
+        client.ingest("alone", f"{i}.txt", f"The taste of Name{i} is {i}.")
+    [*client.precompute("near", "default", neighbours=2)]
+
+    def asked(corpus: str, recipe: str = "", **more: Any) -> Summary:
+        return client.ask(corpus, "Name1?", recipe=recipe, max_tokens=1, **more).summary
+
+    for name in ("", "default"):
+        summary = asked("near", name)
+        assert (summary.recipe, summary.ratio) == ("prophetkv+similarity_guided(2)", 0.2)
+        found = {hit.kind: hit.chunks for hit in summary.hits}
+        # The first one stands where it was encoded as the others' neighbour: lossless, which is better still.
+        assert (summary.chunks_missed, found) == (0, {"exact": 1, "alternative": 3})
+        summary = asked("alone", name)
+        assert (summary.recipe, summary.ratio) == ("prophetkv", 0.2)
+    assert asked("near", "prophetkv").recipe == "prophetkv"
+    assert asked("near", ratio=1.0).tokens_reused == 0
 
 
 def test_what_the_cache_lost_is_encoded_again(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
