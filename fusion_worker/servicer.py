@@ -52,9 +52,7 @@ class FusionServicer:
         self._config = config
         self._model = model
         self._verdict = verdict
-        # Whose word for the bytes in its memory is not taken, where entries are signed.
-        wary = config.signing_keys is not None
-        self.cache = CacheClient(config.cache, config.client_tls(), verify_memory=wary) if config.cache else None
+        self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self.engine = Engine(model, self.pool, config, crew)
         self.loader = Loader(config, model, self.pool, self.engine, self.cache)

@@ -18,7 +18,7 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.holders import Holders
 from fusionkv.kvcache_service.rise import Rise
 from fusionkv.kvcache_service.segments import Segments, read_into
-from fusionkv.kvcache_service.stubs import bind, send_put
+from fusionkv.kvcache_service.stubs import bind
 from fusionkv.protos import frames, rpc
 from fusionkv.protos.checksum import Checksum
 from fusionkv.protos.checksum import checksum as checksum_of
@@ -30,6 +30,8 @@ __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
 tracer = trace.get_tracer(__name__)
 
+# Key in the server's initial metadata of a Put: the space is reserved, send the data.
+RESERVED = "fusionkv-reserved"
 # Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
 _HASH_INLINE_BYTES = 1 << 20
 # A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
@@ -46,9 +48,7 @@ class CacheClient:
     are fetched from their holders and put where they belong; a holder out of reach is a miss.
     """
 
-    def __init__(self, address: str, tls: ClientTLS | None = None, *, verify_memory: bool = False) -> None:
-        """verify_memory: whether the checksum of what is copied from the service's memory is verified too."""
-        self._verify_memory = verify_memory
+    def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
         self.address = address
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
@@ -101,8 +101,7 @@ class CacheClient:
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
 
-        The service's memory is not verified, like any memory, unless `verify_memory` was said; what comes from a disk
-        or over a connection always is.
+        The service's memory is not verified, like any memory; what comes from a disk or over a connection is.
 
         Raises:
             DataLoss: the bytes are not those of `entry`; the server has been asked to delete it.
@@ -118,8 +117,6 @@ class CacheClient:
             return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
-            if self._verify_memory and await asyncio.to_thread(checksum_of, into) != entry.checksum:
-                raise await self._damaged(entry, timeout)
             return
         hasher, at, end = Checksum(), 0, 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
@@ -139,21 +136,16 @@ class CacheClient:
         finally:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
-            raise await self._damaged(entry, timeout)
-
-    async def _damaged(self, entry: Entry, timeout: float) -> DataLoss:
-        """What to raise, after the entry was deleted where it came from."""
-        with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
-            await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
-        return DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
+            with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
+                await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
+            raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     def seen(self, entry: Entry) -> memoryview | None:
         """The bytes of an entry in the service's memory on this machine; None if they are not there, or not leased.
 
-        None as well if they have to be verified: that takes a copy, since the service may write to them.
         What is made of them is right if the entry is `held` afterwards.
         """
-        return entry.shared if self.held(entry) and not entry.holders and not self._verify_memory else None
+        return entry.shared if self.held(entry) and not entry.holders else None
 
     def held(self, entry: Entry) -> bool:
         """Whether the lease of the lookup that found an entry is held now. For threads as well."""
@@ -208,14 +200,13 @@ class CacheClient:
         base: int,
         data: memoryview,
         offered: bool = False,
-        sign: Callable[[bytes], bytes] | None = None,
+        signature: bytes = b"",
         timeout: float,
     ) -> tuple[bytes, bool]:
         """Stores one entry; gives its key and whether it was stored (False: it existed, nothing was done).
 
         An entry that is `offered`, not encoded on purpose, is stored only if there is a use for it (the contract says
-        when). `sign` makes a signature of the checksum, which is stored with it. `data` must not change until this
-        returns.
+        when). `signature` is kept with it. `data` must not change until this returns.
         """
         data = data.cast("B")
         deadline = time.monotonic() + timeout
@@ -232,7 +223,7 @@ class CacheClient:
             base=base,
             checksum=checksum,
             offered=offered,
-            signature=sign(checksum) if sign is not None else b"",
+            signature=signature,
         )
         response = await self._holders.store(self, header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
@@ -276,7 +267,7 @@ class CacheClient:
             call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))
             try:
                 try:
-                    await send_put(call, header, data)
+                    await _send(call, header, data)
                 except grpc.RpcError as error:
                     if error.code() is not grpc.StatusCode.INTERNAL:
                         raise
@@ -312,3 +303,18 @@ class CacheClient:
     def _lost(self, doing: str) -> Unavailable:
         """The server went away; one that is past its drain time cancels what is left."""
         return Unavailable(f"{doing} the cache service at {self.address}: it stopped during the call")
+
+
+async def _send(call: Any, header: pb.PutHeader, data: memoryview) -> None:
+    """Sends the header, waits until the server has reserved the space, then sends the data.
+
+    A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a
+    write that meets the end of its call makes grpc.aio report INTERNAL, whatever the server's status was.
+    """
+    # InvalidStateError: the call has ended; its status says why.
+    with contextlib.suppress(asyncio.InvalidStateError):
+        await call.write(pb.PutRequest(header=header))
+        if RESERVED in await call.initial_metadata():
+            for frame in frames.split(data):
+                await call.write(frame)
+            await call.done_writing()

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from fusionkv.kvcache_service import checks
+from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.residents import Resident
 from fusionkv.kvcache_service.segments import readable_files
 from fusionkv.kvcache_service.store import Store
-from fusionkv.kvcache_service.stubs import RESERVED
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.writing import Writer

@@ -1,7 +1,5 @@
 """The RPCs of a cache service on a channel, as its client calls them: KV bytes go round protobuf (frames.py)."""
 
-import asyncio
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +8,6 @@ import grpc
 from fusionkv.protos import frames
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
-# Key in the server's initial metadata of a Put: the space is reserved, send the data.
-RESERVED = "fusionkv-reserved"
 _SERVICE = "/kvcache.v1.KVCacheService/"
 
 
@@ -32,21 +28,6 @@ def bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str, 
         _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
     )
     return stubs
-
-
-async def send_put(call: Any, header: pb.PutHeader, data: memoryview) -> None:
-    """Sends the header, waits until the server has reserved the space, then sends the data.
-
-    A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a
-    write that meets the end of its call makes grpc.aio report INTERNAL, whatever the server's status was.
-    """
-    # InvalidStateError: the call has ended; its status says why.
-    with contextlib.suppress(asyncio.InvalidStateError):
-        await call.write(pb.PutRequest(header=header))
-        if RESERVED in await call.initial_metadata():
-            for frame in frames.split(data):
-                await call.write(frame)
-            await call.done_writing()
 
 
 def _put_message(part: pb.PutRequest | memoryview) -> bytes:

@@ -56,9 +56,10 @@ class Loader:
         self.turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
-        # Ranks get their heads from the first one's host memory.
-        self._direct = DirectReader.find(self.storage) if cache and engine.crew.ranks.count == 1 else None
-        signer = Signer(config.signing_keys) if config.signing_keys else None
+        self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
+        # In host memory signatures are verified, and ranks get their heads from there.
+        direct = cache and signer is None and engine.crew.ranks.count == 1
+        self._direct = DirectReader.find(self.storage) if direct else None
         self.locator = Locator(self.storage, cache, config.lookup_timeout, signer)
         limits = config.max_puts, config.fetch_timeout
         self.putter = Putter(pool, self.storage, cache, *limits, signer) if cache else None
@@ -275,18 +276,20 @@ class Loader:
             ready.set_exception(error)
 
     async def fetch(self, part: Placed, stages: Stages) -> None:
-        """Brings a part's bytes from the cache service into its slots. Raises as `CacheClient.fetch` does."""
+        """Brings a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None
-        timeout = self._fetch_timeout
-        buffer = await self._direct.fetch(self._cache, entry, timeout) if self._direct else None
+        buffer = await self._direct.fetch(self._cache, entry, self._fetch_timeout) if self._direct else None
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
-        stored = buffer is None and await shared_memory.copied(self._cache, entry, self.storage, part.resident)
-        if not stored:
+        # What is verified has to be a copy: the service may write to its memory at any time.
+        near = buffer is None and self._signer is None
+        if not near or not await shared_memory.copied(self._cache, entry, self.storage, part.resident):
             if buffer is None:
                 buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
-                await self._cache.fetch(entry, buffer.numpy().data, timeout=timeout)
+                await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
+                if self._signer is not None:
+                    await self._signer.verify(self._cache, entry, buffer.numpy().data)
             # Also when this task is cancelled: its slots are not to be given away while they are written to.
             await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size

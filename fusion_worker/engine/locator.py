@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from fusionkv.fusion_worker.engine.placement import Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.engine.signatures import Signer
+from fusionkv.fusion_worker.engine.signatures import DELETE_SECONDS, Signer
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.fusion_worker.methods.recipes import ISOLATED, Anchored, Encode, InPlace, Versions
 from fusionkv.kvcache_service import keys
@@ -28,8 +28,6 @@ Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
 # Ends the key of what was stored in one byte a number, so that it is no other's in the pool.
 RESTORED = b"restored"
-# A request waits while rejected entries are deleted: what it encodes in their place could not be put before.
-_DELETE_SECONDS = 0.5
 
 
 class Locator:
@@ -216,7 +214,7 @@ class Locator:
             if stages is not None:
                 stages.rejected += len(rejected)
             with suppress(ServiceError):
-                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(_DELETE_SECONDS, most))
+                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(DELETE_SECONDS, most))
         return genuine
 
     def _later(self, work: Coroutine[None, None, None]) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from functools import partial
 
 from opentelemetry import metrics, trace
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
@@ -65,10 +64,10 @@ class Putter:
         )
 
     async def _send(self, namespace: bytes, wanted: Wanted, data: memoryview, offered: bool) -> None:
-        names = (namespace, wanted.path, wanted.variant)
-        tokens, base = len(wanted.chunk), wanted.base
-        signer = self._signer
-        sign = partial(signer.sign, *names, size=len(data), tokens=tokens, base=base) if signer else None
+        tokens, base, signature = len(wanted.chunk), wanted.base, b""
+        if self._signer is not None:
+            names = (namespace, wanted.path, wanted.variant)
+            signature = await asyncio.to_thread(self._signer.sign, *names, data, tokens=tokens, base=base)
         await self._cache.put(
             namespace=namespace,
             path=wanted.path,
@@ -77,7 +76,7 @@ class Putter:
             base=base,
             data=data,
             offered=offered,
-            sign=sign,
+            signature=signature,
             timeout=self._timeout,
         )
 

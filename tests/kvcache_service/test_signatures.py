@@ -72,7 +72,7 @@ def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) ->
 async def put(client: CacheClient, signature: bytes, tools: Any, name: str = "S") -> bool:
     names: dict[str, Any] = {"namespace": NAMESPACE, "path": [tools.digest(name)], "tokens": 1, "base": 0}
     data = memoryview(tools.payload(name, 5000))
-    return (await client.put(**names, data=data, sign=lambda _: signature, timeout=30))[1]
+    return (await client.put(**names, data=data, signature=signature, timeout=30))[1]
 
 
 async def found(client: CacheClient, tools: Any, name: str = "S") -> Any:
