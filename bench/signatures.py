@@ -1,6 +1,6 @@
 """What signatures cost a worker: `python -P bench/signatures.py [ROUNDS]`.
 
-It signs entries, verifies their signatures and bytes, and fetches entries from a cache service process that it starts:
+It signs entries, verifies their signatures and bytes, and fetches them from a cache service process that it starts:
 streamed over TCP, and copied from the service's memory over a unix socket. Medians of ROUNDS (300). The figures of
 docs/security.md.
 """
@@ -87,9 +87,9 @@ async def run(rounds: int) -> None:
             print(f"{title}: signing {us['sign']}; verifying names {us['found']}, bytes {us['bytes']}")
             for how in clients:
                 part = took["found"] + took["bytes"]
-                share = 100 * part / (took[how] + part)
+                whole = took[how] + part
                 print(
-                    f"  fetch, {how}: {us[how]}, and verified {1e6 * (took[how] + part):.0f} us ({share:.0f}% of it)"
+                    f"  fetch, {how}: {us[how]}, and verified {1e6 * whole:.0f} us ({100 * part / whole:.0f}% of it)"
                 )
         for client in clients.values():
             await client.close()
