@@ -2,15 +2,22 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.engine.direct import DirectReader
+from fusionkv.kvcache_service import keys
+from fusionkv.protos.checksum import checksum
+from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.fusion_worker.host_file import HostFile
 from tests.fusion_worker.stranger import Stranger
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import Services
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -32,6 +39,13 @@ def key_file(tmp_path: Path) -> Path:
     file = tmp_path / "signing.keys"
     file.write_text("11" * 32)
     return file
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill9()
 
 
 class Near:
@@ -164,6 +178,34 @@ async def test_without_a_copy_in_host_memory_nothing_is_read(near: Near, monkeyp
     monkeypatch.setattr(DirectReader, "find", find)
     assert (await near.worker(signing=False)).servicer.loader._direct is not None
     assert (await near.worker()).servicer.loader._direct is None
+
+
+async def test_what_a_stranger_put_at_another_service_is_deleted_there(
+    redis: RedisServer, launch: Any, start: Any, parts: Any, oracle: Any, tools: Any, tmp_path: Path, key_file: Path
+) -> None:
+    (system, chunks, question), plain = parts, oracle(MODEL)
+    services = Services(launch, tmp_path, redis.url)
+    services.start()
+    services.start()
+    await services.emptied(2)
+    rig = await start(MODEL, cache=services.services[0].address, signing_keys=key_file)
+    space, storage = rig.servicer.loader.namespace(""), rig.servicer.loader.storage
+    for path in ([system], *([system, chunk] for chunk in chunks)):
+        tokens = len(path[-1])
+        data = memoryview(torch.randn(storage.size(tokens) // 4).numpy()).cast("B")
+        names = {"namespace": space, "path": map(keys.chunk_digest, path), "checksum": checksum(data)}
+        header = pb.PutHeader(**names, size_bytes=len(data), tokens=tokens, base=sum(map(len, path[:-1])), here=True)
+        await services.clients[1].send(header, data, 30)
+    await services.settled(2)
+    assert await services.entries() == [0, 4]
+    for rejected in (4, 0):
+        answer = await rig.ask(*parts, ratio=0.0)
+        assert (answer.summary.entries_rejected, answer.summary.chunks_missed) == (rejected, 3 * bool(rejected))
+        assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+        await rig.stored()
+        await services.settled(2)
+        rig = await start(MODEL, cache=services.services[0].address, signing_keys=key_file)
+    await services.close()
 
 
 async def test_memory_is_verified(near: Near, parts: Any, oracle: Any, tools: Any) -> None:

@@ -50,6 +50,7 @@ def summary(recipe: str, total: float) -> Summary:
         ratio=0.2,
         trace_id="0af7651916cd43dd8448eb211c80319c",
         ratio_raised="",
+        entries_rejected=0,
     )
 
 
