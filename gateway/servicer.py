@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from opentelemetry import metrics
 
-from fusionkv.gateway import access, pages
+from fusionkv.gateway import access, page_tokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
@@ -93,7 +93,7 @@ class GatewayServicer:
             size = min(request.page_size or _PAGE, _MOST_PAGE)
             if request.corpus:
                 check_corpus(request.corpus)
-            after = pages.last(tenant.salt, request.corpus, request.page_token, _MOST_NAME_BYTES)
+            after = page_tokens.last(tenant.salt, request.corpus, request.page_token, _MOST_NAME_BYTES)
             if request.corpus:
                 items = await tenant.retrieval.documents(request.corpus, after, size + 1)
             else:
@@ -101,7 +101,7 @@ class GatewayServicer:
             more = len(items) > size
             return pb.ListResponse(
                 items=[_item(i) for i in items[:size]],
-                next_page_token=pages.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
+                next_page_token=page_tokens.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
             )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,67 @@ def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_mo
     assert main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
     # A minute's worth at once, then one every two seconds.
     assert time.monotonic() - began > 3.9
+
+
+@pytest.mark.system
+def test_calls_that_come_together_keep_to_every_quota(
+    launch: Callable[..., Any], tiny_model: Path, tmp_path: Path
+) -> None:
+    """Each is used up to its edge and not beyond; what failed gives back what it held."""
+    entry = '[[token]]\nname = "{0}"\nrole = "operator"\ntenant = "{0}"\nsha256 = "{1}"\n'
+    tenants = ("requests", "bytes", "tokens")
+    tokens = "".join(entry.format(t, hashlib.sha256(t.encode()).hexdigest()) for t in tenants)
+    (tmp_path / "tokens").write_text(tokens)
+    (tmp_path / "quotas").write_text(
+        "[tenants.requests]\nrequests_per_minute = 5\n"
+        "[tenants.bytes]\nstored_bytes = 1000\n"
+        "[tenants.tokens]\ntokens_per_minute = 4000\n"
+    )
+    one_at_a_time = ("--max-requests", "1", "--max-queue", "0")
+    model = ("--model", str(tiny_model), "--threads", "1")
+    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *model, *one_at_a_time)
+    gateway = launch(
+        "fusionkv.gateway",
+        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
+        *("--auth-tokens", str(tmp_path / "tokens"), "--quotas", str(tmp_path / "quotas")),
+    )
+
+    def together(calls: list[Callable[[], Any]]) -> list[type[Exception] | None]:
+        def outcome(call: Callable[[], Any]) -> type[Exception] | None:
+            try:
+                call()
+            except ResourceExhausted as error:
+                return type(error)
+            return None
+
+        with ThreadPoolExecutor(len(calls)) as threads:
+            return list(threads.map(outcome, calls))
+
+    def document(client: Client, name: str, size: int) -> Callable[[], Any]:
+        return lambda: client.ingest("c", name, b"x" * size, media_type="text/plain")
+
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Client(gateway.address, token=t, timeout=60)) for t in tenants]
+        requests, stored, spent = clients
+        began = time.monotonic()
+        told = together([requests.list] * 40)
+        assert 5 <= told.count(None) <= 5 + (time.monotonic() - began) * 5 / 60
+        assert set(told) == {None, ResourceExhausted}
+
+        told = together([document(stored, f"d{n}", 70) for n in range(30)])
+        (kept,) = stored.list()
+        assert kept.bytes == 70 * told.count(None) <= 1000
+        # While a document is stored it may count twice, so the last that fit may have been refused, and fit now.
+        for n in range(30):
+            with contextlib.suppress(ResourceExhausted):
+                document(stored, f"d{n}", 70)()
+        (kept,) = stored.list()
+        assert kept.bytes == 14 * 70
+
+        # A prompt takes some 400 tokens. Those that the worker turned away cost nothing.
+        document(spent, "a", 300)()
+        ask = functools.partial(spent.ask, "c", "What is x?", max_tokens=200)
+        told = together([ask] * 20)
+        assert 0 < told.count(None) < 5
+        assert set(told) == {None, ResourceExhausted}
+        ask()

@@ -101,7 +101,7 @@ async def test_corpora_that_become_read_only_are_read(disk: SmallDisk) -> None:
     engine = await EmbeddedRetrieval.open(disk.outside / "data")
     await ingest(engine, "c", "a", "one")
     await ingest(engine, "d", "a", "two")
-    disk.read_only("data/corpora")
+    disk.read_only("data")
     for change in (
         lambda: ingest(engine, "c", "b", "three"),
         lambda: ingest(engine, "new", "b", "three"),
@@ -112,7 +112,7 @@ async def test_corpora_that_become_read_only_are_read(disk: SmallDisk) -> None:
             await change()
     assert await texts(engine, "c", "one") == ["one"]
     assert await texts(engine, "d", "two") == ["two"]
-    disk.writable("data/corpora")
+    disk.writable("data")
     assert not await ingest(engine, "c", "b", "three")
     assert await engine.delete("c", "a") == (1, 1)
     assert await engine.delete("d") == (1, 1)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.gateway import pages
+from fusionkv.gateway import page_tokens
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos import rpc
@@ -25,8 +25,8 @@ TENANTS = ("acme", "other")
 
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=100), st.integers(0, 10_000), st.integers(1, 255))
 def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> None:
-    token = pages.token("acme", "c", name)
-    assert pages.last("acme", "c", token, 400) == name
+    token = page_tokens.token("acme", "c", name)
+    assert page_tokens.last("acme", "c", token, 400) == name
     other = bytearray.fromhex(token)
     other[place % len(other)] ^= change
     for tenant, corpus, tried in (
@@ -39,7 +39,7 @@ def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> 
         ("acme", "", token),
     ):
         with pytest.raises(InvalidArgument, match="bad page token"):
-            pages.last(tenant, corpus, tried, 400)
+            page_tokens.last(tenant, corpus, tried, 400)
 
 
 @pytest.fixture
