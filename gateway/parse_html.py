@@ -16,7 +16,11 @@ _LINE = re.compile(r"^(?=.)", re.MULTILINE)
 # Blanks in a row that <pre> keeps: markdownify takes the square of them.
 _MOST_BLANKS = 100
 # Columns that a cell may span, and all cells together beyond one each: markdownify writes each of them out.
-_MOST_SPAN, _MOST_SPANS = 100, 20_000
+_MOST_SPAN, _MOST_SPANS = 50, 2_000
+# Rows of a table's head: at each of them markdownify counts all. A head of more is none.
+_MOST_HEAD = 20
+# Quotes and items within each other that are indented: each line takes as many marks as it is deep.
+_MOST_DEPTH = 8
 # As in CSS; a longer number would be written at every item, and indent each of its lines.
 _MOST_START = (1 << 31) - 1
 
@@ -37,7 +41,7 @@ def markdown(text: str, most: int) -> str:
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)
-        _clamp_spans(soup)
+        _clamp_tables(soup)
         return _Converter(most).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
@@ -45,7 +49,10 @@ def markdown(text: str, most: int) -> str:
         raise InvalidArgument("the HTML can't be read: its elements are nested too deeply") from error
 
 
-def _clamp_spans(soup: BeautifulSoup) -> None:
+def _clamp_tables(soup: BeautifulSoup) -> None:
+    for head in soup("thead"):
+        if len(head.find_all("tr", limit=_MOST_HEAD + 1)) > _MOST_HEAD:
+            head.name = "tbody"
     left = _MOST_SPANS
     for cell in soup(["td", "th"], colspan=True):
         span = min(_number(cell["colspan"]) or 1, _MOST_SPAN, left + 1)
@@ -88,8 +95,16 @@ class _Converter(MarkdownConverter):
         found: str = super().convert_pre(el, text, parent_tags)  # type: ignore[misc]
         return found
 
+    def convert_blockquote(self, el: Tag, text: str, parent_tags: set[str]) -> str:
+        if _is_deep(el):
+            return f"\n{text.strip()}\n\n"
+        found: str = super().convert_blockquote(el, text, parent_tags)  # type: ignore[misc]
+        return found
+
     def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         """As the library's, which counts all items before each item of a numbered list."""
+        if _is_deep(el):
+            return text.strip() + "\n"
         if el.parent is None or el.parent.name != "ol":
             found: str = super().convert_li(el, text, parent_tags)  # type: ignore[misc]
             return found
@@ -102,6 +117,10 @@ class _Converter(MarkdownConverter):
         if not (text := text.strip()):
             return "\n"
         return bullet + _LINE.sub(" " * len(bullet), text)[len(bullet) :] + "\n"
+
+
+def _is_deep(el: Tag) -> bool:
+    return len(el.find_parents(el.name, limit=_MOST_DEPTH)) == _MOST_DEPTH
 
 
 def _newline_or_space(match: re.Match[str]) -> str:

@@ -70,6 +70,17 @@ def test_a_small_section_is_one_chunk_and_none_crosses_a_section() -> None:
     assert [t for t, _ in pieces] == ["one. two.", "# three"]
 
 
+@pytest.mark.parametrize("unit", ["word ", "It is so. ", "e.g.", "ä"])
+def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
+    text = "first line\n" + unit * (40_000 // len(unit)) + "\nlast line"
+    pieces = vocabulary().chunks([Section(text, False)], 256, 0)
+    assert all(len(ids) <= 256 for _, ids in pieces)
+    assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
+    # Behind a sentence or a word, where there are any.
+    ends = [t for t, _ in pieces if not t.endswith(unit.strip())]
+    assert len(ends) <= (2 if unit[-1] == " " or unit == "ä" else 400)
+
+
 def test_chunks_may_overlap() -> None:
     text = " ".join(f"word{i}." for i in range(40))
     pieces = [t for t, _ in vocabulary().chunks([Section(text, False)], 40, 16)]
