@@ -98,12 +98,12 @@ class Served:
     def _batch(self, span: Span, probes: list[Probe]) -> Batch:
         slots = torch.arange(self._start, self._start + span.rows, device=self._device)
         ids = self._ids[span.positions]
-        return Batch(ids, span.positions, slots, Spans([span]), self._pool, self._model.rotation, probes)
+        return Batch(ids, span.positions, slots, Spans([span]), self._pool, self._model.rotations, probes)
 
     def _full_hidden(self) -> torch.Tensor:
         where = torch.arange(self._tokens, device=self._device)
         spans = Spans([Span(0, self._tokens, where, (Segment(0, self._tokens, 0),))])
-        batch = Batch(self._ids, where, where, spans, self._pool, self._model.rotation)
+        batch = Batch(self._ids, where, where, spans, self._pool, self._model.rotations)
         return attention.forward(self._model, batch)
 
     @torch.inference_mode()

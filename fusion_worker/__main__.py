@@ -3,9 +3,11 @@
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos import process, rpc, settings, telemetry
 from fusionkv.protos.errors import ServiceError
 
@@ -21,6 +23,8 @@ def main() -> int:
     rank, meeting = flags.pop("rank"), flags.pop("meeting")
     try:
         config = settings.load(WorkerConfig, "worker", file=flags.pop("config"), flags=flags)
+        auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
+        config = replace(config, model=resolve(config.model), auxiliary=auxiliary)
         if rank:
             _follow(config, rank, meeting)
             return 0

@@ -51,26 +51,31 @@ def install(model: Model) -> None:
     """Makes the model attend through the pool. Once, at start: the choice is part of the model's configuration.
 
     Raises:
-        FailedPrecondition: the model's keys don't turn with their position as `model.rotation` says.
+        FailedPrecondition: the model's keys don't turn with their position as `model.rotations` say.
     """
     AttentionInterface.register(NAME, _attend)
     # Not registered as a mask function as well, so transformers makes no mask: positions and spans say it all.
     model.network.config._attn_implementation = NAME
-    near, far = (_first_layer_keys(model, start) for start in (0, _FAR))
-    error = float((model.rotation.turn(near, _FAR) - far).float().norm() / far.float().norm())
-    # Measured over the families: up to 6e-7 in float32, 5e-3 in bfloat16; a wrong pairing of channels gives about 1.
-    if not error < max(1e-4, 16 * torch.finfo(far.dtype).eps):
-        raise FailedPrecondition(f"the keys of {model.name} don't follow their rotary embedding (error {error:.1e})")
+    near, far = (_keys(model, start) for start in (0, _FAR))
+    for rotation in set(model.rotations):
+        layer = model.rotations.index(rotation)
+        error = float((rotation.turn(near[layer], _FAR) - far[layer]).float().norm() / far[layer].float().norm())
+        # Measured over the families, in layer 0: up to 6e-7 in float32, 5e-3 in bfloat16; a wrong pairing of channels
+        # gives about 1.
+        if not error < max(1e-4, 16 * torch.finfo(far.dtype).eps):
+            raise FailedPrecondition(
+                f"the keys of {model.name} don't follow their rotary embedding (error {error:.1e} in layer {layer})"
+            )
 
 
-def _first_layer_keys(model: Model, start: int) -> torch.Tensor:
-    """Keys [4, kv_heads, head_dim] of four tokens from `start` on: before any attention, told apart by RoPE alone."""
+def _keys(model: Model, start: int) -> torch.Tensor:
+    """Keys [layers, 4, kv_heads, head_dim] of four tokens from `start` on, which RoPE alone tells apart."""
     device, shape = model.device, model.kv
     rows = torch.arange(4, device=device)
     pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
     spans = Spans([Span(0, 4, rows + start, (Segment(0, 4, start),))])
-    forward(model, Batch(rows % model.vocabulary, rows + start, rows, spans, pool, model.rotation))
-    return pool[0, 0]
+    forward(model, Batch(rows % model.vocabulary, rows + start, rows, spans, pool, model.rotations))
+    return pool[:, 0]
 
 
 @torch.inference_mode()
@@ -117,9 +122,11 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tenso
 
 def _look(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
     """What a layer, the last of `batch.states`, gives its attention of rows [1, rows, hidden]; nothing attends."""
+    # Where each kind of layer has a RoPE of its own, it is asked for by the kind.
+    kind = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer.self_attn.layer_type,)
     layer.self_attn(
         hidden_states=layer.input_layernorm(before),
-        position_embeddings=decoder.rotary_emb(before, batch.positions[None]),
+        position_embeddings=decoder.rotary_emb(before, batch.positions[None], *kind),
         attention_mask=None,
         fusionkv_batch=batch,
     )
@@ -156,6 +163,9 @@ def _layers(decoder: Any, wanted: slice) -> Any:
     part = copy.copy(decoder)
     layers = list(decoder.layers)
     part._modules = {**decoder._modules, "layers": torch.nn.ModuleList(layers[wanted])}
+    if kinds := getattr(decoder.config, "layer_types", None):  # by the number among those that are there
+        part.config = copy.copy(decoder.config)
+        part.config.layer_types = kinds[wanted]
     if wanted.stop is not None:
         part._modules["norm"] = torch.nn.Identity()
     return part
@@ -180,6 +190,7 @@ def _attend(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     batch, layer = fusionkv_batch, module.layer_idx
+    rotation = batch.rotations[layer]
     rows, fresh = query[0].transpose(0, 1), (key[0].transpose(0, 1), value[0].transpose(0, 1))
     if layer in batch.states:
         batch.states[layer] = States(rows, *fresh, scaling, sliding_window)
@@ -196,7 +207,7 @@ def _attend(
                 rows[:, head * groups : (head + 1) * groups],
                 k_pool[:, head : head + 1],
                 votes.span,
-                batch.rotation,
+                rotation,
                 scaling,
                 sliding_window,
             )
@@ -205,10 +216,8 @@ def _attend(
         votes.layers.append(torch.stack(by_head))
     scores = {probe.span: probe.scores for probe in batch.probes if layer in probe.layers}
     scores |= {followed.span: followed.weights for followed in batch.followed}
-    out = sparse_attention(rows, k_pool, v_pool, batch.spans, batch.rotation, scaling, sliding_window, scores)
+    out = sparse_attention(rows, k_pool, v_pool, batch.spans, rotation, scaling, sliding_window, scores)
     for span, temper in batch.tempered:
         part = slice(span.start, span.stop)
-        out[part] = tempered_attention(
-            rows[part], k_pool, v_pool, span, temper, batch.rotation, scaling, sliding_window
-        )
+        out[part] = tempered_attention(rows[part], k_pool, v_pool, span, temper, rotation, scaling, sliding_window)
     return out[None], None

@@ -61,7 +61,7 @@ class Batch:
 
     ids, positions: int64 [rows]; row i stands at positions[i].
     slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
-    pool: [layers, 2, slots, kv_heads, head_dim].
+    pool: [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer.
     tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
     wanted: of each span, in the order of their rows, how many rows at its end are looked at in the last layer or
         behind it; None for all.
@@ -73,7 +73,7 @@ class Batch:
     slots: torch.Tensor
     spans: Spans
     pool: torch.Tensor
-    rotation: Rotation
+    rotations: Sequence[Rotation]
     probes: Sequence[Probe] = ()
     votes: Sequence[Votes] = ()
     followed: Sequence[Followed] = ()
@@ -98,8 +98,8 @@ class Batch:
         for span, count in zip(spans, self.wanted, strict=True):
             if count:
                 new[span.stop] = Span(at, at + count, span.positions[-count:], span.segments)
-                if self.rotation in span.views:
-                    new[span.stop].views[self.rotation] = span.views[self.rotation]
+                known = {rotation: span.views[rotation] for rotation in self.rotations if rotation in span.views}
+                new[span.stop].views.update(known)
                 at += count
         rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
         kept = torch.cat([self.slots[:0], *rows])

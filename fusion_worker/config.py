@@ -11,7 +11,10 @@ STORES = ("plain", "int8", "fp8")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    model: Path = setting(Path("models/eased-3"), "directory of a Hugging Face causal language model")
+    model: Path = setting(
+        Path("models/eased-3"),
+        "model directory, *.gguf file, Hugging Face hub id, or a name of `fusionkv model list`",
+    )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to serve on: host:port or unix:/path")
     cache: str = setting("", "address of the cache service; empty works without one")
     device: str = setting("auto", "auto, cpu or cuda[:N]")
@@ -45,7 +48,7 @@ class WorkerConfig:
         6.0, "seconds that a request waits for the cache service in all, after which it is plain prefill's", low=0.001
     )
     max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
-    auxiliary: str = setting("", "directory of a small second model that chooses tokens (recipe cacheclip)")
+    auxiliary: str = setting("", "a small second model that chooses tokens (recipe cacheclip), named as `model` is")
     auxiliary_pool_bytes: int = setting(1 << 28, "size of its KV pool in host memory", bytes=True, low=1 << 20)
     shadow_share: float = setting(0.0, "share of greedy answers made again by full attention if idle", low=0, high=1)
     shadow_floor: float = setting(

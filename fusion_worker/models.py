@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from fusionkv.fusion_worker.library.resolve import name_of
 from fusionkv.fusion_worker.packed_linear import pack
 from fusionkv.fusion_worker.prompt import PromptTemplate
 from fusionkv.fusion_worker.tensor_parallel import weights
@@ -22,7 +23,7 @@ from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.errors import FailedPrecondition
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
-FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True}
+FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}
 # Rotations that depend on nothing but the position; `dynamic` and `longrope` change with the length of the prompt.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -48,7 +49,7 @@ class KVShape:
 class Model:
     """A causal language model ready to serve.
 
-    rotation: its RoPE as a difference, for placing chunks.
+    rotations: the RoPE of each layer as a difference, for placing chunks; layers with the same one share it.
     windowed: whether some layer sees no more than a window of positions.
     links: ids of the link tokens it was trained with (KVLink), of the first chunk of a prompt, the second, and so on;
         empty for a model without.
@@ -65,7 +66,7 @@ class Model:
     template: PromptTemplate
     bos: int | None
     ends: frozenset[int]
-    rotation: Rotation
+    rotations: tuple[Rotation, ...]
     kv: KVShape
     windowed: bool
     links: tuple[tuple[int, ...], ...]
@@ -116,7 +117,7 @@ def load(
         raise FailedPrecondition(f"can't load the model in {directory}: {_line(error)}") from error
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
     identity = fingerprint(directory) if ranks.rank == 0 else b""  # the others are never asked for it
-    return wrap(directory.resolve().name, network, tokenizer, identity, limit, ranks)
+    return wrap(name_of(directory), network, tokenizer, identity, limit, ranks)
 
 
 def check_shareable(directory: Path, count: int) -> None:
@@ -193,7 +194,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         template=PromptTemplate.of(tokenizer),
         bos=tokenizer.bos_token_id,
         ends=frozenset(ends),
-        rotation=Rotation(network.model.rotary_emb.inv_freq, FAMILIES[config.model_type]),
+        rotations=_rotations(network),
         kv=KVShape(
             layers=config.num_hidden_layers,
             kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks.count,
@@ -210,6 +211,16 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         device=parameter.device,
         ranks=ranks,
     )
+
+
+def _rotations(network: Any) -> tuple[Rotation, ...]:
+    config, rotary = network.config, network.model.rotary_emb
+    interleaved = FAMILIES[config.model_type]
+    if hasattr(rotary, "inv_freq"):
+        return (Rotation(rotary.inv_freq, interleaved),) * config.num_hidden_layers
+    # One for each kind of layer, as in Gemma 3.
+    kinds = {kind: Rotation(getattr(rotary, f"{kind}_inv_freq"), interleaved) for kind in set(config.layer_types)}
+    return tuple(kinds[kind] for kind in config.layer_types)
 
 
 def _links(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
@@ -238,18 +249,24 @@ def check_supported(config: Any) -> None:
     """Refuses what the engine can't hold to its oracles.
 
     Raises:
-        FailedPrecondition: another family, or a RoPE that changes with the prompt's length.
+        FailedPrecondition: another family, a RoPE that changes with the prompt's length, or attention that is not
+            causal or whose scores are capped.
     """
     family = config.model_type
     if family not in FAMILIES:
         raise FailedPrecondition(f"model family {family!r} is not served; served are: {', '.join(sorted(FAMILIES))}")
     rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in ROPE_TYPES:
-        raise FailedPrecondition(
-            f"RoPE of type {kind!r} is not served, since its rotation is not a fixed function of the position; "
-            f"served are: {', '.join(ROPE_TYPES)}"
-        )
+    # Of all layers, or by the kind of layer.
+    ropes = [rope[kind] for kind in rope if kind.endswith("_attention")] or [rope]
+    for kind in (each.get("rope_type", "default") for each in ropes):
+        if kind not in ROPE_TYPES:
+            raise FailedPrecondition(
+                f"RoPE of type {kind!r} is not served, since its rotation is not a fixed function of the position; "
+                f"served are: {', '.join(ROPE_TYPES)}"
+            )
+    for option in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, option, None):
+            raise FailedPrecondition(f"a model with {option} is not served")
 
 
 def fingerprint(directory: Path) -> bytes:

@@ -21,7 +21,11 @@ MODULES = {
     "gateway": "fusionkv.gateway",
 }
 # They compute with the worker's engine, which this process does not load.
-APART = {"eval": "fusionkv.fusion_worker.evaluation", "check": "fusionkv.fusion_worker.evaluation.check"}
+APART = {
+    "eval": "fusionkv.fusion_worker.evaluation",
+    "check": "fusionkv.fusion_worker.evaluation.check",
+    "model": "fusionkv.fusion_worker.library",
+}
 _USAGE = 2
 
 
@@ -62,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=["all", *MODULES],
         help="all (default), or one: `fusionkv serve worker --help` shows its own flags",
     )
-    serve.add_argument("--model", type=Path, help="directory of a Hugging Face causal language model")
+    serve.add_argument("--model", help="model directory, *.gguf file, hub id, or a name of `fusionkv model list`")
     serve.add_argument(
         "--data-dir", type=Path, default=Path(".fusionkv"), help="where everything is kept (default: %(default)s)"
     )
@@ -194,6 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     # These run by themselves, see `main`; here for the list of commands.
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
+    commands.add_parser("model", help="fetches models by name, and lists them")
     return parser
 
 

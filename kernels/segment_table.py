@@ -232,11 +232,12 @@ class Spans(tuple[Span, ...]):
         return {}
 
     @cached_property
-    def _tables(self) -> dict[tuple[Grid, torch.device], SegmentTable]:
+    def _tables(self) -> dict[tuple[Rotation, Grid, torch.device], SegmentTable]:
         return {}
 
     def table(self, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
         """The batch's table."""
-        if (grid, device) not in self._tables:
-            self._tables[grid, device] = SegmentTable.of(self, rotation, grid, device)
-        return self._tables[grid, device]
+        key = rotation, grid, device
+        if key not in self._tables:
+            self._tables[key] = SegmentTable.of(self, rotation, grid, device)
+        return self._tables[key]

@@ -120,7 +120,7 @@ class Engine:
         with self.crew.shallow(step.batch, work.probe):
             found = shallow(model, step.batch)
             kv, (span,) = self._pool.kv[1], step.spans
-            scored = scores(work.probe.scores, found.second, kv, span, model.rotation, work.probe.starts, ranks)
+            scored = scores(work.probe.scores, found.second, kv, span, model.rotations[1], work.probe.starts, ranks)
         # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
         work.future.set_result(Result(scores=scored, shallow=found if ranks.count == 1 else None))
 
@@ -150,7 +150,7 @@ class Engine:
             slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
             spans=Spans([s for s, t in zip(spans, tempers, strict=True) if t is None]),
             pool=self._pool.kv,
-            rotation=self._model.rotation,
+            rotations=self._model.rotations,
             probes=tuple(probes.values()),
             votes=tuple(votes.values()),
             followed=tuple(followed.values()),

@@ -45,10 +45,10 @@ async def evict(fused: Fused, keep: SnapKV, votes: torch.Tensor, pool: KVPool, m
 def copy_kept(span: Span, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:
     """Copies tokens [layers, kv_heads of all ranks, kept], by position of what a row sees, to pool slots [kept]."""
     device, ranks = kv.device, model.ranks
-    slots, cos, sin = span.in_order(model.rotation)
     heads = torch.arange(kv.shape[3], device=device)
     mine = tokens[:, ranks.part(tokens.shape[1])].transpose(1, 2).to(device)
-    for pool, at in zip(kv, mine, strict=True):
-        turned = model.rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])
+    for pool, at, rotation in zip(kv, mine, model.rotations, strict=True):
+        slots, cos, sin = span.in_order(rotation)
+        turned = rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])
         pool[0].index_copy_(0, to.to(device), turned)
         pool[1].index_copy_(0, to.to(device), pool[1][slots[at], heads])

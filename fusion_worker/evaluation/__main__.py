@@ -24,6 +24,7 @@ from fusionkv.fusion_worker.evaluation import datasets, jobs, report, tasks
 from fusionkv.fusion_worker.evaluation.cells import Cell, Store, Subject, table
 from fusionkv.fusion_worker.evaluation.rows import primary, rows
 from fusionkv.fusion_worker.evaluation.samples import Task
+from fusionkv.fusion_worker.library.resolve import name_of, resolve
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Versions
 from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _evaluate(args: argparse.Namespace, console: Console) -> int:
     started = time.monotonic()
+    args.models, args.auxiliary = [*map(resolve, args.models)], args.auxiliary and resolve(args.auxiliary)
     known = Store(args.out / "cells.jsonl")
     plan = _plan(args)
     configs = {
@@ -178,7 +180,7 @@ def _size(job: jobs.Job) -> int:
 
 def _subject(directory: Path, store: str, args: argparse.Namespace) -> Subject:
     auxiliary = _fingerprint(args.auxiliary) if args.auxiliary else ""
-    name, fingerprint = directory.resolve().name, _fingerprint(directory)
+    name, fingerprint = name_of(directory), _fingerprint(directory)
     if args.compress:
         name = f"{name} ({args.compress:g} left out)"
     if store != "plain":

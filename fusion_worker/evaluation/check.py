@@ -27,6 +27,7 @@ from fusionkv.fusion_worker.evaluation.rows import primary
 from fusionkv.fusion_worker.evaluation.runner import Runner
 from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
+from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import Model
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _check(args: argparse.Namespace, console: Console) -> int:
+    args.model, args.auxiliary = resolve(args.model), args.auxiliary and resolve(args.auxiliary)
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None

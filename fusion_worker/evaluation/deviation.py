@@ -1,5 +1,7 @@
 """How far reused KV is from what full attention computes, layer by layer."""
 
+from collections.abc import Sequence
+
 import torch
 
 from fusionkv.fusion_worker.engine.placement import Placed, Placement
@@ -7,11 +9,14 @@ from fusionkv.fusion_worker.engine.work import slots_of
 from fusionkv.kernels.rope import Rotation
 
 
-def deviation(kv: torch.Tensor, rotation: Rotation, reused: Placement, full: torch.Tensor) -> dict[str, float]:
+def deviation(
+    kv: torch.Tensor, rotations: Sequence[Rotation], reused: Placement, full: torch.Tensor
+) -> dict[str, float]:
     """Relative L2 of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks together.
 
-    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. reused: a prompt's parts. full: int64, the slots in which
-    full attention over the same prompt left its KV, in prompt order, the keys as they stand there.
+    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer. reused: a prompt's
+    parts. full: int64, the slots in which full attention over the same prompt left its KV, in prompt order, the keys
+    as they stand there.
     """
     away = torch.zeros(len(kv), dtype=torch.float64)
     size = torch.zeros(len(kv), dtype=torch.float64)
@@ -21,7 +26,8 @@ def deviation(kv: torch.Tensor, rotation: Rotation, reused: Placement, full: tor
         start = part.wanted.position
         there = _take(kv, full[start : start + len(part.wanted.chunk)])
         here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
-        here[:, 0] = rotation.turn(here[:, 0], _shift(part))
+        for layer, rotation in zip(here, rotations, strict=True):
+            layer[0] = rotation.turn(layer[0], _shift(part))
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()
         size += there.square().sum((1, 2, 3, 4)).cpu()
     relative = (away / size).sqrt().tolist()

@@ -190,7 +190,7 @@ class Runner:
         if parts not in self._deviations:
             if len(self._deviations) >= _MOST_DEVIATIONS:
                 self._deviations.clear()
-            self._deviations[parts] = deviation(self._pool.kv, self._model.rotation, reused, full)
+            self._deviations[parts] = deviation(self._pool.kv, self._model.rotations, reused, full)
         return self._deviations[parts]
 
     async def _alone(self, asked: Asked, cell: Cell, contexts: Contexts, picture: bool) -> Answer:

@@ -61,7 +61,7 @@ class Member:
             return
         probe = orders.read_shallow(step.shallow, model.device)
         second = shallow(model, batch).second
-        scores(probe.scores, second, batch.pool[1], batch.spans[0], model.rotation, probe.starts, model.ranks)
+        scores(probe.scores, second, batch.pool[1], batch.spans[0], model.rotations[1], probe.starts, model.ranks)
 
     def _copies(self) -> None:
         lane = self._joined.copies

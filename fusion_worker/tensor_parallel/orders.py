@@ -108,7 +108,7 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
         slots=_longs(step.slots, device),
         spans=Spans([s for s, t in zip(spans, tempers, strict=True) if t is None]),
         pool=pool,
-        rotation=model.rotation,
+        rotations=model.rotations,
         probes=tuple(Probe(spans[p.span], frozenset(p.layers)) for p in step.probes),
         votes=tuple(voters),
         followed=tuple(Followed(spans[i]) for i in step.followed),

@@ -22,31 +22,26 @@ def _rope(kind: str = "default", **more: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0, **more}
 
 
-_LLAMA3 = {
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+_ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 64}
+_LLAMA3 = {**_ORIGINAL, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_MIXED = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _WINDOWED = {"use_sliding_window": True, "sliding_window": 24}
 # Name -> (class of the configuration, what differs from `BASE`).
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 32}),
     "llama-linear": ("LlamaConfig", {"rope_parameters": _rope("linear", factor=2.0)}),
     "llama-llama3": ("LlamaConfig", {"rope_parameters": _rope("llama3", **_LLAMA3)}),
-    "llama-yarn": (
-        "LlamaConfig",
-        {"rope_parameters": _rope("yarn", factor=4.0, original_max_position_embeddings=64)},
-    ),
+    "llama-yarn": ("LlamaConfig", {"rope_parameters": _rope("yarn", **_ORIGINAL)}),
     "mistral": ("MistralConfig", {"sliding_window": None, "head_dim": 24}),
     "mistral-window": ("MistralConfig", {"sliding_window": 24, "num_key_value_heads": 1}),
     "qwen2": ("Qwen2Config", {"num_key_value_heads": 4}),
     "qwen2-window": ("Qwen2Config", {**_WINDOWED, "max_window_layers": 1}),
-    "qwen2-mixed": (
-        "Qwen2Config",
-        {**_WINDOWED, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
-    ),
+    "qwen2-mixed": ("Qwen2Config", {**_WINDOWED, **_MIXED}),
     "qwen3": ("Qwen3Config", {"head_dim": 32}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_MIXED, "head_dim": 32, "num_key_value_heads": 1, "query_pre_attn_scalar": 20, "sliding_window": 24},
+    ),
     "glm4": ("Glm4Config", {"head_dim": 32, "rope_parameters": _rope(partial_rotary_factor=0.5), "pad_token_id": 0}),
 }
 BASE: dict[str, Any] = {
@@ -111,9 +106,12 @@ class Oracle:
         self.network(torch.tensor([ids]), past_key_values=found)
         return [(layer.keys, layer.values) for layer in found.layers]
 
-    def rotated(self, keys: torch.Tensor, shift: int) -> torch.Tensor:
-        """Keys moved on by `shift` positions, by one explicit rotation matrix over all channels."""
-        inv_freq = self.network.model.rotary_emb.inv_freq.double()
+    def rotated(self, keys: torch.Tensor, shift: int, layer: int) -> torch.Tensor:
+        """Keys of a layer moved on by `shift` positions, by one explicit rotation matrix over all channels."""
+        rotary, name = self.network.model.rotary_emb, "inv_freq"
+        if self.network.config.model_type == "gemma3_text":
+            name = f"{self.network.config.layer_types[layer]}_inv_freq"
+        inv_freq = getattr(rotary, name).double()
         half, dim = len(inv_freq), keys.shape[-1]
         matrix = torch.eye(dim, dtype=torch.float64)
         for i, frequency in enumerate(inv_freq.tolist()):
@@ -125,7 +123,7 @@ class Oracle:
 
     def moved(self, kv: "KV", start: int, stop: int, shift: int) -> "KV":
         """Tokens `[start, stop)` of `kv`, moved on by `shift`."""
-        return [(self.rotated(k[:, :, start:stop], shift), v[:, :, start:stop]) for k, v in kv]
+        return [(self.rotated(k[:, :, start:stop], shift, i), v[:, :, start:stop]) for i, (k, v) in enumerate(kv)]
 
     def alone(self, system: Ids, chunk: Ids, position: int) -> "KV":
         """A chunk as encoded after the system prompt alone, moved to `position`."""

@@ -249,13 +249,17 @@ def test_chat_templates_that_show_no_message_once(chat: str, tools: Any) -> None
 
 
 @pytest.mark.parametrize(
-    ("kind", "interleaved", "share"), [("llama", True, 1.0), ("glm4", False, 1.0), ("glm4", True, 0.5)]
+    ("kind", "layer", "interleaved", "share"),
+    [("llama", 0, True, 1.0), ("glm4", 0, False, 1.0), ("glm4", 0, True, 0.5), ("gemma3", 1, True, 1.0)],
 )
-async def test_a_rotation_that_is_not_the_models_own(kind: str, interleaved: bool, share: float, start: Any) -> None:
+async def test_a_rotation_that_is_not_the_models_own(
+    kind: str, layer: int, interleaved: bool, share: float, start: Any
+) -> None:
     def other(model: models.Model) -> models.Model:
-        frequencies = model.rotation.inv_freq
-        rotation = Rotation(frequencies[: int(len(frequencies) * share)], interleaved)
-        return dataclasses.replace(model, rotation=rotation)
+        frequencies = model.rotations[layer].inv_freq
+        rotations = [*model.rotations]
+        rotations[layer] = Rotation(frequencies[: int(len(frequencies) * share)], interleaved)
+        return dataclasses.replace(model, rotations=tuple(rotations))
 
     with pytest.raises(FailedPrecondition, match="don't follow their rotary embedding"):
         await start(kind, replace=other)

