@@ -3,14 +3,13 @@
 import asyncio
 import contextlib
 import time
-import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fusionkv.protos.errors import ResourceExhausted
-from fusionkv.protos.settings import parse_bytes
+from fusionkv.protos.settings import parse_bytes, toml
 from fusionkv.protos.watched import BadFile, Watched, read_bytes
 
 _MINUTE = 60.0
@@ -140,8 +139,8 @@ class Meter:
 
 def _read(file: Path) -> tuple[Quota, dict[str, Quota]]:
     try:
-        table = tomllib.loads(read_bytes(file, "the quotas").decode())
-    except (ValueError, RecursionError) as error:
+        table = toml(read_bytes(file, "the quotas").decode())
+    except ValueError as error:
         raise BadFile(f"the quotas {file}: no TOML: {error}") from None
     unknown = set(table) - {"default", "tenants"}
     tenants = table.get("tenants", {})

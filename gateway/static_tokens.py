@@ -2,11 +2,11 @@
 
 import hashlib
 import hmac
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from fusionkv.gateway.access import TENANT_FORM, Caller, Role, is_tenant
+from fusionkv.protos.settings import toml
 from fusionkv.protos.watched import BadFile, Watched, read_bytes
 
 _FIELDS = {"name", "role", "sha256", "tenant"}
@@ -40,8 +40,8 @@ class StaticTokens:
 
     def _read(self) -> list[tuple[bytes, Caller]]:
         try:
-            table = tomllib.loads(read_bytes(self._file, "the tokens").decode())
-        except (ValueError, RecursionError) as error:
+            table = toml(read_bytes(self._file, "the tokens").decode())
+        except ValueError as error:
             # The parser's own words quote nothing but a character and its place.
             raise BadFile(f"the tokens {self._file}: no TOML: {error}") from None
         entries = table.get("token")

@@ -24,6 +24,7 @@ KINDS: Mapping[str, str] = {
     ),
     "http_head": "the head of an HTTP request was malformed or too large",
     "http_head_timeout": "the head of an HTTP request took longer than http_head_seconds",
+    "http_pipelined": "an HTTP caller sent 32 requests or more without waiting for a response",
     "http_send_timeout": "an HTTP caller read nothing of its response for http_send_seconds",
     "trace_headers": "a caller's trace headers were malformed or too long",
 }

@@ -18,6 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+_MOST_PARTS = 16
+# At the beginning of a line, or within a table in a line.
+_LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MOST_PARTS}}}""", re.MULTILINE)
 _UNITS = {
     "": 1,
     "b": 1,
@@ -110,12 +113,27 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
             parser.add_argument(flag, dest=f.name, default=None, metavar=_metavar(f, kind), help=help)
 
 
+def toml(text: str) -> dict[str, Any]:
+    """A TOML document.
+
+    Raises:
+        ValueError: it is none, or has a key of too many parts: tomllib takes the square of their number in memory,
+            256 MB for one of 8,000.
+    """
+    if _LONG_KEY.search(text):
+        raise ValueError(f"a key has more than {_MOST_PARTS} parts")
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
 def _file_table(file: Path | None, section: str) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        table = tomllib.loads(file.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        table = toml(file.read_text())
+    except (OSError, ValueError) as error:
         raise SettingsError(f"can't read the configuration {file}: {error}") from error
     unknown = set(table) - {"kvcache", "worker", "gateway"}
     if unknown:

@@ -91,12 +91,7 @@ class HTTPServer(Listener):
                 return items
 
     async def _json(self, request: web.Request) -> Any:
-        data = await self.body(request)
-        try:
-            # Always UTF-8, as JSON is: a charset that the caller names may take quadratic time (punycode).
-            return _strict(data.decode())
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument("the body is no JSON in UTF-8") from error
+        return parse(await self.body(request))
 
     def _guarded(self, method: str, handler: Handler) -> Handler:
         """Asks for a token that may call the RPC, before anything of the body is read."""
@@ -110,13 +105,17 @@ class HTTPServer(Listener):
         return guarded
 
 
-def _strict(text: str) -> Any:
-    """JSON without NaN and infinities, which are none."""
+def parse(body: bytes) -> Any:
+    """JSON without NaN and infinities, which are none. Raises InvalidArgument."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
-    return json.loads(text, parse_constant=refuse)
+    try:
+        # Always UTF-8, as JSON is: a charset that the caller names may take quadratic time (punycode).
+        return json.loads(body.decode(), parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument("the body is no JSON in UTF-8") from error
 
 
 def _event(data: str) -> bytes:

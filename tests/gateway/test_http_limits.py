@@ -192,6 +192,14 @@ async def test_connections_that_are_idle(serve: Serve) -> None:
     assert said.count(b"200 OK") == 1
 
 
+async def test_requests_that_do_not_wait(serve: Serve) -> None:
+    """A few are answered in turn; who sends many at once is no client."""
+    _, address = await serve(http_idle_seconds=0.3)
+    few, many = await sent(address, WHOLE * 8), await sent(address, WHOLE * 1000)
+    assert (await ended(few[0])).count(b"200 OK") == 8
+    assert (await ended(many[0])).count(b"200 OK") < 64
+
+
 async def test_only_so_many_connections(serve: Serve) -> None:
     _, address = await serve(http_connections=10)
     open_ones = [await sent(address, HALF) for _ in range(10)]

@@ -122,3 +122,16 @@ def test_a_size_reads_back(size: int) -> None:
 def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
     with contextlib.suppress(ValueError):
         assert settings.parse_bytes(text) >= 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a." * 16 + "a = 1", "[" + "a." * 16 + "a]", "x = {" + "a . " * 16 + "a = 1}", "x = {y = 1, 'a'." + "b." * 16],
+)
+def test_keys_of_many_parts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a key has more than 16 parts"):
+        settings.toml(text)
+
+
+def test_dots_within_a_text_are_no_parts() -> None:
+    assert settings.toml('x = "' + "a." * 99 + '"\n[' + "a." * 14 + "a]\n")["x"] == "a." * 99

@@ -1,0 +1,211 @@
+"""What callers send beside documents: time and memory grow with its length, or a limit cuts it."""
+
+import asyncio
+import base64
+import contextlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionkv.gateway import ingest, plan, servicer
+from fusionkv.gateway.bearer import Bearer
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.http import admin, chat
+from fusionkv.gateway.http.server import parse
+from fusionkv.gateway.jwks import KeyFile
+from fusionkv.gateway.jwt_tokens import JWTTokens
+from fusionkv.gateway.quotas import Quotas
+from fusionkv.gateway.retrieval import words
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.static_tokens import StaticTokens
+from fusionkv.protos import settings
+from fusionkv.protos.errors import ServiceError
+from tests.fuzz import decoders, growth, shapes
+from tests.fuzz.effort import SECONDS
+from tests.fuzz.growth import Cost
+from tests.gateway.test_http_limits import Served, ended, sent
+
+# Characters or bytes of the smallest input; the largest has four times as many.
+SMALL = 160_000 if SECONDS else 8_000
+DEADLINE = 10.0
+SEARCHED = plan.MOST_QUESTION // (4 if SECONDS else 32)
+
+
+def grows(make: Mapping[str, Callable[[int], Any]], measure: growth.Measure[Any], n: int = SMALL) -> None:
+    """Every shape; all that fail are told."""
+    assert len(make) >= 30
+    failures = []
+    for name, shape in make.items():
+        try:
+            growth.check(shape, measure, n, deadline=DEADLINE)
+        except AssertionError as error:
+            failures.append(f"{name}: {error}")
+    assert not failures, "\n".join(failures)
+
+
+def answered(call: Callable[[Any], Any]) -> growth.Measure[Any]:
+    return growth.in_thread(call, errors=(ServiceError, ValueError, OSError))
+
+
+def test_bodies_of_chat_requests() -> None:
+    def asked(body: bytes) -> None:
+        wanted = chat.read(parse(body))
+        plan.check_question(wanted.request.question)
+        wanted.request.SerializeToString()
+
+    grows(shapes.JSON, answered(asked))
+
+
+@pytest.fixture
+def bearer(tmp_path: Path) -> Bearer:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from jwt.algorithms import ECAlgorithm
+
+    key = json.loads(ECAlgorithm.to_jwk(ec.generate_private_key(ec.SECP256R1()).public_key()))
+    (tmp_path / "jwks").write_text(json.dumps({"keys": [{**key, "kid": "k", "use": "sig", "alg": "ES256"}]}))
+    (tmp_path / "tokens").write_text(f'[[token]]\nname = "n"\nrole = "app"\ntenant = "t"\nsha256 = "{"0" * 64}"\n')
+    signed = JWTTokens(KeyFile(tmp_path / "jwks"), issuer="i", audience="a", role_claim="role", tenant_claim="tenant")
+    return Bearer([StaticTokens(tmp_path / "tokens"), signed])
+
+
+def _part(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode(errors="replace")).decode().rstrip("=")
+
+
+_HEAD = _part('{"alg":"ES256","kid":"k"}')
+_TOKENS: Mapping[str, Callable[[str], str]] = {
+    "as it is": lambda text: text,
+    "as a JWT's head": lambda text: f"{_part(text)}.e30.AAAA",
+    "in a JWT's head": lambda text: f"{_part(json.dumps({'alg': 'ES256', 'kid': text}))}.e30.AAAA",
+    "as a JWT's claims": lambda text: f"{_HEAD}.{_part(text)}.AAAA",
+    "as a JWT's signature": lambda text: f"{_HEAD}.e30.{_part(text)}",
+}
+
+
+@pytest.mark.parametrize("where", _TOKENS)
+def test_tokens(bearer: Bearer, where: str) -> None:
+    form = _TOKENS[where]
+
+    def admitted(text: str) -> None:
+        asyncio.run(bearer.admit([f"Bearer {form(text)}"], "/gateway.v1.GatewayService/List"))
+
+    # Those that are cut by their length alone, and what is decoded of the longest that are not.
+    grows(shapes.TEXTS, answered(admitted))
+
+    def verified(text: str) -> None:
+        for verifier in bearer._verifiers:
+            asyncio.run(verifier.caller(form(text)))
+
+    grows(shapes.TEXTS, answered(verified), SMALL // 10)
+
+
+def test_passwords_of_pages() -> None:
+    grows(shapes.TEXTS, answered(lambda text: admin._bearer(f"Basic {_part(text)}==")))
+    grows(shapes.TEXTS, answered(lambda text: admin._host(f"http://{text}")))
+
+
+@pytest.mark.parametrize("name", decoders.GUIDED)
+def test_bytes(name: str) -> None:
+    decode, _ = decoders.GUIDED[name]
+    # Behind the checksum of a record, and behind the head of a frame, whatever stands there is looked at.
+    grows(shapes.BYTES, growth.in_thread(decode))
+
+
+def test_names_and_page_tokens() -> None:
+    def named(text: str) -> None:
+        for check in (ingest.check_corpus, ingest.check_document, servicer._read_token, plan.check_question):
+            with contextlib.suppress(ServiceError):
+                check(text)
+
+    grows(shapes.TEXTS, growth.in_thread(named))
+
+
+def test_settings(tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+
+    def load(text: str) -> None:
+        file.write_text(f"[gateway]\n{text}", errors="replace")
+        settings.load(GatewayConfig, "gateway", file=file, environ={})
+
+    grows(shapes.TOML, answered(load))
+    for hint in ("top_k", "max_document_bytes", "dense_weight", "listen"):
+
+        def given(text: str, name: str = f"FUSIONKV_GATEWAY_{hint.upper()}") -> None:
+            settings.load(GatewayConfig, "gateway", environ={name: text})
+
+        grows(shapes.TEXTS, answered(given))
+
+
+@pytest.mark.parametrize("kind", [StaticTokens, Quotas])
+def test_files_of_tokens_and_quotas(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+
+    def load(text: str) -> None:
+        file.write_text(text, errors="replace")
+        kind(file)
+
+    grows(shapes.TOML, answered(load))
+
+
+def test_words_of_a_question() -> None:
+    grows(shapes.TEXTS, growth.in_thread(words.content))
+
+
+def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:
+    """As `answered`, of all threads: what searches has its own."""
+
+    def measure(given: Any) -> Cost:
+        before, began = growth.trim(), time.process_time()
+        with contextlib.suppress(ServiceError, ValueError):
+            call(given)
+        return Cost(time.process_time() - began, max(0, growth.peak() - before))
+
+    return measure
+
+
+def test_searches(tmp_path: Path) -> None:
+    """Of the longest questions that are taken, by words, over a small corpus."""
+    model = ModelIdentity(b"f" * 32, b"t" * 32)
+
+    async def search(text: str) -> None:
+        plan.check_question(text)
+        await retrieval.candidates("c", text, np.ones(4, np.float32) / 2, 10, model)
+
+    async def start() -> EmbeddedRetrieval:
+        made = await EmbeddedRetrieval.open(tmp_path)
+        chunks = [Chunk("d", i, f"a word w{i} 9 é <eos> {i}", (i + 1,)) for i in range(100)]
+        await made.replace("c", "d", chunks, np.ones((100, 4), np.float32) / 2, model)
+        return made
+
+    with asyncio.Runner() as runner:
+        retrieval = runner.run(start())
+        try:
+            grows(shapes.TEXTS, of_process(lambda text: runner.run(search(text))), SEARCHED)
+        finally:
+            runner.run(retrieval.close())
+
+
+def test_http() -> None:
+    """Heads and bodies, as a connection of the gateway takes them."""
+    limits: dict[str, float] = {f"http_{what}_seconds": 2.0 for what in ("head", "body", "send")}
+
+    async def exchanged(data: bytes) -> None:
+        one = Served("127.0.0.1:0", http_idle_seconds=0.1, **limits)
+        (address,) = await one.start()
+        try:
+            reader, writer = await sent(address, data)
+            writer.write_eof()
+            await ended(reader)
+            writer.close()
+        except ConnectionError:
+            pass
+        finally:
+            await one.stop(0)
+
+    grows(shapes.HTTP, growth.in_thread(lambda data: asyncio.run(exchanged(data))), SMALL)
