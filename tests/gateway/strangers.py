@@ -105,22 +105,21 @@ def malformed(token: bytes = b"") -> Mapping[str, bytes]:
 
 
 def send(address: str, data: bytes, seconds: float = 5.0) -> bytes:
-    """What comes back for these bytes until the connection ends; after some seconds it is ended on this side."""
+    """What comes back for these bytes until the connection ends; after silence of some seconds this side ends it."""
     host, _, port = address.rpartition(":")
     said = b""
-    with (
-        socket.create_connection((host, int(port)), timeout=seconds) as connection,
-        contextlib.suppress(ConnectionError),
-    ):
+    with socket.create_connection((host, int(port)), timeout=60) as connection, contextlib.suppress(ConnectionError):
         connection.sendall(data)
+        connection.settimeout(seconds)
         while True:
             try:
                 part = connection.recv(65536)
             except TimeoutError:
+                connection.settimeout(60)
                 connection.shutdown(socket.SHUT_WR)
                 continue
             if not part:
-                return said
+                break
             said += part
     return said
 

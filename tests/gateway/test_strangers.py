@@ -29,7 +29,6 @@ _OWN = {
     "fusion": "fusion.v1.FusionService",
     "kvcache": "kvcache.v1.KVCacheService",
 }
-TIMES = 2
 
 
 class Running:
@@ -193,12 +192,11 @@ def attacked(running: Running) -> None:
 
 def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
     used(running)
-    for _ in range(TIMES):
-        attacked(running)
+    attacked(running)
     used(running)
-    assert running.scraped("gateway", "http_head") >= 50 * TIMES
+    assert running.scraped("gateway", "http_head") >= 50
     for name in running.services:
-        assert running.scraped(name, "grpc_message") >= TIMES
+        assert running.scraped(name, "grpc_message") >= 1
     kinds: Counter[tuple[str, str]] = Counter()
     for name, service in running.services.items():
         assert service.process.poll() is None, service.log[-5000:]
@@ -212,5 +210,5 @@ def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
             elif not re.match(r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete) [A-Z_]+ after ", told[3]):
                 # Without its numbers: what differs by them is one kind.
                 kinds[name, re.sub(r"\d+", "#", told[3])[:60]] += 1
-    # As often as they were attacked, a kind of fault is a line a minute.
+    # Dozens of each kind, and a line a minute.
     assert max(kinds.values()) <= 3, kinds
