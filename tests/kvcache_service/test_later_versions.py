@@ -99,3 +99,12 @@ async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tools: Any
     change_index(tmp_path, change)
     async with tools.serving(tmp_path) as service:
         assert len(service.store.residents) == 1
+
+
+async def test_a_directory_in_use_keeps_its_index(tools: Any, tmp_path: Path) -> None:
+    async with tools.serving(tmp_path) as service:
+        await service.put([tools.digest("S")], b"x" * 5000)
+        with pytest.raises(OSError, match="is in use by process"):
+            DiskCopies(tmp_path, 16 * MIB)
+    async with tools.serving(tmp_path) as service:
+        assert len(service.store.residents) == 1

@@ -99,6 +99,7 @@ async def test_entries_stay_while_no_file_can_be_opened(
     assert "Traceback" not in service.log
 
 
+@pytest.mark.slow
 def test_a_worker_and_a_gateway_go_on_when_connections_close(
     launch: Any, tmp_path: Path, reference_model: Path, crowd: list[socket.socket]
 ) -> None:
