@@ -13,8 +13,8 @@ from fusionkv.gateway.retrieval.base import ModelIdentity
 from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2
 
-# Characters of a line that are split together: the splitter takes the square of a line, 0.4 s for 8,000 full stops.
-_LONGEST_LINE = 8192
+# Characters of a line that are split together: the splitter takes the square, 0.14 s of 4,000 of them ("e.g.e.g.").
+_LONGEST_LINE = 4096
 _LONG_LINE = re.compile(rf"[^\n]{{{_LONGEST_LINE + 1}}}")
 
 

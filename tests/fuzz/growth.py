@@ -17,7 +17,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 MOST = 2.5
-FLOOR_SECONDS = 0.04
+FLOOR_SECONDS = 0.1
 FLOOR_BYTES = 24 << 20
 RUNS = 3
 _HIGH, _NOW = (re.compile(rf"^{name}:\s+(\d+) kB", re.M) for name in ("VmHWM", "VmRSS"))

@@ -20,7 +20,7 @@ def spin(seconds: float) -> None:
 
 
 def test_what_grows_with_the_input_passes() -> None:
-    costs = growth.check(lambda n: n, growth.in_thread(lambda n: spin(n / 1000)), 50)
+    costs = growth.check(lambda n: n, growth.in_thread(lambda n: spin(n / 1000)), 100)
     assert [round(c.seconds / costs[0].seconds) for c in costs] == [1, 2, 4]
     costs = growth.check(lambda n: n, growth.in_thread(lambda n: bytearray(n * MIB)), 30)
     assert [round(c.bytes / costs[0].bytes) for c in costs] == [1, 2, 4]
@@ -28,13 +28,13 @@ def test_what_grows_with_the_input_passes() -> None:
 
 def test_what_grows_with_its_square_is_found() -> None:
     with pytest.raises(AssertionError, match="time grows too fast at 40"):
-        growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 8000)), 20)
+        growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 2000)), 20)
     with pytest.raises(AssertionError, match="memory grows too fast at 20"):
         growth.check(lambda n: n, growth.in_thread(lambda n: bytearray(n * n * MIB // 3)), 10)
 
 
 def test_little_is_not_compared() -> None:
-    growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 10000)), 5)
+    growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 4000)), 5)
 
 
 def test_a_limit_ends_it_in_time() -> None:
@@ -51,7 +51,7 @@ def test_a_limit_ends_it_in_time() -> None:
 
 def test_an_error_is_an_answer_and_no_limit() -> None:
     def refuses(n: int) -> None:
-        spin(n * n / 8000)
+        spin(n * n / 2000)
         raise ValueError
 
     with pytest.raises(AssertionError, match="time grows too fast"):

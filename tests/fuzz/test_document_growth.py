@@ -1,0 +1,97 @@
+"""What documents of hostile shapes cost as they get larger, in the process that parses them for a gateway."""
+
+import asyncio
+import dataclasses
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.parse import HTML, MARKDOWN
+from fusionkv.gateway.parsers import Parser
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.errors import InvalidArgument
+from tests.fuzz import effort, growth
+from tests.fuzz.growth import Cost, Measure
+from tests.fuzz.document_shapes import SHAPES
+
+vocabulary: Callable[[], Vocabulary] = runpy.run_path(str(Path(__file__).parents[1] / "gateway/test_tokens.py"))[
+    "vocabulary"
+]
+# Bytes of the smallest; the largest has four times as many. The square of these takes a second and more.
+SIZE = 100_000 if effort.SECONDS else 4_000
+CONFIG = GatewayConfig(parse_seconds=60 if effort.SECONDS else 20, max_document_chunks=10**6, max_text_bytes=16 << 20)
+# What the gateway cuts a document off by; other refusals are answers as any other.
+LIMITS = ("parsing took longer", "bytes of memory", "bytes of text")
+# The Markdown splitter takes the square of a list or a quote of many lines. So these the deadline alone bounds.
+SQUARES = [
+    (HTML, "lines in quotes"),
+    (HTML, "lines in items"),
+    (MARKDOWN, "deep items"),
+]
+BUGS = ("the parser ended", "can't be parsed")
+
+
+class Measured:
+    """A parser that is replaced when it ends, and what each document costs it."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._runner = asyncio.Runner()
+        self._vocabulary = vocabulary()
+        self._config = config
+        self._parser = Parser(config)
+
+    def of(self, kind: str) -> Measure[bytes]:
+        return lambda content: self._runner.run(self._measure(content, kind))
+
+    async def _measure(self, content: bytes, kind: str) -> Cost:
+        effort.done["document of growing size"] += 1
+        await self._parser.use(self._vocabulary)
+        pid, before, refused = self._parser.pid, growth.trim(self._parser.pid), ""
+        try:
+            await self._parser.parse(content, kind)
+        except InvalidArgument as error:
+            refused = str(error)
+        assert not any(bug in refused for bug in BUGS), refused
+        cut = any(limit in refused for limit in LIMITS)
+        cost = Cost(self._parser.seconds, max(0, growth.peak(pid) - before) if self._parser.usable else 0, cut)
+        if not self._parser.usable:
+            await self._parser.end()
+            self._parser = Parser(self._config)
+        return cost
+
+    def close(self) -> None:
+        self._runner.run(self._parser.end())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Measured]:
+    made = Measured(CONFIG)
+    yield made
+    made.close()
+
+
+def test_there_are_enough() -> None:
+    assert all(len(shapes) >= 30 for shapes in SHAPES.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [(kind, name) for kind, shapes in SHAPES.items() for name in shapes if (kind, name) not in SQUARES],
+)
+def test_costs_grow_with_a_document(measured: Measured, kind: str, name: str) -> None:
+    growth.check(SHAPES[kind][name], measured.of(kind), SIZE, deadline=CONFIG.parse_seconds + 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), SQUARES)
+def test_the_deadline_ends_what_grows_faster(kind: str, name: str) -> None:
+    limited = Measured(dataclasses.replace(CONFIG, parse_seconds=2.0))
+    try:
+        cost = limited.of(kind)(SHAPES[kind][name](1_000_000))
+    finally:
+        limited.close()
+    assert cost.cut
+    assert cost.seconds < 3
