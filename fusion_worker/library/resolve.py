@@ -10,7 +10,7 @@ from fusionkv.protos.errors import FailedPrecondition
 
 _GGUF = ".gguf"
 # Nothing else of a repository is downloaded: no pickles, no weights of other frameworks.
-_FILES = ("*.json", "*.safetensors", "*.jinja")
+_FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def resolve(name: str | Path) -> Path:
