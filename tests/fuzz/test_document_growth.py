@@ -14,8 +14,8 @@ from fusionkv.gateway.parsers import Parser
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.errors import InvalidArgument
 from tests.fuzz import effort, growth
-from tests.fuzz.growth import Cost, Measure
 from tests.fuzz.document_shapes import SHAPES
+from tests.fuzz.growth import Cost, Measure
 
 vocabulary: Callable[[], Vocabulary] = runpy.run_path(str(Path(__file__).parents[1] / "gateway/test_tokens.py"))[
     "vocabulary"
