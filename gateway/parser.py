@@ -124,8 +124,15 @@ def no_memory(memory: int) -> str:
 
 
 def _peak() -> int:
-    """The most bytes of memory that this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """The most bytes of memory that this process has had; 0 where the system does not say.
+
+    Not ru_maxrss, which begins with what the gateway had when it started this process.
+    """
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), 0)
+    except OSError:
+        return 0
 
 
 if __name__ == "__main__":

@@ -234,6 +234,18 @@ async def test_what_waited_is_refused_when_those_before_it_used_up_the_quota() -
         assert "100 tokens a minute" in str(done[1])
 
 
+async def test_a_large_gateway_keeps_its_parsers_warm() -> None:
+    """The memory of a process that starts another one counts as the other's too, in ru_maxrss."""
+    large = b"x" * (500 << 20)
+    async with parsers() as made:
+        await made.parse(tenant(), b"quick", PLAIN, TOKENS)
+        before = children()
+        await made.parse(tenant(), b"quick", PLAIN, TOKENS)
+        assert len(before) == 1
+        assert children() == before
+    assert large
+
+
 async def test_all_end_with_the_gateway() -> None:
     async with parsers(parsers=2) as made:
         await asyncio.gather(*(made.parse(tenant(), b"quick", PLAIN, TOKENS) for _ in range(2)))
