@@ -59,7 +59,9 @@ def _convert(file: Path, into: Path, pre: str) -> None:
     tokenizer.save_pretrained(into)
     # Packed, as it may stay otherwise, a model refuses to save itself.
     whole = GgufConfig(dequantize=True)
-    network = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=whole)
+    network = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.bfloat16, quantization_config=whole, use_safetensors=True
+    )
     network.save_pretrained(into)
 
 
