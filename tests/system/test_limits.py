@@ -101,6 +101,7 @@ TOO_LONG: dict[str, Any] = {
     "kvcache.Put header.path[]": [header(path=[bytes(100_000)])],
     "kvcache.Put header.variant": [header(path=[DIGEST] * 2, variant=bytes(100_000))],
     "kvcache.Put header.checksum": [header(checksum=bytes(100_000))],
+    "kvcache.Put header.signature": [header(signature=bytes(100_000))],
     "kvcache.Delete keys": kvcache.DeleteRequest(keys=MANY),
     "kvcache.Delete keys[]": kvcache.DeleteRequest(keys=[bytes(100_000)]),
     "kvcache.Delete namespace": kvcache.DeleteRequest(namespace=bytes(100_000)),
