@@ -1,4 +1,4 @@
-"""Latency of List beside hostile documents: `python -P bench/hostile.py [SECONDS]`, one JSON line a document.
+"""Latency of List and of answers beside hostile documents: `python -P bench/hostile.py [SECONDS]`, one JSON line for each.
 
 Services as installed and a reference model; another tenant sends one hostile document after another. Rounds with them
 and without take turns, so that both see the same machine. The figures of docs/security.md.
@@ -34,6 +34,10 @@ DOCUMENTS = {
     "elements, a million": b"<p><b>x</b>" * 1_000_000,
 }
 TENANTS = ("hostile", "other")
+CALLS: dict[str, Callable[[Client], object]] = {
+    "List": lambda client: client.list(),
+    "answer": lambda client: client.ask("c", "What is on the page?", max_tokens=4),
+}
 
 
 @contextmanager
@@ -65,17 +69,17 @@ def _sender(
     return took, run
 
 
-def _lists(client: Client, seconds: float) -> list[float]:
+def _calls(call: Callable[[Client], object], client: Client, seconds: float) -> list[float]:
     found, end = [], time.perf_counter() + seconds
     while (began := time.perf_counter()) < end:
-        client.list()
+        call(client)
         found.append(time.perf_counter() - began)
         time.sleep(PAUSE)
     return found
 
 
-def _measure(address: str, content: bytes, seconds: float) -> dict[str, float]:
-    """Milliseconds of List, without and with the document in work."""
+def _measure(address: str, content: bytes, call: Callable[[Client], object], seconds: float) -> dict[str, float]:
+    """Milliseconds of a call, without and with the document in work."""
     sends, ends = threading.Event(), threading.Event()
     took, run = _sender(address, content, sends, ends)
     senders = [threading.Thread(target=run) for _ in range(2 if content else 0)]
@@ -88,7 +92,7 @@ def _measure(address: str, content: bytes, seconds: float) -> dict[str, float]:
                 if hostile:
                     sends.set()
                     time.sleep(0.3)
-                times[hostile] += _lists(client, seconds / ROUNDS)
+                times[hostile] += _calls(call, client, seconds / ROUNDS)
                 sends.clear()
                 if hostile:
                     time.sleep(1.0)
@@ -120,7 +124,9 @@ def main() -> None:
         with Client(address, token="other") as client:
             client.ingest("c", "d.txt", "A page.")
         for name, content in DOCUMENTS.items():
-            print(json.dumps({"document": name, **_measure(address, content, seconds)}), flush=True)
+            for called, call in CALLS.items():
+                row = {"document": name, "call": called, **_measure(address, content, call, seconds)}
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
