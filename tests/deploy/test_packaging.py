@@ -17,7 +17,7 @@ EXTRAS = {
     "protos": {"prometheus", "compress"},
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache"},
-    "fusion_worker": {"worker", "gpu", "gds"},
+    "fusion_worker": {"worker", "gguf", "gpu", "gds"},
     "gateway": {"gateway", "http", "langchain", "milvus"},
     "models": {"worker"},
 }
