@@ -103,7 +103,7 @@ def test_an_unsupported_family(save: Any, tmp_path: Path, tools: Any) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     tools.byte_tokenizer().save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(FailedPrecondition, match="family 'gpt2' is not served; served are: glm4, llama"):
+    with pytest.raises(FailedPrecondition, match="family 'gpt2' is not served; served are: gemma3_text, glm4, llama"):
         models.load(tmp_path / "gpt2", "cpu")
 
 

@@ -88,7 +88,7 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--auxiliary", "nowhere"], "nowhere holds no config.json"),
+        (["--auxiliary", "nowhere"], "nowhere is no model: give the directory of a Hugging Face model"),
         (["--recipes", "magic"], "unknown recipe 'magic'"),
         (["--recipes", "cache_craft+versions"], "cache_craft+versions reuses what was asked before"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
