@@ -7,7 +7,6 @@ nothing of the gateway's but the model's tokenizer and the document in work, and
 import contextlib
 import ctypes
 import gc
-import importlib
 import json
 import math
 import os
@@ -45,8 +44,10 @@ def main() -> None:
     # Frames alone use the two pipes: whatever a library prints, which may quote a document, goes nowhere.
     given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # Now, so that no document waits for them.
-    for module in ("pypdf", "fusionkv.gateway.parse_html"):
-        importlib.import_module(module)
+    import pypdf  # noqa: F401
+
+    from fusionkv.gateway import parse_html  # noqa: F401
+
     nowhere = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(nowhere, standard)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import ingest, plan, servicer
+from fusionkv.gateway import ingest, page_tokens, plan
 from fusionkv.gateway.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
@@ -118,8 +118,11 @@ def test_bytes(name: str) -> None:
 
 
 def test_names_and_page_tokens() -> None:
+    def listed(token: str) -> str:
+        return page_tokens.last("tenant", "corpus", token, ingest.MOST_NAME)
+
     def named(text: str) -> None:
-        for check in (ingest.check_corpus, ingest.check_document, servicer._read_token, plan.check_question):
+        for check in (ingest.check_corpus, ingest.check_document, listed, plan.check_question):
             with contextlib.suppress(ServiceError):
                 check(text)
 
