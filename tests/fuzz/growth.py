@@ -110,7 +110,8 @@ def check(
             # Or both steps together: what grows with its square has sixteen times as much behind them.
             twice = _least(measure, make(n << step + 1))
             what = "memory" if cost.seconds <= MOST * max(before.seconds, FLOOR_SECONDS) else "time"
-            assert not twice.cut and _fits(twice, before, 2), f"{what} grows too fast {where}"
+            fits = not twice.cut and _fits(twice, before, 2)
+            assert fits, f"{what} grows too fast {where}"
         costs.append(cost)
         smaller = given
         if cost.cut:
