@@ -1,7 +1,7 @@
 """Latency of List and of answers beside hostile documents: `python -P bench/hostile.py [SECONDS]`.
 
 Services as installed and a reference model; another tenant sends one hostile document after another. Rounds with them
-and without take turns, so that both see the same machine. The figures of docs/security.md.
+and without take turns, so that both see the same machine.
 """
 
 import itertools
