@@ -25,8 +25,10 @@ from fusionkv.protos.errors import ServiceError
 ROOT = Path(__file__).parent.parent
 MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 ROUNDS, PAUSE = 5, 0.005
+_SENDERS = 2
 DOCUMENTS = {
     "none": b"",
+    "one harmless line": b"<p>a b</p>",
     "spaces in a row": b"<p>a" + b" " * 60_000 + b"b</p>",
     "lines in <pre>": b"<pre>a" + b"\n " * 60_000 + b"b</pre>",
     "tags that do not end": b"<a" * 200_000,
@@ -50,7 +52,7 @@ def _service(module: str, *flags: str) -> Iterator[str]:
 
 
 def _sender(
-    address: str, content: bytes, sends: threading.Event, ends: threading.Event
+    address: str, content: bytes, sends: threading.Event, ends: threading.Event, in_work: threading.Semaphore
 ) -> tuple[list[float], Callable[[], None]]:
     """How long each document took until it was answered, and what sends them while `sends` is set."""
     took: list[float] = []
@@ -62,7 +64,7 @@ def _sender(
                     if ends.is_set():
                         return
                 began = time.perf_counter()
-                with suppress(ServiceError):
+                with in_work, suppress(ServiceError):
                     client.ingest("c", f"{number % 4}.html", content)
                 took.append(time.perf_counter() - began)
 
@@ -81,8 +83,9 @@ def _calls(call: Callable[[Client], object], client: Client, seconds: float) -> 
 def _measure(address: str, content: bytes, call: Callable[[Client], object], seconds: float) -> dict[str, float]:
     """Milliseconds of a call, without and with the document in work."""
     sends, ends = threading.Event(), threading.Event()
-    took, run = _sender(address, content, sends, ends)
-    senders = [threading.Thread(target=run) for _ in range(2 if content else 0)]
+    in_work = threading.Semaphore(_SENDERS)
+    took, run = _sender(address, content, sends, ends, in_work)
+    senders = [threading.Thread(target=run) for _ in range(_SENDERS if content else 0)]
     for sender in senders:
         sender.start()
     times: dict[bool, list[float]] = {False: [], True: []}
@@ -94,8 +97,12 @@ def _measure(address: str, content: bytes, call: Callable[[Client], object], sec
                     time.sleep(0.3)
                 times[hostile] += _calls(call, client, seconds / ROUNDS)
                 sends.clear()
+                # What is in work still, a parser that is started again for what was killed too.
+                for _ in range(_SENDERS):
+                    in_work.acquire()
+                in_work.release(_SENDERS)
                 if hostile:
-                    time.sleep(1.0)
+                    time.sleep(3.0)
     ends.set()
     for sender in senders:
         sender.join()

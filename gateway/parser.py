@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from array import array
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from fusionkv.gateway import parse
@@ -70,7 +71,16 @@ def _confine(memory: int) -> None:
     with contextlib.suppress(OSError, ValueError):  # macOS knows the limit, and takes none
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICE)
+    run_last(os.getpid())
+
+
+def run_last(pid: int) -> None:
+    """Lowers the priority of a process that leads a session."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+        # Linux may weigh sessions instead of processes (autogroup): there, only the session's own niceness counts.
+        # Beside two parsers that have all of two cores, an answer of 60 ms takes 1.3 s without it.
+        Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
 
 
 def _serve(given: BinaryIO, answers: BinaryIO, memory: int) -> None:

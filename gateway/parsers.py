@@ -203,7 +203,7 @@ class Parser:
 
     async def _start(self) -> asyncio.subprocess.Process:
         # Without a preexec_fn no code of this process, which has threads of gRPC's, runs in the child.
-        return await asyncio.create_subprocess_exec(
+        process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", parser.__name__, str(self._config.parse_memory_bytes)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -213,6 +213,9 @@ class Parser:
             # Ctrl-C reaches the gateway alone.
             start_new_session=True,
         )
+        # Also while it starts. Linux may refuse it when another one was started in the last 0.1 s: then it does it itself.
+        parser.run_last(process.pid)
+        return process
 
     async def _write(self, data: bytes) -> None:
         assert self._process is not None

@@ -129,6 +129,15 @@ async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPat
             assert f"Max address space         {1 << 30}" in told(pid, "limits")
 
 
+async def test_a_parser_runs_behind_everybody_else() -> None:
+    async with parsers() as made:
+        await made.parse(tenant(), b"x", PLAIN, TOKENS)
+        (pid,) = children()
+        assert os.getpriority(os.PRIO_PROCESS, pid) == 10
+        if Path("/proc/self/autogroup").exists():
+            assert told(pid, "autogroup").split()[1:] == ["nice", "10"]
+
+
 async def test_a_document_that_takes_too_long_ends_with_its_process() -> None:
     who = tenant()
     async with parsers(parse_seconds=2) as made:
