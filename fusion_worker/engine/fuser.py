@@ -9,7 +9,6 @@ import torch
 from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.follower import Follower
 from fusionkv.fusion_worker.engine.fused import Doubt, Fused
 from fusionkv.fusion_worker.engine.links import Links
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, masked
@@ -20,10 +19,8 @@ from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.methods.scoring import (
     AuxiliaryAttention,
     DistanceToStart,
-    FirstScore,
-    PeakAttention,
+    Score,
     ShallowScore,
-    Trace,
 )
 from fusionkv.fusion_worker.models import Model
 from fusionkv.kernels.segments import Segment
@@ -47,7 +44,6 @@ class Fuser:
         self._model = model
         self._engine = engine
         self._auxiliary = auxiliary
-        self._follower = Follower(model, engine)
 
     def check(self, recipe: Recipe, chunks: int) -> None:
         """Raises FailedPrecondition when the model can't follow the recipe with this many chunks."""
@@ -100,9 +96,9 @@ class Fuser:
         return task
 
     async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
-        """The scores that the recipe begins with, which hold for every ratio."""
-        assert recipe.begins is not None
-        return await self._score(placement, prompt, recipe.begins)
+        """The recipe's scores, which hold for every ratio."""
+        assert recipe.score is not None
+        return await self._score(placement, prompt, recipe.score)
 
     async def look(self, placement: Placement, prompt: Prompt, scores: Sequence[ShallowScore]) -> list[Scored]:
         """As `score`, for several scores from one pass through layer 0."""
@@ -151,10 +147,6 @@ class Fuser:
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
             scored = scored or await self.score(placement, prompt, recipe)
-            if isinstance(recipe.score, Trace):
-                followed = self._follower.scores(placement, prompt, recipe.score, scored.scores, stale, count)
-                found, more = await followed
-                scored = Scored(found, scored.rows + more)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
@@ -193,7 +185,7 @@ class Fuser:
     ) -> Fused:
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(self, placement: Placement, prompt: Prompt, score: FirstScore) -> Scored:
+    async def _score(self, placement: Placement, prompt: Prompt, score: Score) -> Scored:
         if isinstance(score, DistanceToStart):
             chunks = [p for p in placement.parts if not p.wanted.is_system]
             starts = [p.wanted.position for p in chunks]
@@ -201,8 +193,6 @@ class Fuser:
             return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
         if isinstance(score, AuxiliaryAttention):
             return await self._score_by_auxiliary(prompt)
-        if isinstance(score, PeakAttention):
-            return Scored(*await self._follower.peaks(placement, prompt, score))
         if isinstance(score, ShallowScore):
             return (await self.look(placement, prompt, [score]))[0]
         seen = placement.segments

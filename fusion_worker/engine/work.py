@@ -22,7 +22,6 @@ class Result:
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
     [last position + 1], of a shallow probe [scores, last position + 1]. mean: float32 [hidden], the mean of the rows'
     last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
-    followed: float32 [rows, last position + 1], each row's attention, the mean over heads and layers.
     """
 
     token: int | None = None
@@ -31,7 +30,6 @@ class Result:
     mean: torch.Tensor | None = None
     shallow: Shallow | None = None
     votes: torch.Tensor | None = None
-    followed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,6 @@ class Work:
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
-    follow: whether each row's attention is wanted.
     background: comes after all prefills that somebody waits for.
     A work is split over steps if what is wanted of it comes from its last row alone.
     """
@@ -71,7 +68,6 @@ class Work:
     ahead: Ahead | None = None
     temper: Temper | None = None
     votes: int = 0
-    follow: bool = False
     background: bool = False
     done: int = 0
     abandoned: bool = False
@@ -92,7 +88,7 @@ class Work:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes or self.follow)
+        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes)
 
     @property
     def alone(self) -> bool:

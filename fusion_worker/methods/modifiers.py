@@ -103,7 +103,7 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "adaptive",
-            "N% of the ratio first, all of it once an answer's token has less than M per mille (docs/selection.md)",
+            "N% of the ratio first, all of it once an answer's token has less than M per mille",
             (40, 999),
             (1, 1),
             _adaptive,

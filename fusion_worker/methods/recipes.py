@@ -8,13 +8,11 @@ from fusionkv.fusion_worker.methods.scoring import (
     AttendedDeviation,
     AuxiliaryAttention,
     DistanceToStart,
-    FirstScore,
     InterChunkAttention,
     QuestionAttention,
     Score,
     ShallowAttention,
     ShallowScore,
-    Trace,
     ValueDeviation,
 )
 from fusionkv.protos.errors import InvalidArgument
@@ -133,11 +131,6 @@ class Recipe:
         """Whether tokens are scored by their states behind layer 0."""
         return isinstance(self.score, ShallowScore)
 
-    @property
-    def begins(self) -> FirstScore | None:
-        """The score, or what it begins with when the rest depends on how many tokens are chosen."""
-        return self.score.begins if isinstance(self.score, Trace) else self.score
-
     def kept(self, context_tokens: int) -> int:
         """Context tokens kept by layer and head; 0 when all stay as they are."""
         return self.keep.tokens if self.keep is not None and context_tokens > self.keep.tokens else 0
@@ -238,13 +231,6 @@ RECIPES: dict[str, Recipe] = {
             ISOLATED,
             QuestionAttention(last_only=False),
             0.2,
-        ),
-        Recipe(
-            "trace",
-            "recomputed along references, forward by attention and backward by words (docs/selection.md)",
-            ISOLATED,
-            Trace(),
-            0.15,
         ),
         Recipe(
             "cacheclip",

@@ -33,18 +33,6 @@ class QuestionAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class PeakAttention:
-    """Attention of the question's last rows into each token over the stale cache, the mean over heads and layers, as
-    the root of its squares' sum over rows: what one row looks for counts more than what all rows look at a little, as
-    they do at the first token of a chunk.
-
-    most: rows, since each one's attention is kept: 256 over 128k tokens take 134 MB.
-    """
-
-    most: int = 256
-
-
-@dataclass(frozen=True, slots=True)
 class ValueDeviation:
     """Squared L2 distance of a token's fresh value to its stale one, layer 1 (CacheBlend; FusionRAG 2.2.2)."""
 
@@ -72,27 +60,6 @@ class AuxiliaryAttention:
     """Last-layer attention of the question into each token in a small second model (CacheClip 3.3)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Follows references from what the question attends to: docs/selection.md.
-
-    share, least, most: tokens that are computed to be followed: of the budget, at least, and at most. References do
-        not grow in number with the context, and on a CPU 16 rows cost little more than one. weights: tokens taken in
-        turn by the question's attention, by what was followed, and by words.
-    """
-
-    share: float = 1 / 16
-    least: int = 4
-    most: int = 16
-    weights: tuple[float, float, float] = (1.0, 1.0, 6.0)
-
-    @property
-    def begins(self) -> PeakAttention:
-        """Where references are followed from."""
-        return PeakAttention()
-
-
 # Computed from the states of all stale tokens behind layer 0: see `shallow`.
 ShallowScore = ValueDeviation | AttendedDeviation | ShallowAttention | InterChunkAttention
-FirstScore = DistanceToStart | QuestionAttention | PeakAttention | AuxiliaryAttention | ShallowScore
-Score = FirstScore | Trace
+Score = DistanceToStart | QuestionAttention | AuxiliaryAttention | ShallowScore

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionkv.fusion_worker.batch import Batch, Followed, Probe, Votes
+from fusionkv.fusion_worker.batch import Batch, Probe, Votes
 from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
 from fusionkv.fusion_worker.engine.work import ShallowProbe
 from fusionkv.fusion_worker.methods.scoring import (
@@ -56,7 +56,6 @@ class StepWriter:
             ],
             probes=[pb.RankProbe(span=at[id(p.span)], layers=sorted(p.layers)) for p in batch.probes],
             votes=[pb.RankVotes(span=by_start[v.span.stop], rows=v.span.rows) for v in batch.votes],
-            followed=[at[id(f.span)] for f in batch.followed],
             wanted=batch.wanted,
         )
 
@@ -111,7 +110,6 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
         rotations=model.rotations,
         probes=tuple(Probe(spans[p.span], frozenset(p.layers)) for p in step.probes),
         votes=tuple(voters),
-        followed=tuple(Followed(spans[i]) for i in step.followed),
         tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
         wanted=list(step.wanted) or None,
     )

@@ -28,7 +28,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
     assert find("full_reuse+anchored").ratio_for(1.0) == 1.0
     assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
-    assert find("trace+adaptive").adapt == Adaptive(0.4, 0.999)
+    assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 
@@ -56,8 +56,8 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("prophetkv+anchored(50)", r"prophetkv recomputes text, and anchored\(50\) keeps none of it"),
         ("full_attention+window", "full_attention is full attention"),
         ("full_reuse+adaptive", "full_reuse has one ratio"),
-        ("trace+adaptive(100)", "less than 100 percent"),
-        ("trace+adaptive(10,1000)", "less than 1000 per mille"),
+        ("prophetkv+adaptive(100)", "less than 100 percent"),
+        ("prophetkv+adaptive(10,1000)", "less than 1000 per mille"),
         ("prefix_cache+a3", "unknown modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention, .* compute all of the context at a ratio of 1"),
     ],
