@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from fusionkv.fusion_worker.batch import Batch
-from fusionkv.fusion_worker.methods.shallow import States
+from fusionkv.fusion_worker.batch import Batch, States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 from fusionkv.kernels.attention_scores import attention_scores

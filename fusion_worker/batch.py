@@ -7,11 +7,21 @@ from typing import TypeVar
 
 import torch
 
-from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
 from fusionkv.kernels.tempered_attention import Temper
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one layer's attention was given: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    window: int | None
 
 
 @dataclass(slots=True)

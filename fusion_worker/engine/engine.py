@@ -13,7 +13,6 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
-from fusionkv.fusion_worker.methods.shallow import scores
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.segment_table import Spans
@@ -115,13 +114,12 @@ class Engine:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
         work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
-        model, ranks = self._model, self._model.ranks
         with self.crew.shallow(step.batch, work.probe):
-            found = shallow(model, step.batch)
-            kv, (span,) = self._pool.kv[1], step.spans
-            scored = scores(work.probe.scores, found.second, kv, span, model.rotations[1], work.probe.starts, ranks)
+            found = shallow(self._model, step.batch)
+            scores = work.probe.scores(self._model, step.batch, found.second)
         # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
-        work.future.set_result(Result(scores=scored, shallow=found if ranks.count == 1 else None))
+        alone = self._model.ranks.count == 1
+        work.future.set_result(Result(scores=scores, shallow=found if alone else None))
 
     def _assemble(self, parts: list[Part]) -> "_Step":
         spans: list[Span] = []

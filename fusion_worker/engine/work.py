@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from fusionkv.fusion_worker.attention import Ahead, Shallow
+from fusionkv.fusion_worker.batch import Batch, States
 from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.sampling import Sampler
-from fusionkv.fusion_worker.methods.scoring import ShallowScore
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.base import Selector
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
 
@@ -20,8 +23,8 @@ class Result:
     """What was asked for, the rest None.
 
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
-    [last position + 1], of a shallow probe [scores, last position + 1]. mean: float32 [hidden], the mean of the rows'
-    last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
+    [last position + 1], of a shallow probe [selectors, last position + 1]. mean: float32 [hidden], the mean of the
+    rows' last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
     """
 
     token: int | None = None
@@ -34,10 +37,20 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ShallowProbe:
-    """Scores tokens by their states behind layer 0, and stops there. All as for `methods.shallow.scores`."""
+    """Scores tokens by their states behind layer 0, and stops there.
 
-    scores: tuple[ShallowScore, ...]
+    selectors: each needs `FreshLayer`. starts: as for `FreshStates`.
+    """
+
+    selectors: tuple[Selector[FreshStates], ...]
     starts: torch.Tensor
+
+    @torch.inference_mode()
+    def scores(self, model: Model, batch: Batch, states: States) -> torch.Tensor:
+        """float32 [selectors, last position + 1], of the batch's one span. states: of layer 1."""
+        (span,) = batch.spans
+        fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
+        return torch.stack([selector.scores(fresh) for selector in self.selectors])
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +61,7 @@ class Work:
     seen: segments of keys that are there already. The rows see each other by `own`.
     unstored: rows at the front whose keys are in `seen`, so that their KV is not written.
     logits: how many rows, the last ones, are wanted as logits.
-    probe: layers whose attention into each position is summed up; or shallow scores of each token.
+    probe: layers whose attention into each position is summed up; or each token is scored by selectors.
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.

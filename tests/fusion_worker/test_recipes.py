@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fusionkv.fusion_worker.methods.choose import TopK, Window, top_k
 from fusionkv.fusion_worker.methods.modifiers import find
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
+from fusionkv.fusion_worker.select.choose import TopK, Window, top_k
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -18,7 +18,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     base, made = RECIPES["fusionrag"], find("fusionrag+isolated+window(4, 2)")
     assert (base.encode, base.choose) == (SimilarityGuided(10), TopK())
     assert (made.encode, made.choose, made.name) == (Isolated(), Window(4, 2), "fusionrag+isolated+window(4, 2)")
-    assert (made.score, made.ratio, made.from_layer_1) == (base.score, base.ratio, base.from_layer_1)
+    assert (made.select, made.ratio, made.from_layer_1) == (base.select, base.ratio, base.from_layer_1)
     assert find("a3+similarity_guided").neighbours == 10
     assert find("a3+similarity_guided(3)").neighbours == 3
     assert (find("cache_craft+versions").encode, find("a3+versions(16)").encode) == (Versions(3), Versions(16))
