@@ -105,9 +105,8 @@ eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; 
 	@$(PY) -m fusionkv.fusion_worker.evaluation --auxiliary models/clip/tuned-1 $(ARGS)
 
 .PHONY: quality
-quality: setup ## Writes the tables of docs/quality.md and docs/selection.md from the report of `make eval`
+quality: setup ## Writes the tables of docs/quality.md from the report of `make eval`
 	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md
-	@$(PY) scripts/selection_docs.py $(ARGS) > build/selection.md && mv build/selection.md docs/selection.md
 
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md from build/bench/

@@ -13,7 +13,7 @@ from fusionkv.bench.setup import ModelShape, Setup
 from fusionkv.bench.workload import QUESTION, SYSTEM, cached, lay_out
 from fusionkv.fusion_worker import attention, models
 from fusionkv.fusion_worker.batch import Batch, Probe
-from fusionkv.fusion_worker.methods.choose import budget, top_k
+from fusionkv.fusion_worker.select.choose import budget, top_k
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 

@@ -25,7 +25,7 @@ from fusionkv.gateway.client import AsyncClient
 from fusionkv.protos.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("full_attention", "full_reuse", "trace", "default")
+RECIPES = ("full_attention", "full_reuse", "prophetkv", "default")
 STAGES = ("retrieve", "plan", "queue", "lookup", "load", "encode", "select", "prefill")
 PASSES = (1, 2)
 START_SECONDS = 120

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from fusionkv.fusion_worker.batch import Batch
-from fusionkv.fusion_worker.methods.shallow import States
+from fusionkv.fusion_worker.batch import Batch, States
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 from fusionkv.kernels.attention_scores import attention_scores
@@ -141,9 +140,6 @@ def _put_together(batch: Batch, ranks: Ranks) -> None:
         ranks.total(probe.scores)
     for votes in batch.votes:
         votes.layers = list(ranks.joined(torch.stack(votes.layers), dim=1))
-    for followed in batch.followed:
-        weights = ranks.total(followed.weights)
-        weights /= weights[0].sum()
 
 
 @torch.inference_mode()
@@ -215,7 +211,6 @@ def _attend(
         ]
         votes.layers.append(torch.stack(by_head))
     scores = {probe.span: probe.scores for probe in batch.probes if layer in probe.layers}
-    scores |= {followed.span: followed.weights for followed in batch.followed}
     out = sparse_attention(rows, k_pool, v_pool, batch.spans, rotation, scaling, sliding_window, scores)
     for span, temper in batch.tempered:
         part = slice(span.start, span.stop)

@@ -7,11 +7,21 @@ from typing import TypeVar
 
 import torch
 
-from fusionkv.fusion_worker.methods.shallow import States
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Span
 from fusionkv.kernels.tempered_attention import Temper
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one layer's attention was given: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    window: int | None
 
 
 @dataclass(slots=True)
@@ -41,21 +51,6 @@ class Votes:
 
 
 @dataclass(slots=True)
-class Followed:
-    """The attention of each row of one span, the mean over heads and over the model's layers.
-
-    weights: float32 [rows, last position + 1], complete when the forward is done; every row sums to 1.
-    """
-
-    span: Span
-    weights: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        positions = self.span.positions
-        self.weights = torch.zeros(len(positions), int(positions[-1]) + 1, device=positions.device)
-
-
-@dataclass(slots=True)
 class Batch:
     """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
 
@@ -76,7 +71,6 @@ class Batch:
     rotations: Sequence[Rotation]
     probes: Sequence[Probe] = ()
     votes: Sequence[Votes] = ()
-    followed: Sequence[Followed] = ()
     tempered: Sequence[tuple[Span, Temper]] = ()
     wanted: Sequence[int] | None = None
     states: dict[int, States | None] = field(default_factory=dict)
@@ -111,14 +105,13 @@ class Batch:
             spans=Spans([new[span.stop] for span in self.spans if span.stop in new]),
             probes=[_moved(probe, new) for probe in self.probes if probe.span.stop in new],
             votes=[_moved(votes, new) for votes in self.votes],
-            followed=[_moved(followed, new) for followed in self.followed],
             tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
             wanted=None,
             states={},
         )
 
 
-_Look = TypeVar("_Look", Probe, Votes, Followed)
+_Look = TypeVar("_Look", Probe, Votes)
 
 
 def _moved(look: _Look, new: Mapping[int, Span]) -> _Look:

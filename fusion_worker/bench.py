@@ -38,7 +38,7 @@ SYSTEM, QUESTION, CHUNK = 32, 32, 512
 # A busy machine makes a run slow, and nothing more: only a cache that is gone counts as one that failed.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), ("fusionrag", 0.15), ("trace", 0.15))
+ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), ("fusionrag", 0.15))
 
 
 def qwen_half_billion(dtype: torch.dtype) -> models.Model:

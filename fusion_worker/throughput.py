@@ -39,7 +39,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 SYSTEM, QUESTION, ANSWER = 32, 32, 16
 Systems = Sequence[tuple[str, float]]
 # Name of a recipe, and the share of tokens that it recomputes.
-SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15), ("trace", 0.15))
+SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15))
 _BOUND = 4.0
 # A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
 _LASTING = 5.0

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe
-from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
+from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.protos.errors import FailedPrecondition
 
 FILE = "fusionkv-check.json"
@@ -82,6 +82,6 @@ def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict
             f"{path} is of another model, or this one was changed since: run `fusionkv check {directory}` again"
         )
     if verdict.auxiliary != auxiliary.hex():
-        for name in [n for n, r in RECIPES.items() if isinstance(r.score, AuxiliaryAttention)]:
+        for name in [n for n, r in RECIPES.items() if r.needs == SecondModel()]:
             verdict.recipes.pop(name, None)
     return verdict

@@ -12,7 +12,6 @@ import torch
 
 from fusionkv.kernels import decode_attention_cpu, reference, sparse_attention_cpu
 from fusionkv.kernels.attention_scores import attention_scores
-from fusionkv.kernels.attention_weights import attention_weights
 from fusionkv.kernels.backend import has_triton
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segment_table import Spans
@@ -36,14 +35,12 @@ def sparse_attention(
     q: [rows, q_heads, head_dim], carrying RoPE for the rows' positions.
     k_pool, v_pool: [slots, kv_heads, head_dim]; the rows' own keys are in there already.
     window: a row at p sees positions above p - window only; None sees all.
-    scores: what the `attention_scores` of some of the spans are added to, float32 [last position + 1]; or their
-        `attention_weights`, float32 [span's rows, last position + 1].
+    scores: what the `attention_scores` of some of the spans are added to, float32 [last position + 1].
     Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
     """
     if q.device.type != "cpu":
         for span, into in scores.items():
-            found = attention_scores if into.dim() == 1 else attention_weights
-            into += found(q, k_pool, span, rotation, scale, window)
+            into += attention_scores(q, k_pool, span, rotation, scale, window)
         if not has_triton():
             return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
         from fusionkv.kernels import sparse_attention_triton

@@ -61,8 +61,7 @@ def attention(
 ) -> torch.Tensor:
     """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim].
 
-    scores: float32 [last position + 1], or [rows, last position + 1]: the attention of all rows, or of each row, into
-    each position is added to it.
+    scores: float32 [last position + 1]: the attention of all rows into each position is added to it.
     """
     out = torch.empty_like(q)
     k = _keys(k_pool, span, rotation)
@@ -94,13 +93,11 @@ def _walk(
     """Blocks and KV heads side by side: writes means of v [kv_heads, positions, any size], adds to the scores."""
     groups = q.shape[1] // len(k)
 
-    dimensions = scores.dim() if scores is not None else 0
-
     def attend(piece: tuple[_Block, slice]) -> torch.Tensor | None:
         block, heads = piece
         columns = slice(heads.start * groups, heads.stop * groups)
         rows = _fold(q[block.rows, columns], groups, k.dtype)
-        mean, found = _attend(rows, k[heads], v[heads], block, scale, (groups, dimensions))
+        mean, found = _attend(rows, k[heads], v[heads], block, scale, scores is not None)
         out[block.rows, columns] = mean.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
         return found
 
@@ -108,8 +105,7 @@ def _walk(
     pieces = [(block, heads) for block in reversed(blocks) for heads in _heads(block, q.shape[1], len(k))]
     for (block, _), found in zip(pieces, side_by_side(attend, pieces), strict=True):
         if scores is not None and found is not None:
-            into = scores if dimensions == 1 else scores[block.rows]
-            into[..., block.low : block.high] += found
+            scores[block.low : block.high] += found
 
 
 def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
@@ -120,12 +116,9 @@ def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: tuple[int, int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of some KV heads, float32: means of values [heads, groups * rows, size], and sums of weights if asked for.
-
-    scored: the groups, and how many dimensions the sums have: 0 for none, 1 for [keys], 2 for [rows, keys].
-    """
+    """Of some KV heads, float32: means of values [heads, groups * rows, size]; sums of weights [keys] if `scored`."""
     everything = range(block.low, block.high)
     if q.dtype == torch.float32 and len(everything) <= block.step:
         return _at_once(q, k, v, block, scale, scored)
@@ -138,17 +131,17 @@ def _attend(
         for keys in _steps(everything, block.step):
             weights = _exponents(q, k, block, keys, scale).exp2_()
             mean += torch.bmm(weights, v[:, keys.start : keys.stop])
-            total += (weights.float() if scored[1] else weights).sum(-1)
-            if scored[1]:
+            total += (weights.float() if scored else weights).sum(-1)
+            if scored:
                 parts.append(weights)
         if float(total.max()) < _FAR:
             break
     shares = total.reciprocal_()
-    return mean.mul_(shares[..., None]), _sums(parts, shares, *scored) if parts else None
+    return mean.mul_(shares[..., None]), _sums(parts, shares) if parts else None
 
 
 def _at_once(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: tuple[int, int]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As `_attend`, of keys that are one step at most. float32 is fine wherever scores lie: nothing is guessed."""
     q[..., -1] = 0
@@ -157,19 +150,13 @@ def _at_once(
     weights = scores.sub_(scores.amax(-1, keepdim=True)).exp2_()
     shares = weights.sum(-1).reciprocal_()
     mean = torch.bmm(weights, v[:, keys.start : keys.stop]).mul_(shares[..., None])
-    return mean, _sums([weights], shares, *scored) if scored[1] else None
+    return mean, _sums([weights], shares) if scored else None
 
 
-def _sums(parts: list[torch.Tensor], shares: torch.Tensor, groups: int, dimensions: int) -> torch.Tensor:
-    """Weights [heads, groups * rows, keys] times the shares of their rows, summed over heads and groups, and rows
-    for one dimension.
-    """
+def _sums(parts: list[torch.Tensor], shares: torch.Tensor) -> torch.Tensor:
+    """[keys]: weights [heads, groups * rows, keys] times the shares of their rows, summed over all but keys."""
     # Kept in their own dtype: as float32 they would leave the cache.
-    if dimensions == 1:
-        return torch.cat([torch.bmm(shares[:, None], part.float())[:, 0].sum(0) for part in parts])
-    each = shares.unflatten(1, (groups, -1)).flatten(0, 1).t()[:, None]
-    by_row = (part.float().unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1) for part in parts)
-    return torch.cat([torch.bmm(each, part)[:, 0] for part in by_row], 1)
+    return torch.cat([torch.bmm(shares[:, None], part.float())[:, 0].sum(0) for part in parts])
 
 
 def _steps(keys: range, step: int) -> Iterator[range]:

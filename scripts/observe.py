@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
-RECIPES = ("trace", "fusionrag", "prophetkv", "full_reuse")
+RECIPES = ("fusionrag", "prophetkv", "full_reuse")
 # As in the README; it takes two pages.
 EXPLAINED = "Report Fenhinzu: city of Uma?"
 UP_SECONDS = 300

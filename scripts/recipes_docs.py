@@ -8,7 +8,7 @@ HEAD = f"""# Recipes
 
 How a prompt's context is made, by request: `fusionkv ask CORPUS QUESTION --recipe NAME --ratio R`. The ratio is the
 share of context tokens that is recomputed. With a ratio of 1 a recipe equals full attention, until `snapkv` lets
-context go. What they are worth: [quality.md](quality.md). How `trace` chooses: [selection.md](selection.md).
+context go. What they are worth: [quality.md](quality.md).
 
 A request that names no recipe, or `default`, gets the gateway's: `{DEFAULT_RECIPE}`, unless its configuration says
 otherwise, the best choice of tokens on a real model ([quality.md](quality.md#a-real-model)). Where chunks were
@@ -42,6 +42,15 @@ N versions of each chunk, N up to 16; which, and which of them is found: [cache.
 - The row `cache_craft` reuses chunks as encoded alone, as all figures of it in [quality.md](quality.md) do: what
   versions are worth depends on what was asked before, and `fusionkv eval` asks each sample by itself. It refuses
   them.
+"""
+ADAPTIVE = """
+## A ratio that adapts
+
+`prophetkv+adaptive(40,999)`, and any recipe with `adaptive(N,M)` whose ratio is not fixed, recomputes N% of the ratio
+first. If the first token of the answer, or any later one, then has a probability of less than M per mille, the rest
+of the ratio is recomputed and the answer goes on from there; what was said stays. `ratio_raised` of the reply says
+so. The time to the first token is that of the small ratio unless the first token itself is in doubt; a doubt later on
+costs a prefill in the middle of the answer.
 """
 LINKED = """
 ## Link tokens
@@ -113,6 +122,7 @@ def main() -> None:
         numbers = ", ".join(map(str, modifier.defaults)) or "-"
         print(f"| `{modifier.name}` | {numbers} | {modifier.description} |")
     print(VERSIONS, end="")
+    print(ADAPTIVE, end="")
     print(LINKED, end="")
     print(ANCHORED, end="")
 

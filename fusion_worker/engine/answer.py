@@ -29,9 +29,9 @@ from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.engine.shadow import Sample, Shadow
 from fusionkv.fusion_worker.engine.text import TextStream
-from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.protos import logs
 
 _faults = logs.Seldom(logging.getLogger(__name__))

@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 
 from fusionkv.fusion_worker.attention import forward, install, logits, shallow
-from fusionkv.fusion_worker.batch import Batch, Followed, Probe, Votes
+from fusionkv.fusion_worker.batch import Batch, Probe, Votes
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work, settled
-from fusionkv.fusion_worker.methods.shallow import scores
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.kernels.segment_table import Spans
@@ -98,7 +97,6 @@ class Engine:
                 scores=step.probes[work].scores if work in step.probes else None,
                 mean=hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None,
                 votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
-                followed=step.followed[work].weights if work in step.followed else None,
             )
             work.future.set_result(result)
 
@@ -116,19 +114,17 @@ class Engine:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
         work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
-        model, ranks = self._model, self._model.ranks
         with self.crew.shallow(step.batch, work.probe):
-            found = shallow(model, step.batch)
-            kv, (span,) = self._pool.kv[1], step.spans
-            scored = scores(work.probe.scores, found.second, kv, span, model.rotations[1], work.probe.starts, ranks)
+            found = shallow(self._model, step.batch)
+            scores = work.probe.scores(self._model, step.batch, found.second)
         # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
-        work.future.set_result(Result(scores=scored, shallow=found if ranks.count == 1 else None))
+        alone = self._model.ranks.count == 1
+        work.future.set_result(Result(scores=scores, shallow=found if alone else None))
 
     def _assemble(self, parts: list[Part]) -> "_Step":
         spans: list[Span] = []
         probes: dict[Work, Probe] = {}
         votes: dict[Work, Votes] = {}
-        followed: dict[Work, Followed] = {}
         at = 0
         for part in parts:
             work = part.work
@@ -141,8 +137,6 @@ class Engine:
             if work.votes:
                 voters = Span(at - work.votes, at, positions[-work.votes :], span.segments)
                 votes[work] = Votes(voters)
-            if work.follow:
-                followed[work] = Followed(span)
         tempers = [part.work.temper for part in parts]
         batch = Batch(
             ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
@@ -153,17 +147,16 @@ class Engine:
             rotations=self._model.rotations,
             probes=tuple(probes.values()),
             votes=tuple(votes.values()),
-            followed=tuple(followed.values()),
             tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
             wanted=[self._wanted(part) for part in parts],
         )
-        return _Step(batch, spans, probes, votes, followed)
+        return _Step(batch, spans, probes, votes)
 
     def _wanted(self, part: Part) -> int:
         """How many rows at the end of a part are looked at in the last layer or behind it."""
         work, last = part.work, self._model.kv.layers - 1
         probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
-        if work.mean or work.follow or probed:
+        if work.mean or probed:
             return part.stop - part.start
         return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
 
@@ -175,4 +168,3 @@ class _Step(NamedTuple):
     spans: list[Span]
     probes: dict[Work, Probe]
     votes: dict[Work, Votes]
-    followed: dict[Work, Followed]

@@ -3,29 +3,30 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from fusionkv.fusion_worker.attention import Ahead, Shallow
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.follower import Follower
 from fusionkv.fusion_worker.engine.fused import Doubt, Fused
 from fusionkv.fusion_worker.engine.links import Links
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, masked
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import Result, ShallowProbe, Work
-from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.methods.scoring import (
-    AuxiliaryAttention,
-    DistanceToStart,
-    FirstScore,
-    PeakAttention,
-    ShallowScore,
-    Trace,
-)
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.base import (
+    CachedAttention,
+    ChunkPlaces,
+    FreshLayer,
+    Nothing,
+    SecondModel,
+    Selector,
+)
+from fusionkv.fusion_worker.select.choose import budget
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.errors import FailedPrecondition
@@ -47,13 +48,12 @@ class Fuser:
         self._model = model
         self._engine = engine
         self._auxiliary = auxiliary
-        self._follower = Follower(model, engine)
 
     def check(self, recipe: Recipe, chunks: int) -> None:
         """Raises FailedPrecondition when the model can't follow the recipe with this many chunks."""
-        if recipe.needs_layer_1 and self._model.kv.layers < 2:
+        if recipe.needs == FreshLayer() and self._model.kv.layers < 2:
             raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
-        if isinstance(recipe.score, AuxiliaryAttention) and self._auxiliary is None:
+        if recipe.needs == SecondModel() and self._auxiliary is None:
             raise FailedPrecondition(
                 f"{recipe.name} chooses tokens by a small second model: start the worker with --auxiliary DIRECTORY"
             )
@@ -92,29 +92,32 @@ class Fuser:
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
         """Scores that need nothing of the primary's KV, computed while that loads; None when there are no such."""
-        if not isinstance(recipe.score, AuxiliaryAttention) or not 0.0 < ratio < 1.0:
+        selector = recipe.select
+        if selector is None or selector.needs != SecondModel() or not 0.0 < ratio < 1.0:
             return None
-        task = asyncio.create_task(self._score_by_auxiliary(prompt))
+
+        async def score() -> Scored:
+            return Scored(selector.scores(await self._auxiliary_attention(prompt)), rows=0)
+
+        task = asyncio.create_task(score())
         # When loading fails, nobody asks for them any more.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
-    async def score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
-        """The scores that the recipe begins with, which hold for every ratio."""
-        assert recipe.begins is not None
-        return await self._score(placement, prompt, recipe.begins)
-
-    async def look(self, placement: Placement, prompt: Prompt, scores: Sequence[ShallowScore]) -> list[Scored]:
-        """As `score`, for several scores from one pass through layer 0."""
-        seen = placement.segments
-        context = _stale(placement, prompt).nonzero()[:, 0]
-        starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
-        rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
-        probe = ShallowProbe(tuple(scores), starts)
-        result = await self._run(prompt, placement, rows, seen, probe=probe, unstored=len(context))
-        assert result.scores is not None
-        found = result.scores[:, : prompt.question_start].cpu()
-        return [Scored(each, len(rows), result.shallow) for each in found]
+    async def score(self, placement: Placement, prompt: Prompt, selectors: Sequence[Selector[Any]]) -> list[Scored]:
+        """Scores by selectors that need the same, from one look at it; they hold for every ratio."""
+        seen: ChunkPlaces | torch.Tensor
+        match selectors[0].needs:
+            case Nothing():
+                seen, rows = _places(placement, prompt), 0
+            case CachedAttention() as needs:
+                seen, rows = await self._attention(placement, prompt, needs), len(prompt.question)
+            case SecondModel():
+                seen, rows = await self._auxiliary_attention(prompt), 0
+            case FreshLayer():
+                # Scored where the states are, on every rank.
+                return await self._score_at_layer_1(placement, prompt, selectors)
+        return [Scored(selector.scores(seen), rows) for selector in selectors]
 
     async def fuse(
         self, placement: Placement, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
@@ -127,7 +130,7 @@ class Fuser:
             return await self._fuse(placement, prompt, recipe, ratio, scored)
         stale = int(_stale(placement, prompt).sum())
         if scored is None and 0 < budget(ratio, prompt.context_tokens, stale) < stale:
-            scored = await self.score(placement, prompt, recipe)
+            scored = await self._score(placement, prompt, recipe)
         first = await self._fuse(placement, prompt, recipe, ratio * recipe.adapt.first, scored)
 
         async def more() -> Fused:
@@ -150,11 +153,7 @@ class Fuser:
             scored = None
             chosen = stale.nonzero()[:, 0] if count else torch.empty(0, dtype=torch.int64)
         else:
-            scored = scored or await self.score(placement, prompt, recipe)
-            if isinstance(recipe.score, Trace):
-                followed = self._follower.scores(placement, prompt, recipe.score, scored.scores, stale, count)
-                found, more = await followed
-                scored = Scored(found, scored.rows + more)
+            scored = scored or await self._score(placement, prompt, recipe)
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
@@ -193,28 +192,34 @@ class Fuser:
     ) -> Fused:
         return Fused(placement, seen, positions, ids, chosen, stale, self._model.device)
 
-    async def _score(self, placement: Placement, prompt: Prompt, score: FirstScore) -> Scored:
-        if isinstance(score, DistanceToStart):
-            chunks = [p for p in placement.parts if not p.wanted.is_system]
-            starts = [p.wanted.position for p in chunks]
-            stops = [p.wanted.position + len(p.wanted.chunk) for p in chunks]
-            return Scored(score.scores(starts, stops, prompt.question_start), rows=0)
-        if isinstance(score, AuxiliaryAttention):
-            return await self._score_by_auxiliary(prompt)
-        if isinstance(score, PeakAttention):
-            return Scored(*await self._follower.peaks(placement, prompt, score))
-        if isinstance(score, ShallowScore):
-            return (await self.look(placement, prompt, [score]))[0]
-        seen = placement.segments
-        question = torch.arange(prompt.question_start, prompt.tokens)
-        layers = score.layers(self._model.kv.layers)
-        result = await self._run(prompt, placement, question, seen, probe=layers, unstored=0)
-        assert result.scores is not None
-        return Scored(result.scores[: prompt.question_start].cpu(), len(question))
+    async def _score(self, placement: Placement, prompt: Prompt, recipe: Recipe) -> Scored:
+        assert recipe.select is not None
+        return (await self.score(placement, prompt, [recipe.select]))[0]
 
-    async def _score_by_auxiliary(self, prompt: Prompt) -> Scored:
+    async def _attention(self, placement: Placement, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
+        """float32 [question_start], as `CachedAttention` says."""
+        question = torch.arange(prompt.question_start, prompt.tokens)
+        layers = needs.of(self._model.kv.layers)
+        result = await self._run(prompt, placement, question, placement.segments, probe=layers, unstored=0)
+        assert result.scores is not None
+        return result.scores[: prompt.question_start].cpu()
+
+    async def _score_at_layer_1(
+        self, placement: Placement, prompt: Prompt, selectors: Sequence[Selector[FreshStates]]
+    ) -> list[Scored]:
+        context = _stale(placement, prompt).nonzero()[:, 0]
+        starts = torch.tensor([*prompt.starts[1:], prompt.question_start], device=self._model.device)
+        rows = torch.cat([context, torch.arange(prompt.question_start, prompt.tokens)])
+        probe = ShallowProbe(tuple(selectors), starts)
+        result = await self._run(prompt, placement, rows, placement.segments, probe=probe, unstored=len(context))
+        assert result.scores is not None
+        found = result.scores[:, : prompt.question_start].cpu()
+        return [Scored(each, len(rows), result.shallow) for each in found]
+
+    async def _auxiliary_attention(self, prompt: Prompt) -> torch.Tensor:
+        """float32 [question_start], as `SecondModel` says."""
         assert self._auxiliary is not None
-        return Scored(await self._auxiliary.scores(prompt), rows=0)
+        return await self._auxiliary.scores(prompt)
 
     async def _run(
         self,
@@ -237,6 +242,13 @@ class Fuser:
                 probe=probe,
             )
         )
+
+
+def _places(placement: Placement, prompt: Prompt) -> ChunkPlaces:
+    chunks = [part.wanted for part in placement.parts if not part.wanted.is_system]
+    starts = tuple(wanted.position for wanted in chunks)
+    stops = tuple(wanted.position + len(wanted.chunk) for wanted in chunks)
+    return ChunkPlaces(starts, stops, prompt.question_start)
 
 
 def _stale(placement: Placement, prompt: Prompt) -> torch.Tensor:

@@ -8,9 +8,12 @@ from dataclasses import dataclass, field
 import torch
 
 from fusionkv.fusion_worker.attention import Ahead, Shallow
+from fusionkv.fusion_worker.batch import Batch, States
 from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.sampling import Sampler
-from fusionkv.fusion_worker.methods.scoring import ShallowScore
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.base import Selector
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
 from fusionkv.kernels.segments import Segment
 from fusionkv.kernels.tempered_attention import Temper
 
@@ -20,9 +23,8 @@ class Result:
     """What was asked for, the rest None.
 
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
-    [last position + 1], of a shallow probe [scores, last position + 1]. mean: float32 [hidden], the mean of the rows'
-    last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
-    followed: float32 [rows, last position + 1], each row's attention, the mean over heads and layers.
+    [last position + 1], of a shallow probe [selectors, last position + 1]. mean: float32 [hidden], the mean of the
+    rows' last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
     """
 
     token: int | None = None
@@ -31,15 +33,24 @@ class Result:
     mean: torch.Tensor | None = None
     shallow: Shallow | None = None
     votes: torch.Tensor | None = None
-    followed: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ShallowProbe:
-    """Scores tokens by their states behind layer 0, and stops there. All as for `methods.shallow.scores`."""
+    """Scores tokens by their states behind layer 0, and stops there.
 
-    scores: tuple[ShallowScore, ...]
+    selectors: each needs `FreshLayer`. starts: as for `FreshStates`.
+    """
+
+    selectors: tuple[Selector[FreshStates], ...]
     starts: torch.Tensor
+
+    @torch.inference_mode()
+    def scores(self, model: Model, batch: Batch, states: States) -> torch.Tensor:
+        """float32 [selectors, last position + 1], of the batch's one span. states: of layer 1."""
+        (span,) = batch.spans
+        fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
+        return torch.stack([selector.scores(fresh) for selector in self.selectors])
 
 
 @dataclass(slots=True, eq=False)
@@ -50,11 +61,10 @@ class Work:
     seen: segments of keys that are there already. The rows see each other by `own`.
     unstored: rows at the front whose keys are in `seen`, so that their KV is not written.
     logits: how many rows, the last ones, are wanted as logits.
-    probe: layers whose attention into each position is summed up; or shallow scores of each token.
+    probe: layers whose attention into each position is summed up; or each token is scored by selectors.
     ahead: the rows, when they have been through layer 0 already.
     temper: how the rows attend to their context, when it is not as the model was trained.
     votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
-    follow: whether each row's attention is wanted.
     background: comes after all prefills that somebody waits for.
     A work is split over steps if what is wanted of it comes from its last row alone.
     """
@@ -71,7 +81,6 @@ class Work:
     ahead: Ahead | None = None
     temper: Temper | None = None
     votes: int = 0
-    follow: bool = False
     background: bool = False
     done: int = 0
     abandoned: bool = False
@@ -92,7 +101,7 @@ class Work:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes or self.follow)
+        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes)
 
     @property
     def alone(self) -> bool:

@@ -27,8 +27,8 @@ from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.library.resolve import name_of, resolve
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Versions
-from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import fingerprint, on_cpu
+from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import CROSS_CHUNK, TASKS
 from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ServiceError
@@ -40,7 +40,7 @@ RATIOS = (0.05, 0.1, 0.15, 0.2)
 _CONTROL_RATIO = 0.15
 # Recipes that need no model trained for them, and those that need no second model either.
 _UNTRAINED = [name for name, recipe in RECIPES.items() if not (recipe.in_place or recipe.links)]
-_BY_ITSELF = [name for name in _UNTRAINED if not isinstance(RECIPES[name].score, AuxiliaryAttention)]
+_BY_ITSELF = [name for name in _UNTRAINED if RECIPES[name].needs != SecondModel()]
 
 
 def main() -> int:

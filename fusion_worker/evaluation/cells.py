@@ -10,7 +10,7 @@ from typing import Any
 
 from fusionkv.fusion_worker.evaluation.samples import Block
 from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
+from fusionkv.fusion_worker.select.base import SecondModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ Key = tuple[str, ...]
 
 def key(subject: Subject, block: Block, cell: Cell) -> Key:
     """What a measurement is found by."""
-    by_auxiliary = isinstance(cell.recipe.score, AuxiliaryAttention)
+    by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
     return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
 

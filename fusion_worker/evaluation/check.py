@@ -29,8 +29,8 @@ from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe
-from fusionkv.fusion_worker.methods.scoring import AuxiliaryAttention
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.base import SecondModel
 from fusionkv.fusion_worker.verdict import FILE, Judged, Verdict
 from fusionkv.models.tasks import TASKS
 from fusionkv.protos.errors import ServiceError
@@ -95,7 +95,7 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None
     oracles = await compare(args.model, model, config)
     recipes = [r for r in RECIPES.values() if not r.lossless and r.links <= max(map(len, model.links), default=0)]
-    recipes = [r for r in recipes if auxiliary is not None or not isinstance(r.score, AuxiliaryAttention)]
+    recipes = [r for r in recipes if auxiliary is not None or r.needs != SecondModel()]
     if oracles.held:
         judged = await _judge(Runner(model, config, 512, auxiliary), recipes, args.n, console)
     else:

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.evaluation.samples import Sample
-from fusionkv.fusion_worker.methods.lexical import SENTENCE_ENDS
 from fusionkv.fusion_worker.models import Model
 
+SENTENCE_ENDS = ".!?\u3002\uff01\uff1f"
 # Where a text is cut, best first: behind a line, behind a sentence, at a space.
 _BORDERS = (re.compile(r"\n\s*$"), re.compile(rf"[{SENTENCE_ENDS}]\s*$"), re.compile(r"\s$"))
 

@@ -26,15 +26,15 @@ from fusionkv.fusion_worker.evaluation.picture import picture as draw
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
 from fusionkv.fusion_worker.evaluation.similarity import Similarity
-from fusionkv.fusion_worker.methods.choose import budget
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Anchored, Isolated, Recipe
-from fusionkv.fusion_worker.methods.scoring import FirstScore, ShallowScore
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select.base import Selector
+from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.protos.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]
-_Scorings = dict[tuple[Any, FirstScore | None], Scored]
+_Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
 # Groups of samples at once: enough rows for full steps of the engine.
 _MOST_GROUPS = 8
 _MOST_DEVIATIONS = 1024
@@ -141,7 +141,7 @@ class Runner:
                     answers[cell] = await self._alone(asked, cell, contexts, picture)
         else:
             scored = await self._scored(asked, ratios, contexts)
-            recipes = (self._recipe(asked, r, contexts, ratios[r], scored.get((r.encode, r.begins))) for r in ratios)
+            recipes = (self._recipe(asked, r, contexts, ratios[r], scored.get((r.encode, r.select))) for r in ratios)
             for found in await asyncio.gather(*recipes):
                 answers |= found
             full.seconds = {}
@@ -206,26 +206,23 @@ class Runner:
         return answer
 
     async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:
-        """The scores that the recipes begin with, each once, by the chunks' encoding and the score.
+        """The recipes' scores, each once, by the chunks' encoding and the selector.
 
-        Those that need a pass through layer 0 have one together.
+        Selectors that need the same have one pass together.
         """
-        first = {(recipe.encode, recipe.begins): recipe for recipe in recipes if recipe.begins is not None}
+        first = {(recipe.encode, recipe.select): recipe for recipe in recipes if recipe.select is not None}
         passes: dict[Any, list[Recipe]] = {}
         for recipe in first.values():
-            shallow = isinstance(recipe.begins, ShallowScore)
-            passes.setdefault((recipe.encode, None if shallow else recipe.begins), []).append(recipe)
+            passes.setdefault((recipe.encode, recipe.needs), []).append(recipe)
 
         async def one(together: Sequence[Recipe]) -> list[Scored]:
+            selectors = [recipe.select for recipe in together if recipe.select is not None]
             async with self._placed(asked, together[0], 0, contexts) as placement:
-                shallow = [recipe.begins for recipe in together if isinstance(recipe.begins, ShallowScore)]
-                if shallow:
-                    return await self._fuser.look(placement, asked.prompt, shallow)
-                return [await self._fuser.score(placement, asked.prompt, together[0])]
+                return await self._fuser.score(placement, asked.prompt, selectors)
 
         found = await asyncio.gather(*map(one, passes.values()))
         return {
-            (recipe.encode, recipe.begins): scored
+            (recipe.encode, recipe.select): scored
             for together, all_scored in zip(passes.values(), found, strict=True)
             for recipe, scored in zip(together, all_scored, strict=True)
         }

@@ -45,8 +45,7 @@ RECIPES = (
     ("cacheblend", 0.15),
     ("prophetkv", 0.15),
     ("prophetkv+snapkv(64)", 0.15),
-    ("trace", 0.15),
-    ("trace+adaptive", 0.15),
+    ("prophetkv+adaptive", 0.15),
     ("prefix_cache", 0.0),
 )
 ANSWER = 8

@@ -1,10 +1,9 @@
-"""Recipes with a slot filled otherwise: any encoding with any score, choosing by windows, and so on."""
+"""Recipes with a slot filled otherwise: any encoding with any selector, choosing by windows, and so on."""
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from fusionkv.fusion_worker.methods.choose import Window
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.methods.recipes import (
     RECIPES,
@@ -15,6 +14,7 @@ from fusionkv.fusion_worker.methods.recipes import (
     SimilarityGuided,
     Versions,
 )
+from fusionkv.fusion_worker.select.choose import Window
 from fusionkv.kvcache_service.keys import MOST_VERSIONS
 from fusionkv.protos.errors import InvalidArgument
 
@@ -103,7 +103,7 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "adaptive",
-            "N% of the ratio first, all of it once an answer's token has less than M per mille (docs/selection.md)",
+            "N% of the ratio first, all of it once an answer's token has less than M per mille",
             (40, 999),
             (1, 1),
             _adaptive,

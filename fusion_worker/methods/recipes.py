@@ -1,22 +1,18 @@
 """Recipes: every system of the papers as a value of its slots. A new system is a new row, not a new code path."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from fusionkv.fusion_worker.methods.choose import TOP_K, Choice, Window
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.scoring import (
-    AttendedDeviation,
-    AuxiliaryAttention,
-    DistanceToStart,
-    FirstScore,
-    InterChunkAttention,
-    QuestionAttention,
-    Score,
-    ShallowAttention,
-    ShallowScore,
-    Trace,
-    ValueDeviation,
-)
+from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
+from fusionkv.fusion_worker.select.auxiliary_attention import AuxiliaryAttention
+from fusionkv.fusion_worker.select.base import Need, Selector
+from fusionkv.fusion_worker.select.choose import TOP_K, Choice, Window
+from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
+from fusionkv.fusion_worker.select.question_attention import QuestionAttention
+from fusionkv.fusion_worker.select.shallow_question_attention import ShallowQuestionAttention
+from fusionkv.fusion_worker.select.value_deviation import ValueDeviation
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -82,7 +78,7 @@ class Recipe:
     """How a prompt's context is made.
 
     encode: how a reused chunk's KV was made; None reuses nothing.
-    score: what makes a stale token worth recomputing; None when the ratio leaves no choice.
+    select: what makes a stale token worth recomputing; None when the ratio leaves no choice.
     ratio: recomputed context tokens / context tokens, unless a request says otherwise.
     fixed: whether a request may not say otherwise.
     choose: from scores to tokens.
@@ -98,7 +94,7 @@ class Recipe:
     name: str
     description: str
     encode: Encode | None
-    score: Score | None
+    select: Selector[Any] | None
     ratio: float
     fixed: bool = False
     choose: Choice = TOP_K
@@ -129,14 +125,9 @@ class Recipe:
         return self.encode.percent if isinstance(self.encode, Anchored) else 0
 
     @property
-    def needs_layer_1(self) -> bool:
-        """Whether tokens are scored by their states behind layer 0."""
-        return isinstance(self.score, ShallowScore)
-
-    @property
-    def begins(self) -> FirstScore | None:
-        """The score, or what it begins with when the rest depends on how many tokens are chosen."""
-        return self.score.begins if isinstance(self.score, Trace) else self.score
+    def needs(self) -> Need | None:
+        """What has to be computed to choose tokens; None when there is nothing to choose."""
+        return self.select.needs if self.select is not None else None
 
     def kept(self, context_tokens: int) -> int:
         """Context tokens kept by layer and head; 0 when all stay as they are."""
@@ -221,7 +212,7 @@ RECIPES: dict[str, Recipe] = {
             "a3",
             "recomputed by the question's attention at layer 1, from layer 1 on (A3)",
             ISOLATED,
-            ShallowAttention(),
+            ShallowQuestionAttention(),
             0.15,
             from_layer_1=True,
         ),
@@ -238,13 +229,6 @@ RECIPES: dict[str, Recipe] = {
             ISOLATED,
             QuestionAttention(last_only=False),
             0.2,
-        ),
-        Recipe(
-            "trace",
-            "recomputed along references, forward by attention and backward by words (docs/selection.md)",
-            ISOLATED,
-            Trace(),
-            0.15,
         ),
         Recipe(
             "cacheclip",

@@ -12,7 +12,6 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.eviction import copy_kept
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.storage import Storage
-from fusionkv.fusion_worker.methods.shallow import scores
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel import orders
 from fusionkv.fusion_worker.tensor_parallel.lane import Joined
@@ -60,8 +59,7 @@ class Member:
             forward(model, batch)
             return
         probe = orders.read_shallow(step.shallow, model.device)
-        second = shallow(model, batch).second
-        scores(probe.scores, second, batch.pool[1], batch.spans[0], model.rotations[1], probe.starts, model.ranks)
+        probe.scores(model, batch, shallow(model, batch).second)
 
     def _copies(self) -> None:
         lane = self._joined.copies

@@ -6,24 +6,15 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionkv.fusion_worker.batch import Batch, Followed, Probe, Votes
+from fusionkv.fusion_worker.batch import Batch, Probe, Votes
 from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
 from fusionkv.fusion_worker.engine.work import ShallowProbe
-from fusionkv.fusion_worker.methods.scoring import (
-    AttendedDeviation,
-    InterChunkAttention,
-    ShallowAttention,
-    ValueDeviation,
-)
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.select import registry
 from fusionkv.kernels.segment_table import Spans
 from fusionkv.kernels.segments import Segment, Span
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.fusion.v1 import ranks_pb2 as pb
-
-_SHALLOW = {
-    score.__name__: score for score in (ValueDeviation, AttendedDeviation, ShallowAttention, InterChunkAttention)
-}
 
 
 class StepWriter:
@@ -56,15 +47,14 @@ class StepWriter:
             ],
             probes=[pb.RankProbe(span=at[id(p.span)], layers=sorted(p.layers)) for p in batch.probes],
             votes=[pb.RankVotes(span=by_start[v.span.stop], rows=v.span.rows) for v in batch.votes],
-            followed=[at[id(f.span)] for f in batch.followed],
             wanted=batch.wanted,
         )
 
     def shallow(self, batch: Batch, probe: ShallowProbe) -> pb.Step:
         """All that a rank needs to score the batch's one span at layer 1."""
         step = self.batch(batch)
-        names = [type(score).__name__ for score in probe.scores]
-        step.shallow.CopyFrom(pb.RankShallow(scores=names, starts=_bytes(probe.starts)))
+        selectors = [registry.write(selector) for selector in probe.selectors]
+        step.shallow.CopyFrom(pb.RankShallow(selectors=selectors, starts=_bytes(probe.starts)))
         return step
 
     def segments(self, segments: Iterable[Segment]) -> list[pb.RankSegment]:
@@ -111,14 +101,13 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
         rotations=model.rotations,
         probes=tuple(Probe(spans[p.span], frozenset(p.layers)) for p in step.probes),
         votes=tuple(voters),
-        followed=tuple(Followed(spans[i]) for i in step.followed),
         tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
         wanted=list(step.wanted) or None,
     )
 
 
 def read_shallow(told: pb.RankShallow, device: torch.device) -> ShallowProbe:
-    return ShallowProbe(tuple(_SHALLOW[name]() for name in told.scores), _longs(told.starts, device))
+    return ShallowProbe(tuple(map(registry.read, told.selectors)), _longs(told.starts, device))
 
 
 def read_segments(told: Iterable[pb.RankSegment], device: torch.device) -> tuple[Segment, ...]:

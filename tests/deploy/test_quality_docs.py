@@ -1,4 +1,4 @@
-"""The tables of the pages on quality and on selection are the report's figures."""
+"""The tables of the page on quality are the report's figures."""
 
 import json
 import subprocess
@@ -45,26 +45,3 @@ def test_tables_hold_the_worst_model_and_keep_the_text(root: Path, tmp_path: Pat
     assert "| layer 9 | layer 10 |\n" in away
     assert "| `full_reuse` | 0.500 | 0.500 | 0.500 | 0.375 |" in away
     assert "epic" not in away
-
-
-def test_the_page_on_selection_keeps_its_text(root: Path, tmp_path: Path) -> None:
-    recipes = (("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.1), ("prophetkv", 0.1), ("trace", 0.1))
-    scores = {("a", "fusionrag"): 0.5, ("b", "fusionrag"): 0.4, ("a", "prophetkv"): 0.3, ("b", "prophetkv"): 0.75}
-    known = {"metric": "exact_match", "low": 0.0, "high": 1.0, "n": 500}
-    rows = [
-        {"model": model, "task": task, "recipe": recipe, "r": r, "score": scores.get((model, recipe), r), **known}
-        for model in ("a", "b")
-        for task in ("single", "twohop", "chain1", "chain2", "coref", "multivalue")
-        for recipe, r in (*recipes, ("trace", 0.15), ("prophetkv", 0.15), ("fusionrag", 0.15))
-    ]
-    report = tmp_path / "report.json"
-    report.write_text(json.dumps(rows))
-    argv = [sys.executable, "-P", root / "scripts/selection_docs.py", report]
-    page = subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
-    old = (root / "docs/selection.md").read_text().splitlines()
-    assert [line for line in page if not line.startswith("|")] == [line for line in old if not line.startswith("|")]
-    # Each recipe counts by its worst model: 40% of fusionrag are more than 30% of prophetkv.
-    assert f"| best of the papers for each task, 0.1 |{' 40 |' * 5}" in page
-    assert f"| `trace`, 0.15 |{' 15 |' * 5}" in page
-    assert f"| `prophetkv`, `b` |{' 75 / 75 |' * 5}" in page
-    assert f"| `trace`, `a` |{' 10 / 15 |' * 5}" in page

@@ -16,7 +16,7 @@ ROWS = [
         "engine_idle": 0.25,
         "bound_s": 6.2,
     }
-    for name, r in (("full_attention", 1.0), ("trace", 0.15))
+    for name, r in (("full_attention", 1.0), ("prophetkv", 0.15))
     for rate, late in ((0.5, 2.0), (0.75, 7.0))
 ]
 
@@ -33,7 +33,7 @@ def test_a_line_for_each_rate(root: Path, tmp_path: Path) -> None:
         "| full attention | 0.50 | 1.00 | 2.00 | 8.0 | 25% |",
         "| full attention | 0.75 | 3.50 | **7.00** | 12.0 | 25% |",
     ]
-    assert lines[4].startswith("| trace, r = 0.15 | 0.50 |")
+    assert lines[4].startswith("| prophetkv, r = 0.15 | 0.50 |")
     assert {line.count("|") for line in lines} == {7}
 
 
@@ -46,4 +46,4 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
     assert "storage.svg stays as it is" in run(script)
     assert [path.name for path in (tmp_path / "docs/img").iterdir()] == ["throughput.svg"]
     drawn = (tmp_path / "docs/img/throughput.svg").read_text()
-    assert all(name in drawn for name in ("full_attention", "trace", "99th percentile", "answer tokens a second"))
+    assert all(name in drawn for name in ("full_attention", "prophetkv", "99th percentile", "answer tokens a second"))

@@ -267,12 +267,6 @@ class Oracle:
         not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""
         return self.logits(ids, past_key_values=overlay(stale, fresh))
 
-    @torch.inference_mode()
-    def weights(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens, tokens]: attention in the pass of `overlaid`, the mean over heads and layers."""
-        out = self.network(torch.tensor([ids]), past_key_values=overlay(stale, fresh), output_attentions=True)
-        return torch.stack([layer[0].float().mean(0) for layer in out.attentions]).mean(0)
-
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 

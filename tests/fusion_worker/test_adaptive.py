@@ -15,7 +15,7 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
     return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 40, 25)], tools.random_ids(6, 99)
 
 
-@pytest.mark.parametrize("recipe", ["prophetkv", "trace", "cacheblend", "prophetkv+snapkv(16)"])
+@pytest.mark.parametrize("recipe", ["prophetkv", "cacheblend", "prophetkv+snapkv(16)"])
 @pytest.mark.parametrize("doubt", [False, True])
 async def test_the_ratio_follows_the_first_token(
     recipe: str, doubt: bool, start: Any, parts: Any, tools: Any

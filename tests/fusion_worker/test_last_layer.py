@@ -17,7 +17,7 @@ def count_rows(network: Any) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize("recipe", ["full_attention", "fusionrag", "prophetkv", "trace"])
+@pytest.mark.parametrize("recipe", ["full_attention", "fusionrag", "prophetkv"])
 async def test_one_row_of_a_prefill_goes_through_the_last_layer(
     recipe: str, family: str, start: Any, oracle: Any, tools: Any
 ) -> None:

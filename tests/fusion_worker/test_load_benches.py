@@ -37,7 +37,7 @@ def test_capacity_lies_between_two_rates() -> None:
 
 
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    systems = (("full_attention", 1.0), ("trace", 0.3))
+    systems = (("full_attention", 1.0), ("prophetkv", 0.3))
     monkeypatch.setattr(throughput, "_MOST_RATES", 2)
     rows = await throughput.bench(throughput.small_model(), Traffic(4, 16, 2), systems, 4, Console(quiet=True))
     for name, _ in systems:

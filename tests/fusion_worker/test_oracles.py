@@ -32,7 +32,7 @@ async def test_all_recomputed_is_full_attention(family: str, start: Any, oracle:
     first = len(parts[1][0])
     rig = await start(family)
     expected = oracle(family).logits(whole(parts))
-    for recipe in (*RECIPES, "trace", "full_attention"):
+    for recipe in (*RECIPES, "full_attention"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
         assert tools.error(answer.logits[0], expected) < CLOSE, recipe
         lossless = 0 if recipe == "full_attention" else first
@@ -44,7 +44,7 @@ async def test_nothing_recomputed_is_full_reuse(family: str, start: Any, oracle:
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     expected = plain.after(plain.reused(system, chunks), question)
-    for recipe, ratio in (("full_reuse", {}), ("prophetkv", {"ratio": 0.0}), ("trace", {"ratio": 0.0})):
+    for recipe, ratio in (("full_reuse", {}), ("prophetkv", {"ratio": 0.0})):
         answer = await rig.ask(*parts, recipe=recipe, **ratio)
         assert tools.error(answer.logits[0], expected) < CLOSE, recipe
         assert answer.summary.tokens_recomputed == 0

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from fusionkv.fusion_worker.methods.choose import TopK, Window, top_k
 from fusionkv.fusion_worker.methods.modifiers import find
 from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
+from fusionkv.fusion_worker.select.choose import TopK, Window, top_k
 from fusionkv.protos.errors import InvalidArgument
 
 
@@ -18,7 +18,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     base, made = RECIPES["fusionrag"], find("fusionrag+isolated+window(4, 2)")
     assert (base.encode, base.choose) == (SimilarityGuided(10), TopK())
     assert (made.encode, made.choose, made.name) == (Isolated(), Window(4, 2), "fusionrag+isolated+window(4, 2)")
-    assert (made.score, made.ratio, made.from_layer_1) == (base.score, base.ratio, base.from_layer_1)
+    assert (made.select, made.ratio, made.from_layer_1) == (base.select, base.ratio, base.from_layer_1)
     assert find("a3+similarity_guided").neighbours == 10
     assert find("a3+similarity_guided(3)").neighbours == 3
     assert (find("cache_craft+versions").encode, find("a3+versions(16)").encode) == (Versions(3), Versions(16))
@@ -28,7 +28,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
     assert find("full_reuse+anchored").ratio_for(1.0) == 1.0
     assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
-    assert find("trace+adaptive").adapt == Adaptive(0.4, 0.999)
+    assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 
@@ -56,8 +56,8 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("prophetkv+anchored(50)", r"prophetkv recomputes text, and anchored\(50\) keeps none of it"),
         ("full_attention+window", "full_attention is full attention"),
         ("full_reuse+adaptive", "full_reuse has one ratio"),
-        ("trace+adaptive(100)", "less than 100 percent"),
-        ("trace+adaptive(10,1000)", "less than 1000 per mille"),
+        ("prophetkv+adaptive(100)", "less than 100 percent"),
+        ("prophetkv+adaptive(10,1000)", "less than 1000 per mille"),
         ("prefix_cache+a3", "unknown modifier 'a3'"),
         ("prefix_cache+snapkv", "prefix_cache is full attention, .* compute all of the context at a ratio of 1"),
     ],

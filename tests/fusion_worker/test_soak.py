@@ -106,7 +106,11 @@ async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
     # However slow the machine is, one client asks five times.
     clock = itertools.count()
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    for recipe, expected, wrong in (("trace", (1, 2), False), ("trace", (1, 3), True), ("epic", (1, 2), True)):
+    for recipe, expected, wrong in (
+        ("prophetkv", (1, 2), False),
+        ("prophetkv", (1, 3), True),
+        ("epic", (1, 2), True),
+    ):
         nothing: Any = None
         run = soak.Soak(nothing, [soak.Case(nothing, recipe, 0.1)], [expected])
         await run.run(1, 6, 0)

@@ -27,7 +27,7 @@ POOL = {"pool_bytes": 8 << 20, "page_tokens": 4}
 # Biases of q, k and v; norms of heads; gate and up in one matrix.
 SHARED = ("qwen2", "qwen3", "glm4")
 RECIPES = {
-    **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "trace", "epic")},
+    **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "epic")},
     **{name: {"ratio": 0.4} for name in ("cacheblend", "kvshare", "cache_craft", "a3")},
     "full_attention": {},
     "full_reuse": {},

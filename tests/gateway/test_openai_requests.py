@@ -52,7 +52,7 @@ def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: 
 
 def test_everything_that_can_be_asked() -> None:
     body = {
-        "model": "notes:trace@0.3",
+        "model": "notes:prophetkv@0.3",
         "messages": ASKED,
         "max_completion_tokens": 5,
         "max_tokens": 7,
@@ -69,14 +69,14 @@ def test_everything_that_can_be_asked() -> None:
     wanted = pb.GenerateRequest(
         corpus="notes",
         question="Which colour?",
-        recipe="trace",
+        recipe="prophetkv",
         ratio=0.3,
         top_k=4,
         order=pb.ORDER_RANK,
         sampling=sampling,
         query="colour",
     )
-    assert chat.read(body) == chat.Chat(wanted, "notes:trace@0.3", stream=True, usage=True)
+    assert chat.read(body) == chat.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
 
 
 def test_every_error_has_its_status() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytestmark = pytest.mark.system
-RECIPES = ("full_attention", "full_reuse", "trace", "default")
+RECIPES = ("full_attention", "full_reuse", "prophetkv", "default")
 
 
 def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:

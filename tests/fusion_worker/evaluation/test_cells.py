@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
-from fusionkv.fusion_worker.methods.scoring import QuestionAttention
+from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 
 SUBJECT = Subject("m", "ab", "auto", 512)
@@ -68,7 +68,7 @@ def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
         key(
             SUBJECT,
             next(TASK.blocks(BLOCK)),
-            Cell(dataclasses.replace(CELL.recipe, score=QuestionAttention(last_only=True)), 0.1),
+            Cell(dataclasses.replace(CELL.recipe, select=QuestionAttention(last_only=True)), 0.1),
         ),
     ],
 )

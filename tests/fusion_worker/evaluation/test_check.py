@@ -171,9 +171,9 @@ async def test_a_worker_refuses_what_failed(reference_model: Path, tmp_path: Pat
         asked = {"chunks": [pb.Chunk(ids=[5, 6])], "question": pb.Tokens(ids=[7])}
         with pytest.raises(FailedPrecondition, match="recipe 'full_reuse' failed `fusionkv check` on this model"):
             _ = [r async for r in client.generate(pb.GenerateRequest(recipe="full_reuse", **asked))]
-        with pytest.raises(FailedPrecondition, match=r"ask for 0\.15 or more instead of 0,"):
-            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="trace", ratio=0.0, **asked))]
-        for recipe in ("full_attention", "trace"):
+        with pytest.raises(FailedPrecondition, match=r"ask for 0\.2 or more instead of 0,"):
+            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="prophetkv", ratio=0.0, **asked))]
+        for recipe in ("full_attention", "prophetkv"):
             assert [r async for r in client.generate(pb.GenerateRequest(recipe=recipe, **asked))]
         for recipe in said["recipes"]:
             if recipe not in ("full_reuse", "ape"):

@@ -132,7 +132,7 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
 
 
 def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
-    asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("trace+adaptive(20)", 0.1))
+    asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("prophetkv+adaptive(20)", 0.1))
     fed = tasks.reference(TASK, COUNT)
     generated = dataclasses.replace(fed, metrics=("exact_match", "f1"), max_tokens=6)
     expected, found = measure(model, fed, asked), measure(model, generated, asked)

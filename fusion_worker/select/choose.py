@@ -1,6 +1,5 @@
 """From scores to a set of tokens."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,37 +18,6 @@ def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor
     """
     order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
     return order[:count].sort().values
-
-
-def in_turn(lists: Sequence[tuple[torch.Tensor, float]], stale: torch.Tensor) -> torch.Tensor:
-    """Joins rankings: scores float32 [positions] by which the best of each list are taken in turn.
-
-    lists: scores, and how many are taken for each one of a list of weight 1; what scores 0 is not in a list.
-    stale: bool [positions], those that may be taken.
-    """
-    best = torch.full(stale.shape, float("inf"))
-    for number, (scores, weight) in enumerate(lists):
-        order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
-        rank = torch.empty(len(order)).scatter_(0, order, torch.arange(len(order), dtype=torch.float32))
-        # A thousandth: at the same turn the earlier list comes first.
-        turn = torch.where(scores > 0, rank / weight + 1e-3 * number, float("inf"))
-        best = torch.minimum(best, turn)
-    return -best.clamp(max=2.0 * len(best))
-
-
-def spread(scores: torch.Tensor, chunk: torch.Tensor, reach: int, fade: float, both: bool = True) -> torch.Tensor:
-    """float32 [positions]: for each token the best score within `reach` in its chunk, times `fade` for each step.
-
-    scores: float32 [positions], not below 0; chunk: int64, the number of each token's chunk, or sentence. both:
-    whether the tokens before one get its score as well as those behind it.
-    """
-    best = scores.clone()
-    for distance in range(1, reach + 1):
-        same = chunk[distance:] == chunk[:-distance]
-        ways = ((slice(distance, None), slice(-distance)), (slice(-distance), slice(distance, None)))
-        for to, of in ways[: 1 + both]:
-            best[to] = torch.maximum(best[to], torch.where(same, scores[of] * fade**distance, 0.0))
-    return best
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Which tokens of a context are worth recomputing: one file for each selector, all behind the contract in base.py."""

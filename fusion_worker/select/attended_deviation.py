@@ -1,0 +1,19 @@
+"""Selects by how far the cached values are off at layer 1, times the attention into them (KVShare)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.select.base import FreshLayer, Selector
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
+
+
+@dataclass(frozen=True, slots=True)
+class AttendedDeviation(Selector[FreshStates]):
+    """L1 distance of the values times all attention into the token, layer 1 (KVShare; ProphetKV app. C)."""
+
+    needs = FreshLayer()
+
+    def scores(self, seen: FreshStates) -> torch.Tensor:
+        """Distance summed over heads and channels, times attention summed over all rows and heads."""
+        return seen.placed(seen.values_away().abs().sum((1, 2))) * seen.attention()

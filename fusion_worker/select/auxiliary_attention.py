@@ -1,0 +1,18 @@
+"""Selects by the question's attention in a small second model (CacheClip)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.select.base import SecondModel, Selector
+
+
+@dataclass(frozen=True, slots=True)
+class AuxiliaryAttention(Selector[torch.Tensor]):
+    """Last-layer attention of the question into each token in a small second model (CacheClip 3.3)."""
+
+    needs = SecondModel()
+
+    def scores(self, seen: torch.Tensor) -> torch.Tensor:
+        """The attention as it is."""
+        return seen

@@ -1,0 +1,21 @@
+"""Selects by the distance to the chunk's start (EPIC)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.select.base import ChunkPlaces, Nothing, Selector
+
+
+@dataclass(frozen=True, slots=True)
+class DistanceToStart(Selector[ChunkPlaces]):
+    """Tokens at the start of a chunk first: they draw the attention that has no better place (EPIC, LegoLink)."""
+
+    needs = Nothing()
+
+    def scores(self, seen: ChunkPlaces) -> torch.Tensor:
+        """Minus the distance of a token to its chunk's start, in tokens; -inf outside of chunks."""
+        scores = torch.full((seen.length,), float("-inf"))
+        for start, stop in zip(seen.starts, seen.stops, strict=True):
+            scores[start:stop] = -torch.arange(stop - start, dtype=torch.float32)
+        return scores

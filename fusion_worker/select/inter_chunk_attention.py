@@ -1,0 +1,47 @@
+"""Selects by a token's own attention to other chunks at layer 1 (Cache-Craft)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.select.base import FreshLayer, Selector
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
+from fusionkv.kernels.segment_table import Spans
+from fusionkv.kernels.sparse_attention import sparse_attention
+
+
+@dataclass(frozen=True, slots=True)
+class InterChunkAttention(Selector[FreshStates]):
+    """How much a token attends to chunks before its own, from fresh states, layer 1 (Cache-Craft).
+
+    The papers at hand name the criterion and no layer; fresh rows of every token are there at layer 1 only.
+    """
+
+    needs = FreshLayer()
+
+    def scores(self, seen: FreshStates) -> torch.Tensor:
+        """Summed over heads. 0 to q_heads."""
+        return seen.placed(_to_other_chunks(seen)[: seen.stale])
+
+
+def _to_other_chunks(seen: FreshStates) -> torch.Tensor:
+    """float32 [rows]: attention to chunks other than the row's own, summed over this rank's heads.
+
+    The values of an attention pass are made to say which chunk a key is of, so the output is the mass by chunk.
+    """
+    states, starts, keys = seen.states, seen.starts, seen.keys()
+    over = Spans([seen.over(keys)])
+    # 0 is the system prompt, then one number a chunk.
+    chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
+    own = chunk[seen.span.positions]
+    found = torch.zeros(seen.span.rows, device=keys.device)
+    channels = keys.shape[2]
+    for first in range(1, len(starts), channels):
+        member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
+        values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
+        out = sparse_attention(states.q, keys, values, over, seen.rotation, states.scale, states.window)
+        mass = out.float().sum(1)
+        inside = (own >= first) & (own < first + channels)
+        mass[inside, own[inside] - first] = 0.0
+        found += mass[:, : max(0, len(starts) - first)].sum(1)
+    return found

@@ -1,0 +1,19 @@
+"""Selects by how far the cached values are off at layer 1 (CacheBlend)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.fusion_worker.select.base import FreshLayer, Selector
+from fusionkv.fusion_worker.select.fresh_states import FreshStates
+
+
+@dataclass(frozen=True, slots=True)
+class ValueDeviation(Selector[FreshStates]):
+    """Squared L2 distance of a token's fresh value to its stale one, layer 1 (CacheBlend; FusionRAG 2.2.2)."""
+
+    needs = FreshLayer()
+
+    def scores(self, seen: FreshStates) -> torch.Tensor:
+        """Summed over heads and channels."""
+        return seen.placed(seen.values_away().square().sum((1, 2)))

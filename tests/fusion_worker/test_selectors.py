@@ -1,0 +1,35 @@
+"""The contract of selectors: each is found, has a recipe, can be sent to another rank, and says what it needs."""
+
+import dataclasses
+import typing
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.select import registry
+from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
+from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+
+SELECTORS = [recipe.select for recipe in RECIPES.values() if recipe.select is not None]
+
+
+def test_every_file_is_a_row_of_the_table() -> None:
+    assert set(registry.known().values()) == {type(selector) for selector in SELECTORS}
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=str)
+def test_another_rank_makes_the_same_one(selector: Selector[typing.Any]) -> None:
+    assert registry.read(registry.write(selector)) == selector
+    assert hash(selector) == hash(dataclasses.replace(selector))  # type: ignore[type-var]
+    assert isinstance(selector.needs, Need)
+
+
+def test_layers_are_counted_from_either_end() -> None:
+    assert CachedAttention().of(3) == {0, 1, 2}
+    assert CachedAttention((-1, 0)).of(5) == {0, 4}
+
+
+def test_distance_counts_from_each_chunks_start() -> None:
+    scores = DistanceToStart().scores(ChunkPlaces((2, 5), (5, 7), 7))
+    assert torch.equal(scores, -torch.tensor([torch.inf, torch.inf, 0.0, 1.0, 2.0, 0.0, 1.0]))
