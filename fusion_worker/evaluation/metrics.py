@@ -94,6 +94,7 @@ TEXT_METRICS: dict[str, Score] = {
     score.__name__: score
     for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match, code_similarity)
 }
+SCORES = (*TEXT_METRICS, class_match.__name__)
 
 
 def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:

@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.evaluation.samples import Task
 from fusionkv.fusion_worker.evaluation.statistics import Estimate
 
 _NAMES = {"recomputed": "recomputed_tokens", "stored": "stored_tokens"}
-_SHARES = {*metrics.TEXT_METRICS, metrics.class_match.__name__, "agreement"}
+_SHARES = {*metrics.SCORES, "agreement", "answer_agreement"}
 
 
 @dataclass(frozen=True, slots=True)
