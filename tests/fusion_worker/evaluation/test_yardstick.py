@@ -98,7 +98,14 @@ def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Tas
     assert max(reuse.values["answer_kl"]) > 0.01, "where reuse changes nothing, nothing is tested"
 
 
-NAMES = ("full_reuse", "epic", "cacheblend", "prophetkv", "prophetkv+adaptive(20)", "prophetkv+snapkv(100)")
+NAMES = (
+    "full_reuse",
+    "epic",
+    "cacheblend",
+    "cacheblend+adaptive(20)",
+    "prophetkv+adaptive(20)",
+    "prophetkv+snapkv(100)",
+)
 
 
 @pytest.mark.parametrize("timed", [True, False])
