@@ -28,7 +28,7 @@ def pack(network: torch.nn.Module) -> None:
     """
     layers: Any = network.model
     first = next(layers.parameters())
-    if first.device.type != "cpu" or first.dtype != torch.bfloat16 or not _supported():
+    if first.device.type != "cpu" or first.dtype != torch.bfloat16 or not computes_bfloat16():
         return
     for parent in list(layers.modules()):
         for name, child in parent.named_children():
@@ -36,7 +36,8 @@ def pack(network: torch.nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
-def _supported() -> bool:
+def computes_bfloat16() -> bool:
+    """Whether this CPU has instructions for it, and torch uses them."""
     try:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):  # a torch without oneDNN

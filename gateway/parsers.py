@@ -213,7 +213,7 @@ class Parser:
             # Ctrl-C reaches the gateway alone.
             start_new_session=True,
         )
-        # Also while it starts. Linux may refuse it when another one was started in the last 0.1 s: then it does it itself.
+        # Also while it starts. Where Linux refuses it (two within 0.1 s), the process does it a little later.
         parser.run_last(process.pid)
         return process
 

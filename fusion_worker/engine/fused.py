@@ -69,7 +69,8 @@ class Fused:
             return self
         first = int(self.positions[-1]) + 1
         positions = torch.cat([self.positions, torch.arange(first, first + len(tokens))])
-        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions)
+        # The new rows have not been through layer 0 as those before them may have.
+        return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions, ahead=None)
 
     def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> Work:
         """The work for the chosen tokens and the question. votes: how many rows vote for what is kept."""

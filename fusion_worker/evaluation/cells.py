@@ -58,6 +58,8 @@ class Measured:
     picture: Mapping[str, Any] | None = None
 
 
+# The question alone, without any passage: what an answer owes to the context is seen beside it.
+NO_CONTEXT = Cell(Recipe("no_context", "the prompt without its passages", None, None, 0.0, fixed=True), 0.0)
 Key = tuple[str, ...]
 
 
@@ -65,6 +67,8 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
     """What a measurement is found by."""
     by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
+    if cell.recipe.neighbours and block.task.library is not None:
+        how = (*how, block.task.library.digest)
     return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
 
 

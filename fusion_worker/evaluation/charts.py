@@ -96,4 +96,5 @@ def _x(share: float, widest: float) -> float:
 
 
 def _y(score: float | None) -> float:
-    return round(_TOP + (1 - (score or 0.0)) * (_HEIGHT - _TOP - _BOTTOM), 1)
+    """A share that a recipe brings back may be below 0: it is drawn at the edge."""
+    return round(_TOP + (1 - min(1.0, max(0.0, score or 0.0))) * (_HEIGHT - _TOP - _BOTTOM), 1)

@@ -4,11 +4,13 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
+from fusionkv.fusion_worker.engine.anchors import AnchoredChunk
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.locator import RESTORED
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.evaluation.similarity import Similarity
+from fusionkv.fusion_worker.evaluation.neighbours import Neighbours
+from fusionkv.fusion_worker.evaluation.samples import Library
 from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, SimilarityGuided
 from fusionkv.kvcache_service import keys
 
@@ -44,11 +46,16 @@ class Contexts:
 
 @asynccontextmanager
 async def hold(
-    loader: Loader, similarity: Similarity, prompts: Sequence[Prompt], encodes: Sequence[Encoding]
+    loader: Loader,
+    neighbours: Neighbours,
+    library: Library | None,
+    prompts: Sequence[Prompt],
+    encodes: Sequence[Encoding],
 ) -> AsyncIterator[Contexts]:
     """The prompts' chunks in the pool in every way of `encodes` and as a whole, until the context is left.
 
-    A chunk's neighbours are the most similar of all the prompts' chunks by the model's own vectors, best first.
+    library: where a chunk's neighbours are looked for; None: among the prompts' chunks. They are in the pool while
+    the chunk is encoded, and stay there as long as nobody needs the room.
 
     Raises:
         ResourceExhausted: they don't fit the pool.
@@ -72,16 +79,16 @@ async def hold(
         for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
             for prompt in prompts:
                 parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
-        guided = [encode for encode in encodes if isinstance(encode, SimilarityGuided)]
-        chunks = {chunk.digest: chunk for prompt in prompts for chunk in prompt.chunks}
-        ranked = await similarity.ranked(list(chunks.values())) if guided else {}
-        for encode in guided:
+        for encode in (encode for encode in encodes if isinstance(encode, SimilarityGuided)):
+            # All but the first chunk, which is found by its exact path.
+            similarity = neighbours.among(library, prompts)
             for prompt in prompts:
                 variants = {}
-                for chunk in prompt.chunks:
-                    near = similarity.fitting(prompt.system, chunk, ranked[chunk.digest][: encode.neighbours])
+                for chunk in prompt.chunks[1:]:
+                    near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
                     wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
-                    await bring(wanted)
+                    async with neighbours.turn, loader.parts([w for w in wanted if len(w.chunk)]):
+                        await bring(wanted[-1:])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
         yield Contexts(loader, parts, wholes)
 
@@ -90,6 +97,15 @@ def whole(prompt: Prompt) -> Prompt:
     """The prompt with its chunks as one."""
     ids = tuple(token for chunk in prompt.chunks for token in chunk.ids)
     return replace(prompt, chunks=(Chunk(ids),) if ids else ())
+
+
+def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
+    """Tokens that are computed ahead of time to encode all chunks of a prompt, as `laid` for `encode`."""
+    if isinstance(encode, Anchored):
+        chunks = [chunk for chunk in prompt.chunks if isinstance(chunk, AnchoredChunk)]
+        return sum(len(cut.text) + len(cut.anchors) for chunk in chunks for cut in chunk.cuts)
+    # Behind its neighbours, each of which has to be there as encoded alone: that makes two for a chunk of a corpus.
+    return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided) else 1)
 
 
 def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[Wanted]:

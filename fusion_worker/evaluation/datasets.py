@@ -9,10 +9,11 @@ CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. git
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.evaluation.samples import Library, Sample, Task
 
 log = logging.getLogger(__name__)
 _SUBSETS = ("validation", "test", "dev")
@@ -81,7 +82,8 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
     first_place, first = records[0]
     for needed, read in _FORMATS:
         if all(name in first for name in needed):
-            return [read(path, records, prompts or {})]
+            task = read(path, records, prompts or {})
+            return [replace(task, library=Library(task.samples))]
     formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
     raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {_names(first)}")
 

@@ -1,7 +1,7 @@
 """Has a fused prompt answered, by feeding in the expected answer or by generating one, and scores the answer."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,28 +9,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from fusionkv.fusion_worker.engine.doubt import fed, step
+from fusionkv.fusion_worker.engine.doubt import step
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.prompt import Prompt
-from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.evaluation import metrics
+from fusionkv.fusion_worker.evaluation.cells import Measured
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.evaluation.yardstick import GREEDY, Given, Yardstick, compared
 from fusionkv.fusion_worker.methods.keep import SnapKV
 from fusionkv.fusion_worker.models import Model
-
-_GREEDY = Sampler(SamplingParams(max_tokens=1))
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one sample gave in one cell."""
+    """What one sample gave in one cell. given: of full attention, where answers are generated."""
 
     values: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     first: np.ndarray | None = None
+    given: Given | None = None
     picture: dict[str, Any] | None = None
 
 
@@ -38,8 +38,7 @@ class Answer:
 class Asked:
     """A sample as tokens.
 
-    expected: the first expected answer, which is fed in when nothing is generated. left_out: chunks of the context
-    that did not fit the model.
+    expected: the first expected answer. left_out: chunks of the context that did not fit the model.
     """
 
     task: Task
@@ -50,8 +49,8 @@ class Asked:
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer."""
-        return self.task.max_tokens or len(self.expected) + 1
+        """The longest answer, generated or fed in."""
+        return max(self.task.max_tokens, len(self.expected) + 1)
 
 
 class Examiner:
@@ -61,39 +60,60 @@ class Examiner:
         self._model = model
         self._pool = pool
         self._engine = engine
+        self._yardstick = Yardstick(model, engine)
 
     async def answer(
-        self, asked: Asked, fused: Fused, answer: Answer, keep: SnapKV | None = None, timed: bool = True
+        self,
+        asked: Asked,
+        fused: Fused,
+        answer: Answer,
+        given: Given | None = None,
+        keep: SnapKV | None = None,
+        timed: bool = True,
     ) -> Fused:
         """Prefills, then feeds in the expected answer or generates one, and scores it. Gives the context that it came
         from in the end.
 
-        keep: what stays of the context behind the prefill. timed: whether the prefill is a step of its own; otherwise
-        the expected answer is fed in with the question where that comes to the same.
+        given: full attention's answer; without it this one is given to others. keep: what stays of the context behind
+        the prefill. timed: whether the prefill is a step of its own; otherwise an answer is fed in with the question
+        where that comes to the same.
         """
-        task, expected = asked.task, asked.expected
-        if expected and keep is None and not timed:
-            fused, logits = await fed(self._engine, fused, expected)
+        first = None
+        if keep is not None or timed:
+            fused, first = await self._prefill(asked, fused, answer, keep)
+        if asked.task.metrics:
+            fused = await self._measure(asked, fused, first, answer, given)
         else:
-            fused, logits = await self._prefill(asked, fused, answer, keep)
-            if expected and fused.doubt is not None:
-                fused, logits = await fed(self._engine, fused, expected)
-            elif expected:
-                more = (await self._engine.run(fused.next(expected, logits=len(expected)))).logits
-                assert more is not None
-                logits = torch.cat([logits, more.cpu()])
-        answer.first = logits[0].float().cpu().numpy()
-        found = logits.argmax(-1).tolist()
-        if task.metrics:
-            fused, text = await self._generate(task, fused, found[0])
-            known = (asked.sample.answers, task.classes)
-            answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
-        else:
+            expected = asked.expected
+            fused, logits = await self._yardstick.feed(fused, first, expected)
+            answer.first = logits[0].cpu().numpy()
+            found = logits.argmax(-1).tolist()
             # Up to the first wrong token this sees what generating would see, so all right equals generated right.
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
         answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
         answer.values["stored"] = fused.context_tokens
+        return fused
+
+    async def _measure(
+        self, asked: Asked, fused: Fused, first: torch.Tensor | None, answer: Answer, given: Given | None
+    ) -> Fused:
+        """Feeds in the expected answer and the given one, then generates; what each says goes into `answer`."""
+        task, measure = asked.task, self._yardstick
+        _, logits = await measure.feed(fused, first, asked.expected[:-1])
+        answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), asked.expected)
+        first = logits[:1].cpu() if first is None else first
+        if given is None:
+            fused, answer.given = await measure.give(task, fused, first)
+            given, tokens, found = answer.given, answer.given.tokens, answer.given.logits
+        else:
+            fused, logits = await measure.feed(fused, first, given.tokens[:-1])
+            fused, tokens = await measure.follow(task, fused, given, logits)
+            found = logits.cpu().numpy()
+        answer.first = found[0]
+        answer.values |= compared(given, found)
+        text, known = measure.text(task, tokens), (asked.sample.answers, task.classes)
+        answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
         return fused
 
     async def _prefill(
@@ -102,26 +122,13 @@ class Examiner:
         """Logits of the first answer token, float32 [1, vocabulary], and the context that it came from."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
-            fused, result = await step(self._engine, fused, (), _GREEDY, logits=1, votes=votes)
+            fused, result = await step(self._engine, fused, (), GREEDY, logits=1, votes=votes)
             assert result.logits is not None
             logits = result.logits.cpu()  # waits for the device
         if keep is not None:
             assert result.votes is not None
             await evict(fused, keep, result.votes, self._pool, self._model, self._engine.crew)
         return fused, logits
-
-    async def _generate(self, task: Task, fused: Fused, token: int) -> tuple[Fused, str]:
-        """The greedy answer's text, from its first token on, and the context that it came from."""
-        tokens: list[int] = []
-        while token not in self._model.ends and len(tokens) < task.max_tokens:
-            tokens.append(token)
-            if task.first_line and "\n" in self._model.tokenizer.decode(tokens).lstrip("\n"):
-                break
-            fused, result = await step(self._engine, fused, tokens, _GREEDY)
-            assert result.token is not None
-            token = result.token
-        text = self._model.tokenizer.decode(tokens)
-        return fused, text.lstrip("\n").split("\n")[0] if task.first_line else text
 
 
 @contextmanager
@@ -130,3 +137,13 @@ def clock(answer: Answer, name: str) -> Iterator[None]:
     started = time.perf_counter()
     yield
     answer.seconds[name] = time.perf_counter() - started
+
+
+def together(answers: Sequence[Answer]) -> Measured:
+    """One cell's samples in order."""
+    values = {name: [a.values[name] for a in answers] for name in answers[0].values}
+    seconds: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, value in answer.seconds.items():
+            seconds.setdefault(name, []).append(value)
+    return Measured(values, seconds, answers[0].picture)

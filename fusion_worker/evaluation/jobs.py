@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key
+from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
 from fusionkv.fusion_worker.evaluation.samples import Block, Task
 from fusionkv.fusion_worker.methods.recipes import Recipe
 
@@ -48,12 +48,13 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
     """A task's cells: every recipe at every ratio, those that fix it at their own.
 
     A recipe that encodes otherwise than alone is asked at 0 as well: what its encoding brings without recomputing.
+    Where answers are generated, the question without its context is a cell too.
     """
     found: dict[Cell, None] = {}
     for recipe in recipes:
         wanted = [recipe.ratio] if recipe.fixed else [0.0, *ratios] if recipe.neighbours else [*ratios]
         found |= dict.fromkeys(Cell(recipe, ratio) for ratio in wanted)
-    return list(found)
+    return [*found, *[NO_CONTEXT] * bool(task.metrics)]
 
 
 def missing(

@@ -94,6 +94,7 @@ TEXT_METRICS: dict[str, Score] = {
     score.__name__: score
     for score in (exact_match, f1, string_match_all, string_match_part, rouge_l, number_match, code_similarity)
 }
+SCORES = (*TEXT_METRICS, class_match.__name__)
 
 
 def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
@@ -109,15 +110,20 @@ def normalised(score: float, full_reuse: float, full_attention: float) -> float:
     return (score - full_reuse) / lost if lost > 0 else float("nan")
 
 
-def kl(reference: np.ndarray, logits: np.ndarray) -> float:
-    """KL(reference || logits) in nats, of the distributions that logits, float [vocabulary], stand for."""
+def kl(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """KL(reference || logits) in nats, float64 [...], of distributions given as logits, float [..., vocabulary]."""
     p, q = _log_softmax(reference), _log_softmax(logits)
-    return max(0.0, float((np.exp(p) * (p - q)).sum()))
+    return np.maximum(0.0, (np.exp(p) * (p - q)).sum(-1))
+
+
+def nll(logits: np.ndarray, tokens: Sequence[int]) -> float:
+    """Mean negative log likelihood of tokens in nats. logits: float [tokens, vocabulary], of each before it."""
+    return -float(_log_softmax(logits)[np.arange(len(tokens)), list(tokens)].mean())
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:
-    shifted = logits.astype(np.float64) - logits.max()
-    return shifted - np.log(np.exp(shifted).sum())
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def _words(text: str) -> list[str]:

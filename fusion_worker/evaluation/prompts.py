@@ -41,7 +41,7 @@ class Prompter:
         bos = [] if self._model.bos is None else [self._model.bos]
         system = (*bos, *self._said(head), *self.ids(sample.instruction))
         question = (*self.ids(sample.question), *self._said(tail), *self.ids(sample.opening))
-        chunks = [ids for text in sample.passages for ids in (self.split(text) if sample.whole else [self.ids(text)])]
+        chunks = self.chunks(sample)
         room = self._room - len(system) - len(question) - answer_tokens
         count = len(chunks)
         while sum(map(len, chunks)) > room:
@@ -53,6 +53,17 @@ class Prompter:
                 f"{self._room} for a chunk and {answer_tokens} answer tokens"
             )
         return Prompt(Chunk(system), tuple(Chunk(ids) for ids in chunks), question), count - len(chunks)
+
+    def chunks(self, sample: Sample) -> list[tuple[int, ...]]:
+        """The tokens of all chunks of a sample's context."""
+        return [ids for text in sample.passages for ids in (self.split(text) if sample.whole else [self.ids(text)])]
+
+    def expected(self, sample: Sample, chat: bool) -> tuple[int, ...]:
+        """The tokens of the first expected answer, with a space before it where it goes on with a line of text."""
+        before, answer = sample.opening or sample.question, sample.answers[0]
+        begins_turn = chat and self._model.template.tail and not sample.opening
+        spaced = begins_turn or before[-1:].isspace() or answer[:1].isspace()
+        return self.ids(answer if spaced else f" {answer}")
 
     def ids(self, text: str) -> tuple[int, ...]:
         """A text's tokens, none of them a control token."""

@@ -10,12 +10,23 @@ from rich.table import Table
 
 from fusionkv.fusion_worker.evaluation import charts
 from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
+from fusionkv.fusion_worker.evaluation.metrics import SCORES
 from fusionkv.fusion_worker.evaluation.rows import Row
 from fusionkv.fusion_worker.evaluation.samples import Task
 
 # The ratio of the first table and of the pictures, or the next one to it.
 _RATIO = 0.15
-_COSTS = ("stored_tokens", "recomputed_tokens", "scored_rows", "select_seconds", "prefill_seconds")
+_COSTS = (
+    "encoded_tokens_per_chunk",
+    "stored_tokens",
+    "recomputed_tokens",
+    "scored_rows",
+    "select_seconds",
+    "prefill_seconds",
+)
+# Of answers that are generated, besides how their text scores.
+_ANSWERS = ("answer_kl_back", "gold_nll_back", "answer_agreement", "answer_kl", "gold_nll")
+_IN_NATS = {"answer_kl", "gold_nll"}
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 
@@ -47,13 +58,37 @@ class Figures:
         """Of the recipes that leave it open."""
         return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
 
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """Of the first table: every task's own metric, and where that is of distributions, how the text scores."""
+        found = []
+        for task in self.tasks:
+            texts = [name for name in self.metrics(task) if name in SCORES and name != self.judged[task]]
+            beside = texts[:1] if self.judged[task] in _ANSWERS else []
+            found += [(task, name) for name in (self.judged[task], *beside)]
+        return found
+
+    def metrics(self, task: str) -> list[str]:
+        return list(dict.fromkeys(name for _, t, _, _, name in self.by if t == task))
+
+    def answers(self, model: str, task: str) -> tuple[list[str], list[tuple[str, float, list[str]]]]:
+        """Names of all figures of generated answers, and their values by recipe and ratio; none for other tasks."""
+        known = self.metrics(task)
+        names = [name for name in (*_ANSWERS, *SCORES) if name in known] if "gold_nll" in known else []
+        cells = dict.fromkeys((recipe, r) for m, t, recipe, r, _ in self.by if (m, t) == (model, task))
+        return names, [
+            (recipe, r, [_said(self.by.get((model, task, recipe, r, name))) for name in names]) for recipe, r in cells
+        ]
+
     def ratios_of(self, task: str, recipe: str) -> list[float]:
         return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
 
-    def worst(self, task: str, recipe: str, r: float, models: Sequence[str] = ()) -> Row | None:
-        """The lowest score over the models; None unless all have one."""
-        asked = models or self.models
-        rows = [self.by.get((model, task, recipe, r, self.judged[task])) for model in asked]
+    def worst(
+        self, task: str, recipe: str, r: float, models: Sequence[str] = (), metric: str | None = None
+    ) -> Row | None:
+        """The lowest score over the models; None unless all have one. metric: the task's own by default."""
+        asked, name = models or self.models, metric or self.judged[task]
+        rows = [self.by.get((model, task, recipe, r, name)) for model in asked]
         known = [row for row in rows if row is not None and row.score is not None]
         return min(known, key=lambda row: row.score or 0.0) if len(known) == len(asked) else None
 
@@ -85,13 +120,14 @@ class Figures:
         return charts.Point(row, share, mean(row.recipe, row.r, "scored_rows"))
 
     def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
-        """Recipe, its ratio (its own where it is fixed), and its worst row on every task."""
+        """Recipe, its ratio (its own where it is fixed), and its worst row in every column."""
         lines = []
         for recipe in self.recipes:
             known = {ratio for task in self.tasks for ratio in self.ratios_of(task, recipe)}
             at = r if r in known else next(iter(known)) if len(known) == 1 else None
             if at is not None:
-                lines.append((recipe, at, [self.worst(task, recipe, at) for task in self.tasks]))
+                worst = [self.worst(task, recipe, at, metric=name) for task, name in self.columns]
+                lines.append((recipe, at, worst))
         return lines
 
     @property
@@ -128,7 +164,10 @@ def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
     """The table of the middle ratio, for a terminal."""
     figures = Figures.of(rows, judged)
     table = Table(title=f"worst case over {len(figures.models)} models, %", box=None, pad_edge=False)
-    for name in ("recipe", "r", *figures.tasks):
+    titles = [
+        task if name == judged[task] != "answer_kl_back" else f"{task}\n{name}" for task, name in figures.columns
+    ]
+    for name in ("recipe", "r", *titles):
         table.add_column(name, justify="left" if name == "recipe" else "right")
     for recipe, r, cells in figures.table(figures.middle):
         scores = ["" if row is None or row.score is None else f"{100 * row.score:.1f}" for row in cells]
@@ -137,16 +176,26 @@ def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
 
 
 def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The same table for a program: recipe, ratio and score by task, None where a model has none."""
+    """The same table for a program: recipe, ratio, score by task, and by metric what stands beside a task's own one;
+    None where a model has none."""
     figures = Figures.of(rows, judged)
-    return [
-        {
-            "recipe": recipe,
-            "r": r,
-            "scores": {t: row and row.score for t, row in zip(figures.tasks, cells, strict=True)},
-        }
-        for recipe, r, cells in figures.table(figures.middle)
-    ]
+    lines = []
+    for recipe, r, cells in figures.table(figures.middle):
+        scores, beside = dict[str, float | None](), dict[str, dict[str, float | None]]()
+        for (task, name), row in zip(figures.columns, cells, strict=True):
+            score = None if row is None else row.score
+            if name == judged[task]:
+                scores[task] = score
+            else:
+                beside.setdefault(task, {})[name] = score
+        lines.append({"recipe": recipe, "r": r, "scores": scores, "beside": beside})
+    return lines
+
+
+def _said(row: Row | None) -> str:
+    if row is None or row.score is None:
+        return ""
+    return f"{row.score:.3f}" if row.metric in _IN_NATS else charts.percent(row)
 
 
 def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:

@@ -3,13 +3,13 @@
 import asyncio
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
-from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
@@ -18,16 +18,17 @@ from fusionkv.fusion_worker.engine.placement import Placement
 from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import slots_of
 from fusionkv.fusion_worker.evaluation import metrics
-from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, hold, whole
+from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, encoded_tokens, hold, whole
 from fusionkv.fusion_worker.evaluation.deviation import deviation
-from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock
+from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock, together
+from fusionkv.fusion_worker.evaluation.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
 from fusionkv.fusion_worker.evaluation.samples import Block, Sample, Task
-from fusionkv.fusion_worker.evaluation.similarity import Similarity
+from fusionkv.fusion_worker.evaluation.yardstick import Given
 from fusionkv.fusion_worker.methods.keep import SnapKV
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Anchored, Isolated, Recipe
+from fusionkv.fusion_worker.methods.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.base import Selector
 from fusionkv.fusion_worker.select.choose import budget
@@ -37,6 +38,8 @@ _Answered = tuple[Answer, dict[Cell, dict[str, float]]]
 _Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
 # Groups of samples at once: enough rows for full steps of the engine.
 _MOST_GROUPS = 8
+# The same where neighbours come from a whole file: what the pool has left keeps them for the next samples.
+_MOST_BESIDE_LIBRARY = 2
 _MOST_DEVIATIONS = 1024
 
 
@@ -45,14 +48,16 @@ class Runner:
 
     def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
+        # No answer is streamed to anybody: steps are as long beside decodes as without them.
+        config = replace(config, max_mixed_tokens=config.max_step_tokens)
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
-        self._similarity = Similarity(model, Embedder(model, self._engine, self._loader))
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
         self._fuser = Fuser(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
         self._prompter = Prompter(model, chunk_tokens)
+        self._neighbours = Neighbours(model.max_tokens, self._prompter)
         self._deviations: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
 
     async def close(self) -> None:
@@ -87,11 +92,11 @@ class Runner:
         others = await asyncio.gather(*(one(group, False) for group in groups))
         answers = [answer for group in (*first, *others) for answer in group]
         self._pool.check_integrity(idle=True)
-        return [_together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
+        return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
-        expected = () if task.metrics else self._prompter.ids(sample.answers[0])
-        prompt, left_out = self._prompter.prompt(sample, task.chat, task.max_tokens or len(expected) + 1)
+        expected = self._prompter.expected(sample, task.chat)
+        prompt, left_out = self._prompter.prompt(sample, task.chat, max(task.max_tokens, len(expected) + 1))
         return Asked(task, sample, prompt, expected, left_out)
 
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
@@ -102,18 +107,29 @@ class Runner:
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
+        own += self._beside(task, _encodes(cells))
         if held + own > self._pool.capacity:
             raise ResourceExhausted(
                 f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
                 f"{self._pool.capacity}: raise pool_bytes to {(held + own) * self._model.kv.token_bytes}"
             )
-        return max(1, min(_MOST_GROUPS, (self._pool.capacity - own) // held))
+        most = _MOST_GROUPS if task.library is None else _MOST_BESIDE_LIBRARY
+        return max(1, min(most, (self._pool.capacity - own) // held))
+
+    def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
+        """Slots of the neighbours that a chunk is encoded behind, where they are no part of its group."""
+        count = max((encode.neighbours for encode in encodes if isinstance(encode, SimilarityGuided)), default=0)
+        if task.library is None or not count:
+            return 0
+        sizes = (self._pool.slots_for(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
+        return sum(sorted(sizes)[-count:])
 
     async def _group(
         self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
     ) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
-        async with hold(self._loader, self._similarity, prompts, _encodes(cells)) as contexts:
+        library = group[0].task.library
+        async with hold(self._loader, self._neighbours, library, prompts, _encodes(cells)) as contexts:
             done = []
             if alone:
                 done.append(await self._sample(group[0], cells, contexts, True, picture))
@@ -134,22 +150,25 @@ class Runner:
         for cell in cells:
             if not cell.recipe.lossless:
                 ratios.setdefault(cell.recipe, []).append(cell.ratio)
-        answers = {cell: full for cell in cells if cell.recipe.lossless}
+        answers = {cell: full for cell in cells if cell.recipe.lossless and cell != NO_CONTEXT}
         if alone:
             for cell in cells:
-                if cell not in answers:
-                    answers[cell] = await self._alone(asked, cell, contexts, picture)
+                if not cell.recipe.lossless:
+                    answers[cell] = await self._alone(asked, cell, contexts, full.given, picture)
         else:
             scored = await self._scored(asked, ratios, contexts)
-            recipes = (self._recipe(asked, r, contexts, ratios[r], scored.get((r.encode, r.select))) for r in ratios)
+            about = (asked, contexts, full.given)
+            recipes = (self._recipe(*about, r, ratios[r], scored.get((r.encode, r.select))) for r in ratios)
             for found in await asyncio.gather(*recipes):
                 answers |= found
             full.seconds = {}
         for cell, answer in answers.items():
             assert answer.first is not None
             answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
-            answer.values["kl"] = metrics.kl(full.first, answer.first)
-            answer.values |= away.get(cell, {})
+            answer.values["kl"] = float(metrics.kl(full.first, answer.first))
+            answer.values |= self._encoded(asked, cell) | away.get(cell, {})
+        if NO_CONTEXT in cells:
+            answers[NO_CONTEXT] = await self._without_context(asked)
         return [answers[cell] for cell in cells]
 
     async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
@@ -193,14 +212,29 @@ class Runner:
             self._deviations[parts] = deviation(self._pool.kv, self._model.rotations, reused, full)
         return self._deviations[parts]
 
-    async def _alone(self, asked: Asked, cell: Cell, contexts: Contexts, picture: bool) -> Answer:
+    def _encoded(self, asked: Asked, cell: Cell) -> dict[str, float]:
+        """What the sample's chunks cost ahead of time."""
+        recipe = cell.recipe
+        tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), _encode(recipe))
+        return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
+
+    async def _without_context(self, asked: Asked) -> Answer:
+        """What the question alone gives: how its answer scores, and nothing that is held against full attention."""
+        bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
+        async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as placement:
+            await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, timed=False)
+        return Answer({name: answer.values[name] for name in ("gold_nll", *asked.task.metrics)})
+
+    async def _alone(
+        self, asked: Asked, cell: Cell, contexts: Contexts, given: Given | None, picture: bool
+    ) -> Answer:
         """One cell, timed, each step as a worker would take it."""
         answer = Answer()
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
                 prompt = self._laid(asked, cell.recipe)
                 fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
-            fused = await self._examiner.answer(asked, fused, answer, _keep(cell.recipe, prompt))
+            fused = await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
         if picture:
             answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
         return answer
@@ -228,7 +262,13 @@ class Runner:
         }
 
     async def _recipe(
-        self, asked: Asked, recipe: Recipe, contexts: Contexts, ratios: Sequence[float], scored: Scored | None
+        self,
+        asked: Asked,
+        contexts: Contexts,
+        given: Given | None,
+        recipe: Recipe,
+        ratios: Sequence[float],
+        scored: Scored | None,
     ) -> dict[Cell, Answer]:
         """A recipe's cells, from one scoring."""
 
@@ -240,7 +280,7 @@ class Runner:
                 fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
                 # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
                 fused.ahead = None
-                await self._examiner.answer(asked, fused, answer, _keep(recipe, prompt), timed=False)
+                await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
             return answer
 
         answers = await asyncio.gather(*map(one, ratios))
@@ -257,16 +297,6 @@ class Runner:
     def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
         """The prompt with what the recipe has in the place of its chunks."""
         return self._loader.laid(asked.prompt, recipe.encode)
-
-
-def _together(answers: Sequence[Answer]) -> Measured:
-    """One cell's samples in order."""
-    values = {name: [a.values[name] for a in answers] for name in answers[0].values}
-    seconds: dict[str, list[float]] = {}
-    for answer in answers:
-        for name, value in answer.seconds.items():
-            seconds.setdefault(name, []).append(value)
-    return Measured(values, seconds, answers[0].picture)
 
 
 def _encode(recipe: Recipe) -> Encoding:

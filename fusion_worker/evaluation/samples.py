@@ -4,6 +4,11 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+# Of the figures of a sample: what was measured under another one is measured again.
+_DEFINITION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,18 @@ class Sample:
     whole: bool = False
 
 
+@dataclass(frozen=True)
+class Library:
+    """All samples of a file: their passages are what a chunk's neighbours are found among."""
+
+    samples: tuple[Sample, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the passages."""
+        return _digest([[sample.passages, sample.whole] for sample in self.samples])
+
+
 @dataclass(frozen=True, slots=True)
 class Task:
     """Samples that are scored together.
@@ -29,7 +46,7 @@ class Task:
     metrics: names that metrics.text_score knows, of answers that are generated, at most `max_tokens` long. Without
     any the first expected answer is fed in and compared token by token.
     chat: whether the prompt goes into the model's chat template. first_line: only the answer's first line counts.
-    group: neighbours of a chunk are looked for in the context of so many samples together.
+    library: where neighbours of a chunk are looked for; None: in the contexts of `group` samples together.
     classes: what answers choose from, where the metric is class_match.
     contexts: tasks of the same name here ask about the same contexts, sample by sample.
     """
@@ -43,6 +60,7 @@ class Task:
     group: int = 1
     classes: tuple[str, ...] = ()
     contexts: str = ""
+    library: Library | None = None
 
     def first(self, count: int) -> "Task":
         """The task with its first `count` samples alone."""
@@ -50,8 +68,12 @@ class Task:
 
     def shortened(self, shorten: Callable[[str], str]) -> "Task":
         """The task with every passage, or the context that is one text, made shorter."""
-        samples = (replace(s, passages=tuple(map(shorten, s.passages))) for s in self.samples)
-        return replace(self, samples=tuple(samples))
+
+        def shorter(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
+            return tuple(replace(s, passages=tuple(map(shorten, s.passages))) for s in samples)
+
+        library = self.library and Library(shorter(self.library.samples))
+        return replace(self, samples=shorter(self.samples), library=library)
 
     def blocks(self, size: int) -> Iterator["Block"]:
         """The samples, `size` at a time."""
@@ -76,6 +98,7 @@ class Block:
         """Names the samples' text and how they are scored, whatever file they came from."""
         task = self.task
         how = [
+            _DEFINITION,
             task.metrics,
             task.max_tokens,
             task.chat,
@@ -83,5 +106,8 @@ class Block:
             task.group,
             *[task.classes] * bool(task.classes),
         ]
-        text = json.dumps([how, [astuple(sample) for sample in self.samples]])
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _digest([how, [astuple(sample) for sample in self.samples]])
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]

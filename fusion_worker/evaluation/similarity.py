@@ -1,53 +1,57 @@
-"""Which chunks are like which, by the model's own vectors (FusionRAG 3.1)."""
+"""Which chunks are alike: cosine of tf-idf vectors over token ids."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
 
-import torch
+import numpy as np
 
-from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, Embedder
 from fusionkv.fusion_worker.engine.prompt import Chunk
-from fusionkv.fusion_worker.models import Model
 
-_KEPT = 4096  # vectors: other tasks ask about the same chunks
+# Cosines are rounded to so many digits, so that the last bits of a sum decide no tie.
+_DIGITS = 9
+
+
+class _Index(NamedTuple):
+    """Sparse unit vectors. of, tokens: int64 [entries]; weights: float64 [entries]; idf: float64 [vocabulary]."""
+
+    of: np.ndarray
+    tokens: np.ndarray
+    weights: np.ndarray
+    idf: np.ndarray
 
 
 class Similarity:
-    """Ranks chunks, and embeds none twice while it is remembered."""
+    """Ranks a pool of chunks by how similar they are to one chunk.
 
-    def __init__(self, model: Model, embedder: Embedder) -> None:
-        self._model = model
-        self._embedder = embedder
-        self._vectors: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+    A token weighs its count in the chunk times log(chunks / chunks that hold it), so what stands in every chunk
+    weighs nothing. A language model's mean hidden states, which the worker embeds texts by, hardly tell passages of
+    real text apart, and need a pass of the model over the whole pool.
+    """
 
-    async def ranked(self, chunks: Sequence[Chunk]) -> dict[bytes, list[Chunk]]:
-        """For each chunk, by digest, all the others, the most similar first. The chunks are different ones."""
-        vectors = torch.stack(await self._embed(chunks))
-        similarity = vectors @ vectors.T
-        similarity.fill_diagonal_(float("-inf"))
-        order = similarity.sort(descending=True, stable=True).indices.tolist()
-        return {chunk.digest: [chunks[j] for j in row[:-1]] for chunk, row in zip(chunks, order, strict=True)}
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = tuple({chunk.digest: chunk for chunk in chunks}.values())
 
-    def fitting(self, system: Chunk, chunk: Chunk, near: Sequence[Chunk]) -> list[Chunk]:
-        """As many of the chunks before `chunk` as the model's length takes."""
-        room, fitting = self._model.max_tokens - len(system) - len(chunk), []
-        for other in near:
-            room -= len(other)
-            if room < 0:
-                break
-            fitting.append(other)
-        return fitting
+    def nearest(self, chunk: Chunk, count: int) -> list[Chunk]:
+        """The `count` most similar other chunks, best first; of equals the one that came first into the pool."""
+        index = self._index
+        own = np.zeros(len(index.idf))
+        ids, counts = np.unique([i for i in chunk.ids if i < len(own)], return_counts=True)
+        own[ids.astype(np.int64)] = counts
+        own *= index.idf
+        cosines = np.bincount(index.of, index.weights * own[index.tokens], len(self.chunks))
+        cosines = cosines / (np.linalg.norm(own) or 1.0)
+        order = np.argsort(-cosines.round(_DIGITS), kind="stable")
+        others = (self.chunks[i] for i in order if self.chunks[i].digest != chunk.digest)
+        return [other for other, _ in zip(others, range(count), strict=False)]
 
-    async def _embed(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-        missing = [chunk for chunk in chunks if chunk.digest not in self._vectors]
-        for start in range(0, len(missing), MAX_TEXTS):
-            part = missing[start : start + MAX_TEXTS]
-            texts = [self._model.tokenizer.decode(chunk.ids) for chunk in part]
-            self._vectors |= zip((c.digest for c in part), await self._embedder.embed(texts), strict=True)
-        found = []
-        for chunk in chunks:
-            self._vectors.move_to_end(chunk.digest)
-            found.append(self._vectors[chunk.digest])
-        while len(self._vectors) > max(_KEPT, len(chunks)):
-            self._vectors.popitem(last=False)
-        return found
+    @cached_property
+    def _index(self) -> _Index:
+        pairs = [np.unique(chunk.ids, return_counts=True) for chunk in self.chunks]
+        of = np.repeat(np.arange(len(pairs)), [len(ids) for ids, _ in pairs])
+        tokens = np.concatenate([ids for ids, _ in pairs]).astype(np.int64)
+        held = np.bincount(tokens)
+        idf = np.log(len(pairs) / np.maximum(held, 1))
+        weights = np.concatenate([counts for _, counts in pairs]) * idf[tokens]
+        norms = np.sqrt(np.bincount(of, weights**2, len(pairs)))
+        return _Index(of, tokens, weights / np.where(norms > 0, norms, 1.0)[of], idf)

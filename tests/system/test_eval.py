@@ -83,6 +83,11 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
             assert row["n"] == n
             assert 0.0 <= row["score"] <= 1.0  # type: ignore[operator]
     assert found["longbench/hotpotqa", "full_attention", 1.0, "kl"]["score"] == 0.0
+    for name, r, share in (("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.0)):
+        assert found["longbench/hotpotqa", name, r, "answer_kl_back"]["score"] == share
+    assert found["cacheblend/pages", "fusionrag", 0.2, "gold_nll"]["n"] == 2
+    assert found["cacheblend/pages", "no_context", 0.0, "f1"]["n"] == 2
+    assert ("cacheblend/pages", "no_context", 0.0, "answer_kl") not in found
 
 
 @pytest.mark.parametrize(

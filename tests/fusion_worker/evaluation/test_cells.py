@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
-from fusionkv.fusion_worker.evaluation.__main__ import _subject
-from fusionkv.fusion_worker.evaluation.cells import Cell, Measured, Store, Subject, key, table
+from fusionkv.fusion_worker.evaluation.__main__ import RATIOS, _parser, _plan, _subject
+from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, table
 from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
-from fusionkv.fusion_worker.evaluation.samples import Sample, Task
+from fusionkv.fusion_worker.evaluation.samples import Library, Sample, Task
 from fusionkv.fusion_worker.evaluation.tasks import reference
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
@@ -83,6 +83,16 @@ def test_a_second_model_counts_where_it_is_asked() -> None:
     assert key(SUBJECT, block, CELL) == key(other, block, CELL)
 
 
+def test_a_file_counts_where_neighbours_come_from_it() -> None:
+    more = Library((*TASK.samples, Sample("s", ("another page",), "q", ("x",))))
+    blocks = [
+        next(dataclasses.replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)
+    ]
+    guided, alone = Cell(modifiers.find("fusionrag"), 0.1), CELL
+    assert len({key(SUBJECT, block, guided) for block in blocks}) == 2
+    assert len({key(SUBJECT, block, alone) for block in blocks}) == 1
+
+
 def test_names_that_change_no_figure_change_no_key() -> None:
     renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
     other = key(dataclasses.replace(SUBJECT, model="moved"), next(TASK.blocks(BLOCK)), Cell(renamed, 0.1))
@@ -120,6 +130,22 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
         *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
         *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
     ]
+    words = dataclasses.replace(TASK, metrics=("f1",))
+    assert cells_of(words, [modifiers.find("full_reuse")], (0.1,)) == [
+        Cell(modifiers.find("full_reuse"), 0.0),
+        NO_CONTEXT,
+    ]
+
+
+def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "pages.json").write_text('[{"ctxs": [{"text": "p"}], "question": "q", "answers": ["a"]}]')
+    for flags, wanted in (([], {0.05, 0.15, 0.3}), (["--ratios", "0.2"], {0.2})):
+        args = _parser().parse_args(["--data", str(tmp_path), "--recipes", "epic", *flags])
+        ((task, cells),) = _plan(args)
+        assert task.library == Library(task.samples)
+        assert {cell.ratio for cell in cells if cell.recipe.name == "epic"} == wanted
+    reference_cells = _plan(_parser().parse_args(["--tasks", "chain2", "--recipes", "epic", "--n", "1"]))[0][1]
+    assert {cell.ratio for cell in reference_cells if cell.recipe.name == "epic"} == set(RATIOS)
 
 
 def test_what_was_measured_belongs_to_one_way_of_storing() -> None:

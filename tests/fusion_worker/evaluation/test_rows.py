@@ -6,12 +6,13 @@ import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from io import StringIO
 
+import numpy as np
 import pytest
 from rich.console import Console
 
-from fusionkv.fusion_worker.evaluation import charts, report
-from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.rows import Row, rows
+from fusionkv.fusion_worker.evaluation import charts, report, statistics
+from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.fusion_worker.evaluation.rows import Row, judged, rows
 from fusionkv.fusion_worker.evaluation.samples import Sample, Task
 from fusionkv.fusion_worker.methods import modifiers
 
@@ -81,6 +82,56 @@ def test_where_nothing_was_lost_nothing_is_brought_back() -> None:
     same = {c: measured(exact(0, 1), 0) for c in (*table(0),)}
     row = find(list(rows("a", TASK, same)), "a", "epic", 0.15, "normalised_exact_match")
     assert (row.score, row.low, row.high) == (None, None, None)
+
+
+DATA = Task("qa", TASK.samples, ("f1", "exact_match"), 8)
+KL = {"full_attention": [0.0] * 4, "full_reuse": [0.4, 0.2, 0.1, 0.1], "epic": [0.1, 0.1, 0.1, 0.1]}
+NLL = {"full_attention": [1.0, 2.0, 1.0, 2.0], "full_reuse": [3.0, 4.0, 3.0, 2.0], "epic": [2.0, 3.0, 2.0, 2.0]}
+
+
+def answers() -> dict[Cell, Measured]:
+    found = {}
+    for at in (cell("full_attention", 1.0), cell("full_reuse", 0.0), cell("epic", 0.15)):
+        name = at.recipe.name
+        texts = {"f1": [0.5, 0.0, 1.0, 0.5], "exact_match": [0.0, 0.0, 1.0, 0.0]}
+        found[at] = Measured({"gold_nll": NLL[name], "answer_kl": KL[name], "answer_agreement": [1.0] * 4, **texts})
+    bare = {"gold_nll": [5.0] * 4, "f1": [0.0] * 4, "exact_match": [0.0] * 4}
+    return {**found, NO_CONTEXT: Measured(bare)}
+
+
+def test_what_comes_back_is_a_ratio_of_means() -> None:
+    figures = list(rows("a", DATA, answers()))
+    back = find(figures, "a", "epic", 0.15, "answer_kl_back")
+    assert back.score == pytest.approx(1 - 0.1 / 0.2)
+    assert find(figures, "a", "epic", 0.15, "gold_nll_back").score == pytest.approx(0.75 / 1.5)
+    assert find(figures, "a", "no_context", 0.0, "gold_nll_back").score == pytest.approx((3 - 5) / 1.5, rel=1e-5)
+    # The same draws of samples for both means of a ratio.
+    draws = np.random.default_rng(statistics._SEED).integers(0, 4, (statistics.RESAMPLES, 4))
+    columns = {name: np.array(KL[name])[draws].mean(1) for name in KL}
+    shares = 1 - columns["epic"] / columns["full_reuse"]
+    assert (back.low, back.high) == pytest.approx(tuple(np.quantile(shares, (0.025, 0.975))), abs=1e-5)
+    for name, r, score in (("full_attention", 1.0, 1.0), ("full_reuse", 0.0, 0.0)):
+        for metric in ("answer_kl_back", "gold_nll_back"):
+            end = find(figures, "a", name, r, metric)
+            assert (end.score, end.low, end.high, end.n) == (score, score, score, 4)
+    absent = {(row.recipe, row.metric) for row in figures}
+    assert not {("no_context", name) for name in ("answer_kl", "answer_kl_back", "agreement")} & absent
+    assert find(figures, "a", "epic", 0.15, "f1_minus_full_attention").score == 0.0
+
+
+def test_a_data_task_is_judged_by_what_comes_back_and_f1_stands_beside() -> None:
+    figures, by = list(rows("a", DATA, answers())), {"qa": judged(DATA)}
+    assert by == {"qa": "answer_kl_back"}
+    lines = {line["recipe"]: line for line in report.worst(figures, by)}
+    assert lines["epic"] == {"recipe": "epic", "r": 0.15, "scores": {"qa": 0.5}, "beside": {"qa": {"f1": 0.5}}}
+    assert (lines["no_context"]["scores"], lines["no_context"]["beside"]) == ({"qa": None}, {"qa": {"f1": 0.0}})
+    out = StringIO()
+    Console(file=out, width=100).print(report.summary(figures, by))
+    assert re.search(r"answer_kl_back +f1\n", out.getvalue())
+    assert re.search(r"epic +0.15 +50.0 +50.0", out.getvalue())
+    page = re.sub(r"<[^>]*>|\s+", " ", report.page(figures, by, [("a", DATA, answers())]))
+    assert re.search(r"a on qa: answers", page)
+    assert re.search(r"epic +0.15 +50\.0 \(.*?\) +50\.0 \(.*?\) +100\.0 \(.*?\) +0\.100 +2\.250 ", page)
 
 
 def test_the_worst_model_counts(figures: list[Row]) -> None:
