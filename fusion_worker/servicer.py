@@ -62,7 +62,8 @@ class FusionServicer:
         self._embedder = Embedder(model, self.engine, self.loader)
 
     async def settle(self) -> None:
-        """Waits until every load has ended and every chunk encoded so far is stored or dropped."""
+        """Waits until nothing is learned any more, every load has ended, and every chunk is stored or dropped."""
+        await self.answerer.corrector.settle()
         await self.loader.settle()
         if self.auxiliary is not None:
             await self.auxiliary.settle()
@@ -70,6 +71,7 @@ class FusionServicer:
     async def close(self) -> None:
         """Puts back what waits, ends the engine, closes connections."""
         await self.answerer.shadow.close()
+        await self.answerer.corrector.close()
         await self.loader.close()
         self.engine.close()
         self.engine.crew.close()

@@ -31,7 +31,6 @@ ALLOWED = {
 }
 # What judges all methods brings the reference models and their tasks with it; a worker has none of them.
 BESIDES = {"fusion_worker/evaluation": {"fusionkv.models.tasks", "fusionkv.models.shipped"}}
-MAX_LINES = 320
 
 
 def sources() -> list[Path]:
@@ -111,8 +110,7 @@ def test_every_package_is_in_the_wheel() -> None:
 
 
 @pytest.mark.parametrize("file", sources(), ids=lambda f: str(f.relative_to(ROOT)))
-def test_a_file_is_short_and_says_what_it_is(file: Path) -> None:
+def test_a_file_says_what_it_is(file: Path) -> None:
     text = file.read_text()
-    assert text.count("\n") <= MAX_LINES
     if file.name != "__init__.py" or text.strip():
         assert ast.get_docstring(ast.parse(text)), f"{file.name} opens with no docstring"

@@ -14,6 +14,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine import meters
 from fusionkv.fusion_worker.engine.admission import Admission
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
+from fusionkv.fusion_worker.engine.corrector import Corrector
 from fusionkv.fusion_worker.engine.doubt import step
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
@@ -22,7 +23,7 @@ from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.guard import Guard
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
-from fusionkv.fusion_worker.engine.loader import Loader, clock
+from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.locator import CacheFault
 from fusionkv.fusion_worker.engine.placement import Placement, Stages
 from fusionkv.fusion_worker.engine.prompt import Prompt
@@ -96,6 +97,7 @@ class Answerer:
         self._engine = engine
         self._loader = loader
         self._fuser = Fuser(model, engine, auxiliary)
+        self.corrector = Corrector(model, pool, engine, loader)
         self._guard = Guard(config.shadow_floor)
         self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
         self._active = 0
@@ -127,10 +129,10 @@ class Answerer:
         allowed = self._guard.ratio(recipe, corpus, ratio)
         summary.ratio, summary.raised = allowed.ratio, allowed.why
         async with AsyncExitStack() as stack:
-            with tracer.start_as_current_span("fusionkv.queue"), clock(summary.stages, "queue"):
+            with tracer.start_as_current_span("fusionkv.queue"), summary.stages.clock("queue"):
                 self._enter(stack)
                 await stack.enter_async_context(self.admission.place(left))
-            fused = await self._prepare(stack, summary, params)
+            fused = await self._prepare(stack, summary, params, corpus)
             watched = self._watched(summary, params)
             answer: list[int] = []
             async with aclosing(self._decode(fused, summary, params, arrived, watched, explained)) as pieces:
@@ -138,6 +140,8 @@ class Answerer:
                     if isinstance(piece, Piece):
                         answer.append(piece.token)
                     yield piece
+        if recipe.encode is not None and recipe.encode.corrected:
+            self.corrector.offer(prompt, corpus)
         if summary.first_logits is not None:
             self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, allowed))
         yield summary
@@ -150,14 +154,16 @@ class Answerer:
     def _enter(self, stack: AsyncExitStack) -> None:
         self._active += 1
         self.shadow.idle.clear()
+        self.corrector.idle.clear()
         stack.callback(self._leave)
 
     def _leave(self) -> None:
         self._active -= 1
         if self._active == 0:
             self.shadow.idle.set()
+            self.corrector.idle.set()
 
-    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams) -> Fused:
+    async def _prepare(self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, corpus: str) -> Fused:
         """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
         prompt, recipe = summary.laid, summary.recipe
         kept = summary.kept
@@ -169,11 +175,12 @@ class Answerer:
                 links = recipe.links * len(prompt.chunks)
                 return chosen + links + len(prompt.question) + params.max_tokens + kept
 
+            correction = self.corrector.find(prompt.tenant, corpus) if recipe.encode.corrected else None
             early = self._fuser.score_early(prompt, recipe, summary.ratio)
             try:
                 # Let go before the plain prefill waits for room: the fault may come from the second model, later.
                 async with AsyncExitStack() as held:
-                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode)
+                    loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode, correction)
                     fused = await self._fuse(await held.enter_async_context(loading), summary, early)
                     await stack.enter_async_context(held.pop_all())
                     return fused
@@ -188,14 +195,14 @@ class Answerer:
                 if early is not None:
                     early.cancel()
         prompt = summary.prompt
-        with clock(summary.stages, "load"):
+        with summary.stages.clock("load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
         return self._fuser.plain(placement, prompt)
 
     async def _fuse(self, placement: Placement, summary: Summary, early: "asyncio.Task[Scored] | None") -> Fused:
         prompt = summary.laid
-        with tracer.start_as_current_span("fusionkv.select") as span, clock(summary.stages, "select"):
+        with tracer.start_as_current_span("fusionkv.select") as span, summary.stages.clock("select"):
             scored = await early if early is not None else None
             fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
             span.set_attributes({"fusionkv.rows": fused.scored_rows, "fusionkv.tokens": len(fused.chosen)})
@@ -216,7 +223,7 @@ class Answerer:
         sampler = Sampler(params)
         text = TextStream(self._model.tokenizer, params.stop)
         stages, answer = summary.stages, list[int]()
-        with tracer.start_as_current_span("fusionkv.prefill") as span, clock(stages, "prefill"):
+        with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
             span.set_attribute("fusionkv.rows", len(fused.ids))
             votes = len(summary.prompt.question) if summary.kept else 0
             fused, result = await step(self._engine, fused, (), sampler, int(watched), votes)

@@ -3,9 +3,8 @@
 import asyncio
 import itertools
 import logging
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import lru_cache, partial
 
 import torch
@@ -15,6 +14,8 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine import shared_memory
 from fusionkv.fusion_worker.engine.anchors import AnchoredChunk, laid
 from fusionkv.fusion_worker.engine.budget import Budget
+from fusionkv.fusion_worker.engine.correcting import Correcting
+from fusionkv.fusion_worker.engine.correction import Correction
 from fusionkv.fusion_worker.engine.direct import DirectReader
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
@@ -56,6 +57,7 @@ class Loader:
         self.turns = Turns(config.max_loads)
         self._admitted = itertools.count()
         self.storage = Storage(pool, config.store, engine.crew)
+        self._correcting = Correcting(model, pool, engine.crew)
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
         # In host memory signatures are verified, and ranks get their heads from there.
         direct = cache and signer is None and engine.crew.ranks.count == 1
@@ -97,46 +99,59 @@ class Loader:
 
     @asynccontextmanager
     async def prompt(
-        self, prompt: Prompt, fresh: Fresh, stages: Stages, encode: Encode = ISOLATED
+        self,
+        prompt: Prompt,
+        fresh: Fresh,
+        stages: Stages,
+        encode: Encode = ISOLATED,
+        correction: Correction | None = None,
     ) -> AsyncIterator[Placement]:
         """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
 
-        prompt: as `laid` for `encode`. encode: as for `Locator.prompt`.
+        prompt: as `laid` for `encode`. encode, correction: as for `Locator.prompt`.
 
         Raises:
             CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
             ResourceExhausted: the prompt does not fit the pool.
         """
         budget = Budget(self._config.cache_seconds)
+        how = prompt, fresh, stages, encode, correction, budget
         async with AsyncExitStack() as stack:
             try:
-                placement = await self._bring(stack, prompt, fresh, stages, encode, budget)
+                placement = await self._bring(stack, *how)
             except EntryGone as gone:
                 log.debug("looked up once more: %s", gone)
                 await stack.aclose()
                 stages.start_over()
-                placement = await self._bring(stack, prompt, fresh, stages, encode, budget)
+                placement = await self._bring(stack, *how)
             yield placement
 
     async def _bring(
-        self, stack: AsyncExitStack, prompt: Prompt, fresh: Fresh, stages: Stages, encode: Encode, budget: Budget
+        self,
+        stack: AsyncExitStack,
+        prompt: Prompt,
+        fresh: Fresh,
+        stages: Stages,
+        encode: Encode,
+        correction: Correction | None,
+        budget: Budget,
     ) -> Placement:
         """As `prompt`, for as long as `stack` is open."""
         namespace = self.namespace(prompt.tenant)
         leased = await stack.enter_async_context(AsyncExitStack())
-        with tracer.start_as_current_span("fusionkv.lookup") as span, clock(stages, "lookup"):
+        with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
             with budget.spending():
-                asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages)
+                asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, correction)
                 wanted = await leased.enter_async_context(asking)
             span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
         stale = sum(len(w.chunk) for w in wanted if not w.lossless)
-        with tracer.start_as_current_span("fusionkv.load") as span, clock(stages, "load"):
+        with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
             placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
             with budget.spending():
                 await self._fetched(placement, budget.left)
             span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
         await leased.aclose()
-        with tracer.start_as_current_span("fusionkv.encode") as span, clock(stages, "encode"):
+        with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
             span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
             await _ready(part.resident for part in placement.parts)
         return placement
@@ -258,6 +273,9 @@ class Loader:
         ready = part.resident.ready
         try:
             with self._spans.within(part.resident):
+                if await self._correcting.from_pool(part):
+                    ready.set_result(None)
+                    return
                 if part.wanted.entry is not None:
                     async with self.turns.turn(number):
                         await self.fetch(part, stages)
@@ -265,7 +283,8 @@ class Loader:
                     await _ready(p.resident for p in before)
                     await self._encode(part, before, scratch)
                     if self.putter is not None and namespace:
-                        self.putter.offer(namespace, part)
+                        await self.putter.offer(namespace, part)
+                await self._correcting.in_place(part)
             ready.set_result(None)
         except ServiceError as error:
             entry = part.wanted.entry
@@ -308,13 +327,3 @@ class Loader:
 async def _ready(residents: Iterable[Resident]) -> None:
     for resident in residents:
         await asyncio.shield(resident.ready)
-
-
-@contextmanager
-def clock(stages: Stages, name: str) -> Iterator[None]:
-    """Adds the seconds spent inside to a stage."""
-    started = time.perf_counter()
-    try:
-        yield
-    finally:
-        stages.seconds[name] = stages.seconds.get(name, 0.0) + time.perf_counter() - started

@@ -5,6 +5,7 @@ import math
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+from fusionkv.fusion_worker.engine.correction import Correction
 from fusionkv.fusion_worker.engine.placement import Stages, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.signatures import DELETE_SECONDS, Signer
@@ -30,6 +31,13 @@ _MISS = Hit(HitKind.MISS, None)
 RESTORED = b"restored"
 
 
+def corrected(wanted: Wanted, base: int, correction: Correction | None) -> Wanted:
+    """The part, corrected if it is a chunk that was encoded right behind a system prompt of `base` tokens and stands
+    elsewhere: what was encoded behind other text has seen some."""
+    seen = wanted.is_system or wanted.lossless or wanted.variant or wanted.base != base
+    return wanted if correction is None or seen else wanted.corrected(correction)
+
+
 class Locator:
     """Names parts and finds them. Without a cache service everything is a miss."""
 
@@ -51,6 +59,7 @@ class Locator:
         encode: Encode = ISOLATED,
         most: float = math.inf,
         stages: Stages | None = None,
+        correction: Correction | None = None,
     ) -> AsyncIterator[list[Wanted]]:
         """All parts but an empty system prompt at their places, leased for as long as the context is open.
 
@@ -59,7 +68,7 @@ class Locator:
             way serves, and what is missing is encoded alone. `Anchored`: the prompt's chunks are anchor tokens, and
             those alone serve.
         most: seconds that the cache service is waited for, if that is less than always.
-        stages: where entries are counted that no worker signed.
+        stages: where entries are counted that no worker signed. correction: of chunks that were encoded alone.
 
         Raises:
             CacheFault: the cache service is down, slow, or answers what can't be.
@@ -89,7 +98,8 @@ class Locator:
                     continue
                 found = self._from_hit(part, start, path[: i + 1], hit, exact[i], start)
                 wanted.append(found or self.alone(prompt, i, start, namespace))
-            yield [w for w in wanted if len(w.chunk)]
+            base = len(prompt.system)
+            yield [corrected(w, base, correction) for w in wanted if len(w.chunk)]
 
     def _serves(self, hit: Hit, encode: Encode, versions: bytes) -> bool:
         """Whether what was found, or what is encoded alone for want of it, is what `encode` asks for."""

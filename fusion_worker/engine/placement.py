@@ -1,11 +1,14 @@
 """Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from fusionkv.fusion_worker.engine.correction import Correction
 from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
 from fusionkv.fusion_worker.engine.prompt import Chunk
 from fusionkv.kernels.segments import Segment
@@ -20,6 +23,7 @@ class Wanted:
     path, variant, key: its name in the cache service (kvcache_service.keys).
     alone: encoded after the system prompt alone; otherwise after all parts before it.
     lossless: its KV equals what full attention over this prompt gives.
+    correction: goes over it in the pool, if any does.
     """
 
     chunk: Chunk
@@ -31,6 +35,16 @@ class Wanted:
     entry: Entry | None = None
     alone: bool = True
     lossless: bool = False
+    correction: Correction | None = None
+
+    def corrected(self, correction: Correction) -> "Wanted":
+        """The same with a correction, by a key in the pool that is no other's."""
+        return replace(self, key=self.key + correction.name, correction=correction)
+
+    @property
+    def uncorrected(self) -> bytes:
+        """The pool's key of the same chunk as it was before it was corrected."""
+        return self.key if self.correction is None else self.key.removesuffix(self.correction.name)
 
     @property
     def scratch(self) -> int:
@@ -115,6 +129,15 @@ class Stages:
         self.origins.setdefault(wanted.key, (kind, tier))
         self.hits[kind, tier] += 1
         self.hit_tokens[kind, tier] += tokens
+
+    @contextmanager
+    def clock(self, name: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def start_over(self) -> None:
         """What was found is looked for once more: only the time and the bytes that it took count."""

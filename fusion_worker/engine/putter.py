@@ -12,6 +12,7 @@ from fusionkv.fusion_worker.engine.signatures import Signer
 from fusionkv.fusion_worker.engine.storage import Storage
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import logs
+from fusionkv.protos.cancellation import to_the_end
 from fusionkv.protos.errors import DeadlineExceeded, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -42,16 +43,26 @@ class Putter:
         self._cache = cache
         self._timeout = timeout
         self._max_waiting = max_waiting
-        self._waiting: asyncio.Queue[tuple[bytes, Placed, SpanContext]] = asyncio.Queue()
+        self._waiting: asyncio.Queue[tuple[bytes, Placed, SpanContext, memoryview | None]] = asyncio.Queue()
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
-    def offer(self, namespace: bytes, part: Placed) -> None:
-        """Queues a part; drops it when too many wait, since a miss costs time and no answer."""
+    async def offer(self, namespace: bytes, part: Placed) -> None:
+        """Queues a part; drops it when too many wait, since a miss costs time and no answer.
+
+        What is corrected afterwards is copied first: it is stored as it was computed.
+        """
         if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
             return
         self._pool.pin(part.resident)
-        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context()))
+        copy = None
+        if part.wanted.correction is not None:
+            try:
+                copy = await to_the_end(asyncio.to_thread(self._storage.take_out, part.resident))
+            except BaseException:
+                self._pool.unpin(part.resident)
+                raise
+        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
 
     async def put(self, namespace: bytes, part: Placed) -> None:
         """Stores a part and waits for the commit.
@@ -91,10 +102,11 @@ class Putter:
 
     async def _write(self) -> None:
         while True:
-            namespace, part, origin = await self._waiting.get()
+            namespace, part, origin, data = await self._waiting.get()
             try:
                 try:
-                    data = await asyncio.to_thread(self._storage.take_out, part.resident)
+                    if data is None:
+                        data = await asyncio.to_thread(self._storage.take_out, part.resident)
                 finally:
                     self._pool.unpin(part.resident)
                 # A trace of its own: the request that it leads back to has its answer, and waits for nothing here.
@@ -118,7 +130,7 @@ class Putter:
     def _drop_waiting(self) -> None:
         """Lets go of what waits: behind a service out of reach, each would hold its pages for one more timeout."""
         while not self._waiting.empty():
-            _, part, _ = self._waiting.get_nowait()
+            _, part, *_ = self._waiting.get_nowait()
             self._pool.unpin(part.resident)
             self._waiting.task_done()
             _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

@@ -1,6 +1,6 @@
 """The form in which chunks' KV leaves the pool and comes back: as computed, or in one byte a number."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -84,6 +84,24 @@ class Storage:
         if self._kind is not None:
             runs, tokens = resident.runs, resident.tokens
             self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
+
+    def rewrite(self, resident: Resident, change: Callable[[torch.Tensor], torch.Tensor], source: Resident) -> None:
+        """Puts in a chunk's place what `change` makes of `source`, which may be the same.
+
+        change: of [layers, 2, tokens, kv_heads of all ranks, head_dim]. For plain storage alone.
+        """
+        if self._crew.ranks.count == 1:
+            with self.beside():
+                self._write(resident.runs, change(self._read(source.runs, source.tokens)))
+        else:
+            changed = change(self.numbers(self.take_out(source), source.tokens))
+            self.put_in(resident, changed.contiguous().view(-1).view(torch.uint8))
+
+    def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
+        """A plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
+        shape = self._pool.shape
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(shape.dtype)
+        return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._crew.ranks.count, shape.head_dim)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """The arrays of an entry, each [blocks, kv_heads, bytes]: blocks and bytes."""

@@ -1,17 +1,19 @@
 """Contexts in the pool: every chunk once for each way of encoding, shared by all recipes and ratios of a sample."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
 from fusionkv.fusion_worker.engine.anchors import AnchoredChunk
+from fusionkv.fusion_worker.engine.correction import Correction
 from fusionkv.fusion_worker.engine.loader import Loader
-from fusionkv.fusion_worker.engine.locator import RESTORED
+from fusionkv.fusion_worker.engine.locator import RESTORED, corrected
 from fusionkv.fusion_worker.engine.placement import Placed, Placement, Wanted
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.evaluation.cells import Cell
 from fusionkv.fusion_worker.evaluation.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluation.samples import Library
-from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, SimilarityGuided
+from fusionkv.fusion_worker.methods.recipes import Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.kvcache_service import keys
 
 # Ways of encoding that an evaluation compares: those of `recipes.Encode` that depend on no chunk before.
@@ -51,6 +53,7 @@ async def hold(
     library: Library | None,
     prompts: Sequence[Prompt],
     encodes: Sequence[Encoding],
+    correction: Correction | None = None,
 ) -> AsyncIterator[Contexts]:
     """The prompts' chunks in the pool in every way of `encodes` and as a whole, until the context is left.
 
@@ -75,7 +78,12 @@ async def hold(
             namespace = loader.namespace(prompt.tenant)
             starts = enumerate(one.starts)
             wholes[prompt] = await bring([loader.locator.alone(one, i, start, namespace) for i, start in starts])
-            parts[prompt, Isolated()] = await bring(_wanted(loader, prompt, {}))
+            isolated, base = _wanted(loader, prompt, {}), len(prompt.system)
+            parts[prompt, Isolated()] = await bring(isolated)
+            if Isolated(corrected=True) in encodes:
+                parts[prompt, Isolated(corrected=True)] = await bring(
+                    [corrected(w, base, correction) for w in isolated]
+                )
         for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
             for prompt in prompts:
                 parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
@@ -91,6 +99,17 @@ async def hold(
                         await bring(wanted[-1:])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
         yield Contexts(loader, parts, wholes)
+
+
+def encoding(recipe: Recipe) -> Encoding:
+    """How the recipe's chunks are encoded; not for recipes that are full attention."""
+    assert isinstance(recipe.encode, Encoding)
+    return recipe.encode
+
+
+def encodings(cells: Iterable[Cell]) -> list[Encoding]:
+    """The ways of encoding that the cells need, each once."""
+    return list(dict.fromkeys(encoding(cell.recipe) for cell in cells if not cell.recipe.lossless))
 
 
 def whole(prompt: Prompt) -> Prompt:

@@ -10,6 +10,8 @@ import torch
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
+from fusionkv.fusion_worker.engine.correction import Correction
+from fusionkv.fusion_worker.engine.corrector import Corrector
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
@@ -19,9 +21,18 @@ from fusionkv.fusion_worker.engine.prompt import Prompt
 from fusionkv.fusion_worker.engine.work import slots_of
 from fusionkv.fusion_worker.evaluation import metrics
 from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.fusion_worker.evaluation.contexts import Contexts, Encoding, encoded_tokens, hold, whole
+from fusionkv.fusion_worker.evaluation.contexts import (
+    Contexts,
+    Encoding,
+    encoded_tokens,
+    encoding,
+    encodings,
+    hold,
+    whole,
+)
 from fusionkv.fusion_worker.evaluation.deviation import deviation
 from fusionkv.fusion_worker.evaluation.examiner import Answer, Asked, Examiner, clock, together
+from fusionkv.fusion_worker.evaluation.lessons import learned
 from fusionkv.fusion_worker.evaluation.neighbours import Neighbours
 from fusionkv.fusion_worker.evaluation.picture import picture as draw
 from fusionkv.fusion_worker.evaluation.prompts import Prompter
@@ -53,6 +64,7 @@ class Runner:
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, None)
+        self._corrector = Corrector(model, self._pool, self._engine, self._loader)
         self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
         self._fuser = Fuser(model, self._engine, self._auxiliary)
         self._examiner = Examiner(model, self._pool, self._engine)
@@ -63,6 +75,7 @@ class Runner:
     async def close(self) -> None:
         if self._auxiliary is not None:
             await self._auxiliary.close()
+        await self._corrector.close()
         await self._loader.close()
         self._engine.close()
 
@@ -82,10 +95,12 @@ class Runner:
             self._fuser.check(cell.recipe, max(len(a.prompt.chunks) for a in asked))
         groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
         slots = asyncio.Semaphore(self._at_once(task, groups, cells))
+        corrects = any(encode.corrected for encode in encodings(cells))
+        correction = await self._learned(task, asked[0].prompt) if corrects else None
 
         async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
             async with slots:
-                return await self._group(group, cells, alone, picture)
+                return await self._group(group, cells, correction, alone, picture)
 
         # What is timed has nothing running beside it.
         first = [await one(groups.pop(0), True)] if timed else []
@@ -93,6 +108,12 @@ class Runner:
         answers = [answer for group in (*first, *others) for answer in group]
         self._pool.check_integrity(idle=True)
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
+
+    async def _learned(self, task: Task, like: Prompt) -> Correction | None:
+        """The correction of the passages of a whole file, or of all samples of a task without one."""
+        prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
+        passages = self._neighbours.among(task.library, prompts).chunks
+        return await learned(self._corrector, task.name, passages, like)
 
     def _ask(self, task: Task, sample: Sample) -> Asked:
         expected = self._prompter.expected(sample, task.chat)
@@ -103,11 +124,11 @@ class Runner:
         """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
         prompts = [asked.prompt for group in groups for asked in group]
         # The chunks as one for full attention; beside anchor tokens the text that is read for them, once at a time.
-        ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*_encodes(cells), Isolated()})
+        ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*encodings(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
         own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
-        own += self._beside(task, _encodes(cells))
+        own += self._beside(task, encodings(cells))
         if held + own > self._pool.capacity:
             raise ResourceExhausted(
                 f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
@@ -125,11 +146,17 @@ class Runner:
         return sum(sorted(sizes)[-count:])
 
     async def _group(
-        self, group: Sequence[Asked], cells: Sequence[Cell], alone: bool, picture: bool
+        self,
+        group: Sequence[Asked],
+        cells: Sequence[Cell],
+        correction: Correction | None,
+        alone: bool,
+        picture: bool,
     ) -> list[list[Answer]]:
         prompts = [asked.prompt for asked in group]
         library = group[0].task.library
-        async with hold(self._loader, self._neighbours, library, prompts, _encodes(cells)) as contexts:
+        ways = encodings(cells)
+        async with hold(self._loader, self._neighbours, library, prompts, ways, correction) as contexts:
             done = []
             if alone:
                 done.append(await self._sample(group[0], cells, contexts, True, picture))
@@ -199,7 +226,7 @@ class Runner:
         for cell in cells:
             # Anchor tokens have no counterpart in full attention.
             if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
-                async with contexts.placed(asked.prompt, _encode(cell.recipe), 0) as reused:
+                async with contexts.placed(asked.prompt, encoding(cell.recipe), 0) as reused:
                     away[cell] = self._deviation(reused, full)
         return away
 
@@ -215,7 +242,7 @@ class Runner:
     def _encoded(self, asked: Asked, cell: Cell) -> dict[str, float]:
         """What the sample's chunks cost ahead of time."""
         recipe = cell.recipe
-        tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), _encode(recipe))
+        tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), encoding(recipe))
         return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
 
     async def _without_context(self, asked: Asked) -> Answer:
@@ -292,21 +319,11 @@ class Runner:
         prompt = self._laid(asked, recipe)
         computed = budget(ratio, prompt.context_tokens, prompt.context_tokens) + recipe.links * len(prompt.chunks)
         fresh = computed + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
-        return contexts.placed(asked.prompt, _encode(recipe), fresh)
+        return contexts.placed(asked.prompt, encoding(recipe), fresh)
 
     def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
         """The prompt with what the recipe has in the place of its chunks."""
         return self._loader.laid(asked.prompt, recipe.encode)
-
-
-def _encode(recipe: Recipe) -> Encoding:
-    assert isinstance(recipe.encode, Encoding)
-    return recipe.encode
-
-
-def _encodes(cells: Sequence[Cell]) -> list[Encoding]:
-    """The ways of encoding that the cells need, each once."""
-    return list(dict.fromkeys(_encode(cell.recipe) for cell in cells if not cell.recipe.lossless))
 
 
 def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:

@@ -35,6 +35,12 @@ class Modifier:
     neighbours: int | None = None
 
 
+def _corrected(recipe: Recipe) -> Recipe:
+    if not isinstance(recipe.encode, Isolated | SimilarityGuided):
+        raise InvalidArgument(f"{recipe.name} reuses no chunk that was encoded alone, so there is nothing to correct")
+    return replace(recipe, encode=replace(recipe.encode, corrected=True))
+
+
 def _versioned(recipe: Recipe, most: int) -> Recipe:
     if most > MOST_VERSIONS:
         raise InvalidArgument(f"versions({most}): at most {MOST_VERSIONS} of a chunk are kept")
@@ -66,14 +72,28 @@ def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
 MODIFIERS: dict[str, Modifier] = {
     modifier.name: modifier
     for modifier in (
-        Modifier("isolated", "chunks as encoded alone", (), (), lambda r: replace(r, encode=Isolated()), 0),
+        Modifier(
+            "isolated",
+            "chunks as encoded alone",
+            (),
+            (),
+            lambda r: replace(r, encode=Isolated(corrected=r.encode.corrected)),
+            0,
+        ),
         Modifier(
             "similarity_guided",
             "chunks as encoded with N similar ones (FusionRAG 3.1)",
             (10,),
             (1,),
-            lambda r, n: replace(r, encode=SimilarityGuided(n)),
+            lambda r, n: replace(r, encode=SimilarityGuided(n, corrected=r.encode.corrected)),
             10,
+        ),
+        Modifier(
+            "corrected",
+            "chunks encoded alone, corrected by what text before a chunk changes on average (docs/correction.md)",
+            (),
+            (),
+            _corrected,
         ),
         Modifier(
             "versions",

@@ -1,6 +1,6 @@
 """Recipes: every system of the papers as a value of its slots. A new system is a new row, not a new code path."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fusionkv.fusion_worker.methods.keep import SnapKV
@@ -17,24 +17,35 @@ from fusionkv.protos.errors import InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
-class Isolated:
+class Encode:
+    """How a reused chunk's KV is made.
+
+    corrected: whether what a corpus teaches about text behind other text goes over what was computed alone
+        (docs/correction.md).
+    """
+
+    corrected: bool = field(default=False, kw_only=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Isolated(Encode):
     """A chunk's KV is computed after the system prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)
-class SimilarityGuided:
+class SimilarityGuided(Encode):
     """A chunk's KV is computed after the isolated KV of its most similar chunks, ahead of time (FusionRAG 3.1)."""
 
     neighbours: int
 
 
 @dataclass(frozen=True, slots=True)
-class InPlace:
+class InPlace(Encode):
     """A chunk's KV is computed after all that stands before it, and serves after the same alone: a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Versions:
+class Versions(Encode):
     """A chunk's KV is computed behind what a prompt has before it, and serves prompts that share some of that.
 
     The cache service keeps `most` versions of a chunk, by what stood before it (Cache-Craft, as CacheClip 5 has it).
@@ -44,13 +55,12 @@ class Versions:
 
 
 @dataclass(frozen=True, slots=True)
-class Anchored:
+class Anchored(Encode):
     """Of a chunk only trained anchor tokens' KV is kept, so many percent fewer than its tokens (KVLink 2.4)."""
 
     percent: int
 
 
-Encode = Isolated | SimilarityGuided | InPlace | Versions | Anchored
 ISOLATED = Isolated()
 
 

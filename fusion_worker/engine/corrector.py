@@ -1,0 +1,160 @@
+"""Learns a correction of reused KV for every corpus, from the first prompts that are asked about it."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from fusionkv.fusion_worker.engine.correction import Correction, Fit
+from fusionkv.fusion_worker.engine.engine import Engine
+from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
+from fusionkv.fusion_worker.engine.loader import Loader
+from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt, stretch
+from fusionkv.fusion_worker.engine.storage import Storage
+from fusionkv.fusion_worker.engine.work import Work, behind, lay_out
+from fusionkv.fusion_worker.library import cache
+from fusionkv.fusion_worker.models import Model
+from fusionkv.kernels.segments import Segment
+
+log = logging.getLogger(__name__)
+# With SmolLM2 and 1,400 tokens a prompt, five prompts teach no more than two.
+PROMPTS, TOKENS = 4, 1000
+_MOST_CORPORA = 64  # 3 MB each for SmolLM2, 34 MB for a model of 8B
+_MOST_WAITING = 8
+
+
+@dataclass(slots=True)
+class _Corpus:
+    """What was learned about one: `seen` prompts by their digests."""
+
+    fit: Fit
+    seen: set[bytes] = field(default_factory=set)
+    correction: Correction | None = None
+
+
+class Corrector:
+    """One model's corrections, by tenant and corpus. Belongs to the event loop's thread."""
+
+    def __init__(self, model: Model, pool: KVPool, engine: Engine, loader: Loader) -> None:
+        self._model = model
+        self._pool = pool
+        self._engine = engine
+        self._loader = loader
+        self._storage = Storage(pool, "plain", engine.crew)
+        self._corpora: OrderedDict[Path, _Corpus] = OrderedDict()
+        self._waiting: asyncio.Queue[tuple[Prompt, str]] = asyncio.Queue()
+        self._task = asyncio.create_task(self._loop())
+        self.idle = asyncio.Event()
+        """Set while nobody waits for an answer."""
+        self.idle.set()
+
+    def find(self, tenant: str, corpus: str) -> Correction | None:
+        """The correction of a corpus; None before there is one."""
+        return self._corpus(tenant, corpus).correction
+
+    def offer(self, prompt: Prompt, corpus: str) -> None:
+        """A prompt to learn from, as long as the corpus has no correction and few wait."""
+        known = self._corpus(prompt.tenant, corpus)
+        if known.correction is None and len(prompt.chunks) > 1 and self._waiting.qsize() < _MOST_WAITING:
+            self._waiting.put_nowait((prompt, corpus))
+
+    async def learn(self, prompt: Prompt, corpus: str) -> None:
+        """Computes a prompt's chunks behind each other and each alone; makes the correction after the last of a few.
+
+        Raises:
+            ResourceExhausted: the prompt does not fit the pool.
+        """
+        known = self._corpus(prompt.tenant, corpus)
+        digest = b"".join(part.digest for part in prompt.parts)
+        if known.correction is not None or digest in known.seen:
+            return
+        known.seen.add(digest)
+        await self._add(known.fit, prompt)
+        if len(known.seen) >= PROMPTS and known.fit.tokens >= TOKENS:
+            correction = await asyncio.to_thread(known.fit.solve)
+            log.info("learned a correction of reused KV from %d tokens of a corpus", known.fit.tokens)
+            await asyncio.to_thread(self._keep, correction, self._file(prompt.tenant, corpus))
+            known.correction = correction
+
+    async def settle(self) -> None:
+        """Waits until every prompt offered so far was looked at."""
+        await self._waiting.join()
+
+    async def close(self) -> None:
+        """Returns when nothing is computed any more."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _corpus(self, tenant: str, corpus: str) -> _Corpus:
+        file = self._file(tenant, corpus)
+        if file not in self._corpora:
+            shape = self._model.kv
+            fit = Fit(shape.layers, shape.kv_heads * self._model.ranks.count, shape.head_dim)
+            self._corpora[file] = _Corpus(fit, correction=_read(file, fit.shape))
+            while len(self._corpora) > _MOST_CORPORA:
+                self._corpora.popitem(last=False)
+        self._corpora.move_to_end(file)
+        return self._corpora[file]
+
+    def _file(self, tenant: str, corpus: str) -> Path:
+        name = blake2b(b"\0".join((self._model.fingerprint, tenant.encode(), corpus.encode())), digest_size=16)
+        return cache.root() / "corrections" / f"{name.hexdigest()}.safetensors"
+
+    @staticmethod
+    def _keep(correction: Correction, file: Path) -> None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            correction.save(file)
+        except OSError as error:
+            log.warning("a correction is not kept for the next start: %s", error)
+
+    async def _loop(self) -> None:
+        while True:
+            prompt, corpus = await self._waiting.get()
+            try:
+                await self.idle.wait()
+                if self._pool.slots_for(prompt.tokens) <= self._pool.free + self._pool.idle:
+                    await self.learn(prompt, corpus)
+            except Exception:
+                log.exception("nothing was learned from a prompt")
+            finally:
+                self._waiting.task_done()
+
+    async def _add(self, fit: Fit, prompt: Prompt) -> None:
+        """Computes the chunks behind each other, and all but the first once more behind the system prompt alone."""
+        base = len(prompt.system)
+        async with self._loader.plain(prompt.question_start) as placement:
+            runs = placement.fresh
+            await self._run(prompt.ids[: prompt.question_start].tolist(), 0, runs)
+            together = await self._kv(runs, prompt.question_start)
+            seen, own = lay_out(torch.arange(base, device=self._model.device), runs), behind(runs, base)
+            chunks: Sequence[tuple[int, Chunk]] = [*zip(prompt.starts[1:], prompt.chunks, strict=True)]
+            for start, chunk in chunks[1:]:
+                await self._run(chunk.ids, base, own, seen)
+                alone, there = await self._kv(own, len(chunk)), together[:, :, start : start + len(chunk)]
+                await asyncio.to_thread(fit.add, alone, base, there, start, self._model.rotations)
+
+    async def _run(self, ids: Sequence[int], start: int, runs: Sequence[Run], seen: tuple[Segment, ...] = ()) -> None:
+        device, (rows, positions) = self._model.device, stretch(start, ids)
+        await self._engine.run(Work(rows.to(device), positions.to(device), runs, seen, background=True))
+
+    async def _kv(self, runs: Sequence[Run], tokens: int) -> torch.Tensor:
+        """KV of the first tokens in the runs, [layers, 2, tokens, kv_heads of all ranks, head_dim], on the CPU."""
+        chunk = Resident(b"", tokens, 0, tuple(runs), asyncio.get_running_loop().create_future())
+        return self._storage.numbers(await asyncio.to_thread(self._storage.take_out, chunk), tokens)
+
+
+def _read(file: Path, shape: torch.Size) -> Correction | None:
+    try:
+        return Correction.load(file, shape)
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, KeyError, ValueError) as error:
+        log.warning("the correction in %s can't be read, and is learned again: %s", file, error)
+        return None

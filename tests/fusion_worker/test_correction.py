@@ -1,0 +1,181 @@
+"""The correction of reused KV: the fit, the map, and what a worker makes of both."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.engine.correction import PLACES, STRENGTH, Correction, Fit, places
+from fusionkv.fusion_worker.engine.corrector import PROMPTS
+from fusionkv.kernels.rope import Rotation
+
+LAYERS, HEADS, DIM = 2, 2, 8
+CLOSE = 1e-4
+ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.tensor([0.5, 0.2, 0.05, 0.02]), False))
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weights(seed: int = 0) -> torch.Tensor:
+    return 0.3 * random(LAYERS, HEADS, 2 * DIM + PLACES, 2 * DIM, seed=seed)
+
+
+def at(kv: torch.Tensor, base: int) -> torch.Tensor:
+    """KV [layers, 2, tokens, heads, dim] without positions, as if its keys were written from `base` on."""
+    there = kv.clone()
+    for layer, rotation in enumerate(ROTATIONS):
+        for token in range(kv.shape[2]):
+            there[layer, 0, token] = rotation.turn(kv[layer, 0, token], base + token)
+    return there
+
+
+def changed(kv: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """The map, number by number."""
+    out = kv.clone()
+    where = places(kv.shape[2], kv.device)
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            key, value = kv[layer, :, :, head]
+            for token in range(kv.shape[2]):
+                change = torch.cat([key[token], value[token], where[token]]) @ w[layer, head]
+                out[layer, 0, token, head] += change[:DIM]
+                out[layer, 1, token, head] += change[DIM:]
+    return out
+
+
+def test_the_map_is_the_same_wherever_a_chunk_was_written() -> None:
+    kv, correction = random(LAYERS, 2, 20, HEADS, DIM, seed=1), Correction(weights())
+    for base in (0, 7, 1000):
+        found = correction.apply(at(kv, base), base, ROTATIONS)
+        assert torch.allclose(found, at(changed(kv, correction.weights), base), atol=1e-4)
+    assert correction.apply(kv.bfloat16(), 0, ROTATIONS).dtype == torch.bfloat16
+
+
+def test_a_fit_finds_the_map_that_made_its_chunks() -> None:
+    fit, true = Fit(LAYERS, HEADS, DIM), weights()
+    for number in range(60):
+        kv = random(LAYERS, 2, 24, HEADS, DIM, seed=100 + number)
+        fit.add(at(kv, 3), 3, at(changed(kv, true), 50 + number), 50 + number, ROTATIONS)
+    new = random(LAYERS, 2, 24, HEADS, DIM, seed=1)
+    change, found = changed(new, true) - new, fit.solve().apply(at(new, 0), 0, ROTATIONS)
+    # The ridge draws a little towards no change.
+    assert float((found - at(new + STRENGTH * change, 0)).norm() / (STRENGTH * change).norm()) < 0.03
+
+
+def test_first_tokens_are_told_apart_from_later_ones() -> None:
+    where = places(200, torch.device("cpu"))
+    assert where.shape == (200, PLACES)
+    assert torch.equal(where[:4, 1:5], torch.eye(4))
+    assert not where[4:, 1:5].any()
+    assert (where[:-1, 5:] > where[1:, 5:]).all()
+
+
+def test_kept_in_a_file(tmp_path: Path) -> None:
+    correction = Correction(weights())
+    correction.save(tmp_path / "c.safetensors")
+    shape = correction.weights.shape
+    assert torch.equal(Correction.load(tmp_path / "c.safetensors", shape).weights, correction.weights)
+    with pytest.raises(ValueError, match="not finite float32"):
+        Correction.load(tmp_path / "c.safetensors", torch.Size([1, *shape[1:]]))
+    assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
+
+
+@pytest.fixture
+def parts(tools: Any) -> Any:
+    return tools.random_ids(5, 1), [tools.random_ids(n, 10 + n) for n in (9, 12, 7)], tools.random_ids(6, 3)
+
+
+def whole(parts: Any) -> list[int]:
+    system, chunks, question = parts
+    return [*system, *(i for chunk in chunks for i in chunk), *question]
+
+
+def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> Any:
+    """What the worker reuses, in plain transformers: the first chunk as it is, the others changed by the map."""
+    kv, position = plain.reused(system, chunks), len(system) + len(chunks[0])
+    out = [(k.clone(), v.clone()) for k, v in kv]
+    for chunk in chunks[1:]:
+        where = places(len(chunk), weights.device)
+        for layer, (k, v) in enumerate(out):
+            for token in range(len(chunk)):
+                here = position + token
+                free = plain.rotated(kv[layer][0][:, :, here : here + 1], -here, layer)
+                for head in range(k.shape[1]):
+                    key, value = free[0, head, 0], kv[layer][1][0, head, here]
+                    to_key, to_value = (torch.cat([key, value, where[token]]) @ weights[layer, head]).chunk(2)
+                    k[0, head, here] = plain.rotated((key + to_key)[None, None, None], here, layer)[0, 0, 0]
+                    v[0, head, here] = value + to_value
+        position += len(chunk)
+    return out
+
+
+async def taught(rig: Any, tools: Any, tenant: str = "") -> Correction:
+    """Has a worker answer what it needs to learn a correction, and nothing less."""
+    corrector = rig.servicer.answerer.corrector
+    for number in range(PROMPTS):
+        assert corrector.find(tenant, "") is None
+        chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
+        await rig.ask(tools.random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
+        await corrector.settle()
+    found: Correction = corrector.find(tenant, "")
+    return found
+
+
+async def test_what_is_reused_is_corrected(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    """At r = 0, once the worker has learned how; at r = 1 it is full attention, before and after."""
+    system, chunks, question = parts
+    rig, plain = await start(family), oracle(family)
+    before = await rig.ask(*parts, recipe="full_reuse+corrected")
+    assert tools.error(before.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    correction = await taught(rig, tools)
+    none = await rig.ask(*parts, recipe="full_reuse+corrected", max_tokens=2)
+    assert none.summary.tokens_recomputed == 0
+    context = corrected(plain, system, chunks, correction.weights)
+    assert tools.error(none.logits[0], plain.after(context, question)) < CLOSE
+    assert tools.error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
+    assert tools.error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
+    everything = await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0)
+    assert tools.error(everything.logits[0], plain.logits(whole(parts))) < CLOSE
+
+
+async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any, tools: Any) -> None:
+    rig = await start("llama")
+    correction = await taught(rig, tools, "a")
+    corrector = (await start("llama")).servicer.answerer.corrector
+    assert torch.equal(corrector.find("a", "").weights, correction.weights)
+    assert corrector.find("b", "") is None
+    assert corrector.find("a", "corpus") is None
+
+
+async def test_a_damaged_file_is_learned_again(start: Any, tools: Any, corrections: Path) -> None:
+    await taught(await start("qwen2"), tools, "damaged")
+    for file in (corrections / "corrections").iterdir():
+        file.write_bytes(file.read_bytes()[:-9])
+    assert (await taught(await start("qwen2"), tools, "damaged")).weights.isfinite().all()
+
+
+async def test_what_is_stored_is_not_corrected(
+    start: Any, parts: Any, tools: Any, cache_service: str, tenant: str
+) -> None:
+    """Neither by the worker that encoded a chunk, nor is it corrected twice by the one that fetches it."""
+    rig, alone = await start("llama", cache=cache_service), await start("llama")
+    await taught(rig, tools, tenant)
+    first = await rig.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
+    assert first.summary.chunks_missed == 3
+    await rig.stored()
+    other = await start("llama", cache=cache_service)
+    again = await other.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
+    assert again.summary.chunks_missed == 0
+    assert tools.error(again.logits[0], first.logits[0]) < CLOSE
+    plain = await other.ask(*parts, recipe="full_reuse", tenant=tenant)
+    assert tools.error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse")).logits[0]) < CLOSE
+    assert tools.error(plain.logits[0], first.logits[0]) > 10 * CLOSE
+    # From what lies in the pool already: the chunk that was first stands behind others now.
+    turned = parts[0], parts[1][::-1], parts[2]
+    moved = await other.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
+    assert moved.summary.chunks_missed == 0
+    fresh = await alone.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
+    assert tools.error(moved.logits[0], fresh.logits[0]) < CLOSE
