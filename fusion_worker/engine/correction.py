@@ -40,7 +40,7 @@ class Correction:
     @cached_property
     def name(self) -> bytes:
         """Tells corrections apart."""
-        return blake2b(self.weights.numpy().tobytes(), digest_size=16).digest()
+        return blake2b(self.weights.cpu().numpy().tobytes(), digest_size=16).digest()
 
     def apply(self, kv: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> torch.Tensor:
         """A chunk's KV, [layers, 2, tokens, kv_heads, head_dim], corrected, in its own dtype.
@@ -52,10 +52,14 @@ class Correction:
         x += x @ weights[..., :-PLACES, :] + where @ weights[..., -PLACES:, :]
         return _apart(x, base, rotations).to(kv.dtype)
 
+    def on(self, device: torch.device) -> "Correction":
+        """The same on a device, where it is applied without being copied first."""
+        return Correction(self.weights.to(device))
+
     def save(self, path: Path) -> None:
         """Puts it into a file, in one step. Raises OSError."""
         partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file({"weights": self.weights}, partial)
+        save_file({"weights": self.weights.cpu()}, partial)
         partial.replace(path)
 
     @classmethod
@@ -67,22 +71,23 @@ class Correction:
         return cls(weights)
 
 
+def shape(layers: int, kv_heads: int, head_dim: int) -> torch.Size:
+    """Of a correction's weights."""
+    return torch.Size([layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim])
+
+
 class Fit:
     """Fits a correction to chunks' KV as encoded alone and behind other text, by ridge regression.
 
-    tokens: how many there were so far.
+    It takes four times the memory of the correction. tokens: how many there were so far.
     """
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int) -> None:
-        inputs = 2 * head_dim + PLACES
+    def __init__(self, size: torch.Size) -> None:
+        """size: as `shape` gives it."""
+        layers, kv_heads, inputs, _ = size
         self.tokens = 0
         self._squares = torch.zeros(layers, kv_heads, inputs, inputs, dtype=torch.float64)
-        self._products = torch.zeros(layers, kv_heads, inputs, 2 * head_dim, dtype=torch.float64)
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of the correction's weights."""
-        return self._products.shape
+        self._products = torch.zeros(size, dtype=torch.float64)
 
     def add(
         self, alone: torch.Tensor, alone_base: int, behind: torch.Tensor, base: int, rotations: Sequence[Rotation]

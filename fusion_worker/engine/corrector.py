@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from fusionkv.fusion_worker.engine.correction import Correction, Fit
+from fusionkv.fusion_worker.engine.correction import Correction, Fit, shape
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
 from fusionkv.fusion_worker.engine.loader import Loader
@@ -25,17 +25,20 @@ from fusionkv.kernels.segments import Segment
 log = logging.getLogger(__name__)
 # With SmolLM2 and 1,400 tokens a prompt, five prompts teach no more than two.
 PROMPTS, TOKENS = 4, 1000
-_MOST_CORPORA = 64  # 3 MB each for SmolLM2, 34 MB for a model of 8B
 _MOST_WAITING = 8
+# Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
+_MOST_BYTES = 256 << 20
+_MOST_NAMES = 4096  # of corpora, most of them without a correction
+# Corpora that are learned about at the same time; whoever comes in between starts again.
+_MOST_LESSONS = 2
 
 
 @dataclass(slots=True)
-class _Corpus:
-    """What was learned about one: `seen` prompts by their digests."""
+class _Lessons:
+    """What was learned about a corpus so far. seen: prompts, by their digests."""
 
     fit: Fit
     seen: set[bytes] = field(default_factory=set)
-    correction: Correction | None = None
 
 
 class Corrector:
@@ -47,7 +50,10 @@ class Corrector:
         self._engine = engine
         self._loader = loader
         self._storage = Storage(pool, "plain", engine.crew)
-        self._corpora: OrderedDict[Path, _Corpus] = OrderedDict()
+        self._shape = shape(model.kv.layers, model.kv.kv_heads * model.ranks.count, model.kv.head_dim)
+        # None: there is none yet, in no file either.
+        self._known: OrderedDict[Path, Correction | None] = OrderedDict()
+        self._lessons: OrderedDict[Path, _Lessons] = OrderedDict()
         self._waiting: asyncio.Queue[tuple[Prompt, str]] = asyncio.Queue()
         self._task = asyncio.create_task(self._loop())
         self.idle = asyncio.Event()
@@ -56,12 +62,16 @@ class Corrector:
 
     def find(self, tenant: str, corpus: str) -> Correction | None:
         """The correction of a corpus; None before there is one."""
-        return self._corpus(tenant, corpus).correction
+        file = self._file(tenant, corpus)
+        if file not in self._known:
+            self._remember(file, self._read(file))
+        self._known.move_to_end(file)
+        return self._known[file]
 
     def offer(self, prompt: Prompt, corpus: str) -> None:
         """A prompt to learn from, as long as the corpus has no correction and few wait."""
-        known = self._corpus(prompt.tenant, corpus)
-        if known.correction is None and len(prompt.chunks) > 1 and self._waiting.qsize() < _MOST_WAITING:
+        full = self._waiting.qsize() >= _MOST_WAITING
+        if len(prompt.chunks) > 1 and not full and self.find(prompt.tenant, corpus) is None:
             self._waiting.put_nowait((prompt, corpus))
 
     async def learn(self, prompt: Prompt, corpus: str) -> None:
@@ -70,17 +80,23 @@ class Corrector:
         Raises:
             ResourceExhausted: the prompt does not fit the pool.
         """
-        known = self._corpus(prompt.tenant, corpus)
-        digest = b"".join(part.digest for part in prompt.parts)
-        if known.correction is not None or digest in known.seen:
+        file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
+        if self.find(prompt.tenant, corpus) is not None:
             return
-        known.seen.add(digest)
-        await self._add(known.fit, prompt)
-        if len(known.seen) >= PROMPTS and known.fit.tokens >= TOKENS:
-            correction = await asyncio.to_thread(known.fit.solve)
-            log.info("learned a correction of reused KV from %d tokens of a corpus", known.fit.tokens)
-            await asyncio.to_thread(self._keep, correction, self._file(prompt.tenant, corpus))
-            known.correction = correction
+        lessons = self._lessons.setdefault(file, _Lessons(Fit(self._shape)))
+        self._lessons.move_to_end(file)
+        while len(self._lessons) > _MOST_LESSONS:
+            self._lessons.popitem(last=False)
+        if digest in lessons.seen:
+            return
+        lessons.seen.add(digest)
+        await self._add(lessons.fit, prompt)
+        if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
+            correction = await asyncio.to_thread(lessons.fit.solve)
+            log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)
+            await asyncio.to_thread(self._keep, correction, file)
+            self._remember(file, correction.on(self._model.device))
+            self._lessons.pop(file, None)
 
     async def settle(self) -> None:
         """Waits until every prompt offered so far was looked at."""
@@ -91,16 +107,22 @@ class Corrector:
         self._task.cancel()
         await asyncio.wait([self._task])
 
-    def _corpus(self, tenant: str, corpus: str) -> _Corpus:
-        file = self._file(tenant, corpus)
-        if file not in self._corpora:
-            shape = self._model.kv
-            fit = Fit(shape.layers, shape.kv_heads * self._model.ranks.count, shape.head_dim)
-            self._corpora[file] = _Corpus(fit, correction=_read(file, fit.shape))
-            while len(self._corpora) > _MOST_CORPORA:
-                self._corpora.popitem(last=False)
-        self._corpora.move_to_end(file)
-        return self._corpora[file]
+    def _remember(self, file: Path, correction: Correction | None) -> None:
+        self._known[file] = correction
+        self._known.move_to_end(file)
+        held = sum(known.weights.nbytes for known in self._known.values() if known is not None)
+        while len(self._known) > 1 and (held > _MOST_BYTES or len(self._known) > _MOST_NAMES):
+            _, gone = self._known.popitem(last=False)
+            held -= gone.weights.nbytes if gone is not None else 0
+
+    def _read(self, file: Path) -> Correction | None:
+        try:
+            return Correction.load(file, self._shape).on(self._model.device)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            log.warning("the correction in %s can't be read, and is learned again: %s", file, error)
+            return None
 
     def _file(self, tenant: str, corpus: str) -> Path:
         name = blake2b(b"\0".join((self._model.fingerprint, tenant.encode(), corpus.encode())), digest_size=16)
@@ -148,13 +170,3 @@ class Corrector:
         """KV of the first tokens in the runs, [layers, 2, tokens, kv_heads of all ranks, head_dim], on the CPU."""
         chunk = Resident(b"", tokens, 0, tuple(runs), asyncio.get_running_loop().create_future())
         return self._storage.numbers(await asyncio.to_thread(self._storage.take_out, chunk), tokens)
-
-
-def _read(file: Path, shape: torch.Size) -> Correction | None:
-    try:
-        return Correction.load(file, shape)
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        log.warning("the correction in %s can't be read, and is learned again: %s", file, error)
-        return None

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.correction import PLACES, STRENGTH, Correction, Fit, places
+from fusionkv.fusion_worker.engine import corrector
+from fusionkv.fusion_worker.engine.correction import PLACES, STRENGTH, Correction, Fit, places, shape
 from fusionkv.fusion_worker.engine.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 
@@ -55,7 +56,7 @@ def test_the_map_is_the_same_wherever_a_chunk_was_written() -> None:
 
 
 def test_a_fit_finds_the_map_that_made_its_chunks() -> None:
-    fit, true = Fit(LAYERS, HEADS, DIM), weights()
+    fit, true = Fit(shape(LAYERS, HEADS, DIM)), weights()
     for number in range(60):
         kv = random(LAYERS, 2, 24, HEADS, DIM, seed=100 + number)
         fit.add(at(kv, 3), 3, at(changed(kv, true), 50 + number), 50 + number, ROTATIONS)
@@ -76,10 +77,10 @@ def test_first_tokens_are_told_apart_from_later_ones() -> None:
 def test_kept_in_a_file(tmp_path: Path) -> None:
     correction = Correction(weights())
     correction.save(tmp_path / "c.safetensors")
-    shape = correction.weights.shape
-    assert torch.equal(Correction.load(tmp_path / "c.safetensors", shape).weights, correction.weights)
+    size = correction.weights.shape
+    assert torch.equal(Correction.load(tmp_path / "c.safetensors", size).weights, correction.weights)
     with pytest.raises(ValueError, match="not finite float32"):
-        Correction.load(tmp_path / "c.safetensors", torch.Size([1, *shape[1:]]))
+        Correction.load(tmp_path / "c.safetensors", torch.Size([1, *size[1:]]))
     assert [file.name for file in tmp_path.iterdir()] == ["c.safetensors"]
 
 
@@ -114,13 +115,13 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
 
 async def taught(rig: Any, tools: Any, tenant: str = "") -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
-    corrector = rig.servicer.answerer.corrector
+    learns = rig.servicer.answerer.corrector
     for number in range(PROMPTS):
-        assert corrector.find(tenant, "") is None
+        assert learns.find(tenant, "") is None
         chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
         await rig.ask(tools.random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
-        await corrector.settle()
-    found: Correction = corrector.find(tenant, "")
+        await learns.settle()
+    found: Correction = learns.find(tenant, "")
     return found
 
 
@@ -144,10 +145,22 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, oracle: Any,
 async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any, tools: Any) -> None:
     rig = await start("llama")
     correction = await taught(rig, tools, "a")
-    corrector = (await start("llama")).servicer.answerer.corrector
-    assert torch.equal(corrector.find("a", "").weights, correction.weights)
-    assert corrector.find("b", "") is None
-    assert corrector.find("a", "corpus") is None
+    other = (await start("llama")).servicer.answerer.corrector
+    assert torch.equal(other.find("a", "").weights, correction.weights)
+    assert other.find("b", "") is None
+    assert other.find("a", "corpus") is None
+
+
+async def test_what_is_not_used_leaves_memory(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corrector, "_MOST_BYTES", 1)
+    rig = await start("llama")
+    ours = rig.servicer.answerer.corrector
+    first = await taught(rig, tools, "c")
+    assert ours.find("c", "") is first, "the last one stays"
+    assert ours.find("d", "") is None
+    again = ours.find("c", "")
+    assert again is not first
+    assert torch.equal(again.weights, first.weights), "from its file"
 
 
 async def test_a_damaged_file_is_learned_again(start: Any, tools: Any, corrections: Path) -> None:
