@@ -175,7 +175,8 @@ class Answerer:
                 links = recipe.links * len(prompt.chunks)
                 return chosen + links + len(prompt.question) + params.max_tokens + kept
 
-            correction = self.corrector.find(prompt.tenant, corpus) if recipe.encode.corrected else None
+            corrects = recipe.encode.corrected
+            correction = await self.corrector.find(prompt.tenant, corpus) if corrects else None
             early = self._fuser.score_early(prompt, recipe, summary.ratio)
             try:
                 # Let go before the plain prefill waits for room: the fault may come from the second model, later.

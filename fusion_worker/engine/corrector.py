@@ -60,18 +60,18 @@ class Corrector:
         """Set while nobody waits for an answer."""
         self.idle.set()
 
-    def find(self, tenant: str, corpus: str) -> Correction | None:
+    async def find(self, tenant: str, corpus: str) -> Correction | None:
         """The correction of a corpus; None before there is one."""
         file = self._file(tenant, corpus)
         if file not in self._known:
-            self._remember(file, self._read(file))
+            self._remember(file, await asyncio.to_thread(self._read, file))
         self._known.move_to_end(file)
         return self._known[file]
 
     def offer(self, prompt: Prompt, corpus: str) -> None:
         """A prompt to learn from, as long as the corpus has no correction and few wait."""
-        full = self._waiting.qsize() >= _MOST_WAITING
-        if len(prompt.chunks) > 1 and not full and self.find(prompt.tenant, corpus) is None:
+        known, full = self._known.get(self._file(prompt.tenant, corpus)), self._waiting.qsize() >= _MOST_WAITING
+        if len(prompt.chunks) > 1 and not full and known is None:
             self._waiting.put_nowait((prompt, corpus))
 
     async def learn(self, prompt: Prompt, corpus: str) -> None:
@@ -81,7 +81,7 @@ class Corrector:
             ResourceExhausted: the prompt does not fit the pool.
         """
         file, digest = self._file(prompt.tenant, corpus), b"".join(part.digest for part in prompt.parts)
-        if self.find(prompt.tenant, corpus) is not None:
+        if await self.find(prompt.tenant, corpus) is not None:
             return
         lessons = self._lessons.setdefault(file, _Lessons(Fit(self._shape)))
         self._lessons.move_to_end(file)

@@ -25,4 +25,4 @@ async def learned(corrector: Corrector, name: str, passages: Sequence[Chunk], li
     for _ in range(_LESSONS):
         drawn = tuple(chance.sample(chunks, count))
         await corrector.learn(replace(like, chunks=drawn, question=()), corpus)
-    return corrector.find(like.tenant, corpus)
+    return await corrector.find(like.tenant, corpus)

@@ -117,11 +117,11 @@ async def taught(rig: Any, tools: Any, tenant: str = "") -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
     learns = rig.servicer.answerer.corrector
     for number in range(PROMPTS):
-        assert learns.find(tenant, "") is None
+        assert await learns.find(tenant, "") is None
         chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
         await rig.ask(tools.random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
         await learns.settle()
-    found: Correction = learns.find(tenant, "")
+    found: Correction = await learns.find(tenant, "")
     return found
 
 
@@ -146,9 +146,9 @@ async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: An
     rig = await start("llama")
     correction = await taught(rig, tools, "a")
     other = (await start("llama")).servicer.answerer.corrector
-    assert torch.equal(other.find("a", "").weights, correction.weights)
-    assert other.find("b", "") is None
-    assert other.find("a", "corpus") is None
+    assert torch.equal((await other.find("a", "")).weights, correction.weights)
+    assert await other.find("b", "") is None
+    assert await other.find("a", "corpus") is None
 
 
 async def test_what_is_not_used_leaves_memory(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ async def test_what_is_not_used_leaves_memory(start: Any, tools: Any, monkeypatc
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
     first = await taught(rig, tools, "c")
-    assert ours.find("c", "") is first, "the last one stays"
-    assert ours.find("d", "") is None
-    again = ours.find("c", "")
+    assert await ours.find("c", "") is first, "the last one stays"
+    assert await ours.find("d", "") is None
+    again = await ours.find("c", "")
     assert again is not first
     assert torch.equal(again.weights, first.weights), "from its file"
 
