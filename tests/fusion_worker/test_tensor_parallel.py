@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.engine.corrector import PROMPTS
 from fusionkv.fusion_worker.tensor_parallel import lane, processes
 from fusionkv.fusion_worker.tensor_parallel import start as ranks
 from fusionkv.protos import rpc
@@ -111,6 +112,25 @@ async def test_every_recipe_answers_as_alone(
     reused = await pair.ask(*parts, recipe="prophetkv", ratio=0.0)
     assert tools.error(reused.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
     await pair.settled()
+
+
+async def test_corrected_as_alone(start_pair: StartPair, start: Any, parts: Any, tools: Any) -> None:
+    """Two ranks learn a correction of all heads, and each part of a chunk is corrected by it."""
+    pair = await start_pair("qwen3")
+    learns = pair.rig.servicer.answerer.corrector
+    for number in range(PROMPTS):
+        chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
+        await pair.rig.ask(parts[0], chunks, [7], recipe="full_reuse+corrected")
+        await learns.settle()
+    assert await learns.find("", "") is not None
+    alone = await start("qwen3", replace=lambda _: models.load(pair.directory, "cpu"))
+    for recipe, more in (("full_reuse+corrected", {}), ("prophetkv+corrected", {"ratio": 0.4})):
+        found = await pair.rig.ask(*parts, recipe=recipe, **more)
+        expected = await alone.ask(*parts, recipe=recipe, **more)
+        assert tools.error(found.logits[0], expected.logits[0]) < CLOSE
+    plain = await alone.ask(*parts, recipe="full_reuse")
+    assert tools.error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse+corrected")).logits[0]) > CLOSE
+    await pair.rig.settled()
 
 
 @pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("plain", True)])
