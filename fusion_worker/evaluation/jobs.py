@@ -90,6 +90,11 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
                     return
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                     yield waiting.pop(future), future.result()
+        except BaseException:
+            # Nobody wants what the others still compute, and it may take them half an hour.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
