@@ -33,7 +33,7 @@ demo: setup ## Starts the three services and asks the reference model questions,
 
 .PHONY: test
 test: setup ## All tests, as many files at once as there are cores; ARGS="-k frames" picks some
-	@OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff, mypy, buf, hadolint
