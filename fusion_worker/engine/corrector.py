@@ -89,8 +89,8 @@ class Corrector:
             self._lessons.popitem(last=False)
         if digest in lessons.seen:
             return
-        lessons.seen.add(digest)
         await self._add(lessons.fit, prompt)
+        lessons.seen.add(digest)
         if len(lessons.seen) >= PROMPTS and lessons.fit.tokens >= TOKENS:
             correction = await asyncio.to_thread(lessons.fit.solve)
             log.info("learned a correction of reused KV from %d tokens of a corpus", lessons.fit.tokens)

@@ -34,8 +34,13 @@ RESTORED = b"restored"
 def corrected(wanted: Wanted, base: int, correction: Correction | None) -> Wanted:
     """The part, corrected if it is a chunk that was encoded right behind a system prompt of `base` tokens and stands
     elsewhere: what was encoded behind other text has seen some."""
-    seen = wanted.is_system or wanted.lossless or wanted.variant or wanted.base != base
-    return wanted if correction is None or seen else wanted.corrected(correction)
+    # Not only where it is lossless: what was stored in one byte a number stands there as well.
+    first = wanted.is_system or wanted.position == base
+    return (
+        wanted
+        if correction is None or first or wanted.variant or wanted.base != base
+        else wanted.corrected(correction)
+    )
 
 
 class Locator:

@@ -67,7 +67,9 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
     """What a measurement is found by."""
     by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
-    if cell.recipe.neighbours and block.task.library is not None:
+    encode = cell.recipe.encode
+    by_library = cell.recipe.neighbours or (encode is not None and encode.corrected)
+    if by_library and block.task.library is not None:
         how = (*how, block.task.library.digest)
     return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
 

@@ -192,3 +192,19 @@ async def test_what_is_stored_is_not_corrected(
     assert moved.summary.chunks_missed == 0
     fresh = await alone.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
     assert tools.error(moved.logits[0], fresh.logits[0]) < CLOSE
+
+
+async def test_the_first_chunk_stays_as_it_is(
+    start: Any, parts: Any, tools: Any, cache_service: str, tenant: str
+) -> None:
+    """Also where it is not lossless, since it was stored in one byte a number."""
+    rig = await start("llama", cache=cache_service, store="int8")
+    await taught(rig, tools, tenant)
+    one = parts[0], parts[1][:1], parts[2]
+    await rig.ask(*one, recipe="full_reuse", tenant=tenant)
+    await rig.stored()
+    other = await start("llama", cache=cache_service, store="int8")
+    plain = await other.ask(*one, recipe="full_reuse", tenant=tenant)
+    found = await other.ask(*one, recipe="full_reuse+corrected", tenant=tenant)
+    assert found.summary.chunks_missed == plain.summary.chunks_missed == 0
+    assert tools.error(found.logits[0], plain.logits[0]) < CLOSE
