@@ -14,7 +14,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
 from fusionkv.protos.tls import ClientTLS
 
 # A gateway's recipe for requests that name none, unless its configuration says otherwise.
-DEFAULT_RECIPE = "prophetkv"
+DEFAULT_RECIPE = "prophetkv+corrected"
 # What a request may call the gateway's recipe.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0

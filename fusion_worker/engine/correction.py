@@ -26,6 +26,8 @@ STRENGTH = 0.8
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
+# How a correction is made, in its file's name: one made otherwise is not read, but learned again.
+MADE = repr((_RIDGE, STRENGTH, _FIRST, _DECAYS)).encode()
 
 
 @dataclass(frozen=True, eq=False)

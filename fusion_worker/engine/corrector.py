@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from fusionkv.fusion_worker.engine.correction import Correction, Fit, shape
+from fusionkv.fusion_worker.engine.correction import MADE, Correction, Fit, shape
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
 from fusionkv.fusion_worker.engine.loader import Loader
@@ -125,7 +125,8 @@ class Corrector:
             return None
 
     def _file(self, tenant: str, corpus: str) -> Path:
-        name = blake2b(b"\0".join((self._model.fingerprint, tenant.encode(), corpus.encode())), digest_size=16)
+        parts = (self._model.fingerprint, MADE, tenant.encode(), corpus.encode())
+        name = blake2b(b"\0".join(parts), digest_size=16)
         return cache.root() / "corrections" / f"{name.hexdigest()}.safetensors"
 
     @staticmethod

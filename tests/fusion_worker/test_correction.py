@@ -170,6 +170,25 @@ async def test_a_damaged_file_is_learned_again(start: Any, tools: Any, correctio
     assert (await taught(await start("qwen2"), tools, "damaged")).weights.isfinite().all()
 
 
+async def test_a_correction_of_other_constants_is_not_read(
+    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = await start("llama")
+    await taught(rig, tools, "constants")
+    monkeypatch.setattr(corrector, "MADE", b"otherwise")
+    assert await (await start("llama")).servicer.answerer.corrector.find("constants", "") is None
+
+
+async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+    """Whatever the worker has learned."""
+    rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=1)
+    await taught(rig, tools, "faults")
+    for recipe in ("full_reuse+corrected", "prophetkv+corrected"):
+        answer = await rig.ask(*parts, recipe=recipe, tenant="faults")
+        assert "lookup failed" in answer.summary.degraded_reason
+        assert tools.error(answer.logits[0], oracle("llama").logits(whole(parts))) < CLOSE
+
+
 async def test_what_is_stored_is_not_corrected(
     start: Any, parts: Any, tools: Any, cache_service: str, tenant: str
 ) -> None:

@@ -33,7 +33,7 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
         summary, recipe = row["summary"], row["recipe"]
         kinds = [summary[f"tokens_{kind}"] for kind in ("lossless", "reused", "recomputed")]
         assert sum(kinds) == summary["context_tokens"] > 0
-        assert summary["recipe"] == ("prophetkv+similarity_guided(10)" if recipe == "default" else recipe)
+        assert summary["recipe"] == ("prophetkv+corrected+similarity_guided(10)" if recipe == "default" else recipe)
         assert 0 < summary["seconds"]["ttft"] <= summary["seconds"]["total"]
         assert row["right"] == (row["answer"] == row["expected"])
         if recipe == "full_attention":
