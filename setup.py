@@ -1,5 +1,6 @@
 """Generates the gRPC stubs from protos/ whenever the package is built or installed; they are never committed."""
 
+import re
 from pathlib import Path
 
 from setuptools import setup
@@ -13,18 +14,17 @@ def generate_stubs() -> None:
     from grpc_tools import protoc
 
     files = sorted((ROOT / "protos").glob("*/v1/*.proto"))
-    # The virtual path makes the generated modules import each other below `fusionkv.protos`.
-    args = ["protoc", f"-Ifusionkv/protos={ROOT / 'protos'}"]
-    outputs = [f"--{kind}_out={ROOT / '.protos'}" for kind in ("python", "pyi", "grpc_python")]
-    (ROOT / ".protos").mkdir(exist_ok=True)
-    names = [f"fusionkv/protos/{f.relative_to(ROOT / 'protos')}" for f in files]
-    if protoc.main([*args, *outputs, *names]) != 0:
+    target = ROOT / "protos"
+    outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
+    names = [str(file.relative_to(target)) for file in files]
+    if protoc.main(["protoc", f"-I{target}", *outputs, *names]) != 0:
         raise SystemExit("protoc failed: see the messages above")
-    for made in (ROOT / ".protos" / "fusionkv" / "protos").rglob("*_pb2*"):
-        made.replace(ROOT / "protos" / made.relative_to(ROOT / ".protos" / "fusionkv" / "protos"))
-    for left in sorted((ROOT / ".protos").rglob("*"), reverse=True):
-        left.rmdir()
-    (ROOT / ".protos").rmdir()
+    # protoc imports by the path of a .proto file, and the stubs live below `fusionkv.protos`.
+    for stub in target.glob("*/v1/*_pb2*.py*"):
+        text = stub.read_text(encoding="utf-8")
+        stub.write_text(
+            re.sub(r"^from (\w+)\.v1 import", r"from fusionkv.protos.\1.v1 import", text, flags=re.M), "utf-8"
+        )
 
 
 class BuildPy(build_py):

@@ -22,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fusionkv.gateway.client import AsyncClient
+from fusionkv.gateway.results import fields
 from fusionkv.protos.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
@@ -145,7 +146,7 @@ async def ask(client: AsyncClient, question: Question, recipe: str, asked: int) 
         asked=asked,
         answer=answer.text.strip(),
         right=answer.text.strip() == question.answer,
-        summary=asdict(answer.summary),
+        summary=fields(answer.summary),
     )
 
 

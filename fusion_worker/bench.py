@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine.answer import Summary
-from fusionkv.fusion_worker.engine.explain import Explanation
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.engine.sampling import SamplingParams
 from fusionkv.fusion_worker.methods import modifiers
 from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 
 SYSTEM, QUESTION, CHUNK = 32, 32, 512
 # A busy machine makes a run slow, and nothing more: only a cache that is gone counts as one that failed.

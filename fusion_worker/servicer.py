@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
 from typing import Any
 
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -11,7 +10,6 @@ from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
 from fusionkv.fusion_worker.engine.embedder import Embedder
 from fusionkv.fusion_worker.engine.encoder import Encoder
 from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.explain import Explanation
 from fusionkv.fusion_worker.engine.kv_pool import KVPool
 from fusionkv.fusion_worker.engine.loader import Loader
 from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
@@ -22,15 +20,11 @@ from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.fusion_worker.verdict import Verdict
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
-_FINISH = {
-    "end": pb.FINISH_REASON_END,
-    "stop_string": pb.FINISH_REASON_STOP_STRING,
-    "max_tokens": pb.FINISH_REASON_MAX_TOKENS,
-}
 _MAX_LABEL = _MAX_RECIPE = 256
 # As many as the cache service takes in a lookup.
 _MAX_VARIANTS = 64
@@ -137,11 +131,11 @@ class FusionServicer:
         async with aclosing(answer) as events:
             async for event in events:
                 if isinstance(event, Piece):
-                    yield pb.GenerateResponse(token=pb.Token(id=event.token, text=event.text))
-                elif isinstance(event, Explanation):
-                    yield pb.GenerateResponse(explanation=_explanation(event))
+                    yield pb.GenerateResponse(token=answer_pb2.Token(id=event.token, text=event.text))
+                elif isinstance(event, answer_pb2.Explanation):
+                    yield pb.GenerateResponse(explanation=event)
                 else:
-                    yield pb.GenerateResponse(summary=_summary(event, self.pool.capacity))
+                    yield pb.GenerateResponse(summary=_summary(event), pool_tokens=self.pool.capacity)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -211,24 +205,17 @@ def _time_left(context: Any) -> float | None:
     return left
 
 
-def _explanation(explanation: Explanation) -> pb.Explanation:
-    return pb.Explanation(
-        chunks=[pb.ExplainedChunk(**asdict(chunk)) for chunk in explanation.chunks],
-        system=pb.ExplainedChunk(**asdict(explanation.system)),
-        question=pb.ExplainedChunk(**asdict(explanation.question)),
-    )
-
-
-def _summary(summary: Summary, pool_tokens: int) -> pb.Summary:
+def _summary(summary: Summary) -> answer_pb2.Summary:
     stages, prompt = summary.stages, summary.prompt
-    return pb.Summary(
-        finish_reason=_FINISH[summary.finish],
-        seconds=pb.StageSeconds(**stages.seconds),
+    return answer_pb2.Summary(
+        finish_reason=summary.finish,
+        seconds=answer_pb2.StageSeconds(**stages.seconds),
         hits=[
-            pb.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=stages.hit_tokens[kind, tier])
+            answer_pb2.TierHits(kind=kind, tier=tier, chunks=chunks, tokens=stages.hit_tokens[kind, tier])
             for (kind, tier), chunks in sorted(stages.hits.items())
         ],
         chunks_missed=stages.missed,
+        chunks_corrected=summary.corrected,
         prompt_tokens=prompt.tokens,
         context_tokens=prompt.context_tokens,
         tokens_lossless=summary.lossless,
@@ -242,6 +229,5 @@ def _summary(summary: Summary, pool_tokens: int) -> pb.Summary:
         recipe=summary.recipe.name,
         ratio=summary.ratio,
         ratio_raised=summary.raised,
-        pool_tokens=pool_tokens,
         entries_rejected=stages.rejected,
     )

@@ -17,7 +17,7 @@ from rich.table import Table
 from fusionkv.gateway import brief, connect, encode, explain
 from fusionkv.gateway.console import patiently, print_json, progress_bar
 from fusionkv.gateway.files import find
-from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token
+from fusionkv.gateway.results import Answer, Explanation, Item, Passage, Sources, Summary, Token, fields
 from fusionkv.protos.errors import InvalidArgument, ServiceError
 from fusionkv.protos.tls import ClientTLS
 
@@ -133,7 +133,7 @@ async def ask(args: argparse.Namespace) -> int:
             answer = Answer(text, sources, summary)
             args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
     if args.json:
-        print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": asdict(summary)})
+        print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": fields(summary)})
         return 0
     print(flush=True)
     console = Console(stderr=True, highlight=False)
@@ -151,7 +151,7 @@ def _figures(summary: Summary) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    stages = asdict(summary.seconds)
+    stages = fields(summary.seconds)
     first, total = stages.pop("ttft"), stages.pop("total")
     named = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
     table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {named}")
@@ -160,7 +160,9 @@ def _figures(summary: Summary) -> Table:
         hits.append(f"{summary.chunks_missed} missed")
     if summary.entries_rejected:
         hits.append(f"{summary.entries_rejected} rejected, of no worker's signature")
-    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {', '.join(hits) or 'cache not asked'}")
+    corrected = f"; {summary.chunks_corrected} corrected" if summary.chunks_corrected else ""
+    found = f"{', '.join(hits) or 'cache not asked'}{corrected}"
+    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {found}")
     table.add_row(
         "tokens",
         f"{summary.context_tokens} context: {summary.tokens_lossless} lossless, {summary.tokens_reused} reused, "

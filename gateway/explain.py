@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusionkv.gateway.files import UsageError
-from fusionkv.gateway.results import Answer, ExplainedChunk, Explanation, Passage, StageSeconds
+from fusionkv.gateway.results import Answer, Explanation, Passage, fields
+from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -72,7 +73,7 @@ def render(
         facts=_facts(answer, full),
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
-        seconds=[asdict(a.summary.seconds) for _, a in named],
+        seconds=[fields(a.summary.seconds) for _, a in named],
         ends=ENDS,
         longest=longest,
         pieces=[
@@ -119,8 +120,9 @@ def _timeline(seconds: StageSeconds, longest: float) -> list[tuple[str, float, f
 
 def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
     scores = chunk.scores or (None,) * len(chunk.texts)
+    recomputed = {*chunk.recomputed}
     kept = "lossless" if chunk.lossless else "reused"
-    states = ["recomputed" if i in chunk.recomputed else kept for i in range(len(chunk.texts))]
+    states = ["recomputed" if i in recomputed else kept for i in range(len(chunk.texts))]
     return {
         "name": f"{passage.document}#{passage.position}",
         "score": passage.score,

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from opentelemetry.trace import Span
 
 from fusionkv.gateway import results
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
-from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 Attributes = Mapping[str, str | bool | int | float | list[str]]
 PROVIDER = "fusionkv"
@@ -39,7 +39,7 @@ def asked(order: fusion_pb2.GenerateRequest, model: str) -> Attributes:
     }
 
 
-def answered(summary: pb.Summary, model: str) -> Attributes:
+def answered(summary: Summary, model: str) -> Attributes:
     """Of the same span, when it ends."""
     made: dict[str, str | bool | int | float | list[str]] = {
         "gen_ai.response.model": model,

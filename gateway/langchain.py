@@ -20,7 +20,7 @@ from langchain_core.retrievers import BaseRetriever
 from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client import DEFAULT_ADDRESS, AsyncClient, Client
-from fusionkv.gateway.results import Event, Passage, Sources, Summary, Token, cached_tokens
+from fusionkv.gateway.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
 from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.tls import ClientTLS
 
@@ -167,7 +167,7 @@ def _chunk(event: Event) -> ChatGenerationChunk | None:
             total_tokens=event.prompt_tokens + event.tokens_generated,
             input_token_details={"cache_read": cached_tokens(event)},
         )
-        told = {"summary": asdict(event), "finish_reason": event.finish_reason}
+        told = {"summary": fields(event), "finish_reason": event.finish_reason}
         message = AIMessageChunk(content="", response_metadata=told, usage_metadata=usage, chunk_position="last")
         return ChatGenerationChunk(message=message)
     return None

@@ -3,7 +3,7 @@
 from opentelemetry import metrics
 
 from fusionkv.protos import telemetry
-from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 
 _meter = metrics.get_meter(__name__)
 _ttft = _meter.create_histogram(
@@ -28,7 +28,7 @@ def first_token(recipe: str, seconds: float) -> None:
     _ttft.record(seconds, {"fusionkv.recipe": recipe})
 
 
-def answered(summary: pb.Summary, tenant: str) -> None:
+def answered(summary: Summary, tenant: str) -> None:
     """An answer's end. tenant: as telemetry calls it."""
     seconds, generated = summary.seconds, summary.tokens_generated
     if generated > 1:

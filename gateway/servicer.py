@@ -21,6 +21,7 @@ from fusionkv.gateway.shares import Shares
 from fusionkv.gateway.tenants import Tenant, Tenants
 from fusionkv.gateway.workers import WorkerPool
 from fusionkv.protos import logs
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.errors import ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -172,7 +173,7 @@ class GatewayServicer:
         tenant.meter.admit()
         return tenant
 
-    def _summarised(self, summary: pb.Summary, said: dict[str, Any]) -> None:
+    def _summarised(self, summary: Summary, said: dict[str, Any]) -> None:
         said |= {"recipe": summary.recipe, "ttft": round(summary.seconds.ttft, 6), "tokens": summary.tokens_generated}
         if summary.degraded:
             self._marked_degraded += 1

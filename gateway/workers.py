@@ -128,8 +128,8 @@ class WorkerPool:
                             if not begun:
                                 member.answered()
                             begun = True
-                            if response.HasField("summary") and response.summary.pool_tokens:
-                                member.holdings.resize(response.summary.pool_tokens)
+                            if response.pool_tokens:
+                                member.holdings.resize(response.pool_tokens)
                             yield response
                             response = await anext(responses, None)
                 return

@@ -18,7 +18,7 @@ from fusionkv.fusion_worker.engine.corrector import Corrector
 from fusionkv.fusion_worker.engine.doubt import step
 from fusionkv.fusion_worker.engine.engine import Engine
 from fusionkv.fusion_worker.engine.eviction import evict
-from fusionkv.fusion_worker.engine.explain import Explanation, explain
+from fusionkv.fusion_worker.engine.explain import explain
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.fuser import Fuser, Scored
 from fusionkv.fusion_worker.engine.guard import Guard
@@ -34,6 +34,7 @@ from fusionkv.fusion_worker.methods.recipes import Recipe
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.protos import logs
+from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 
 _faults = logs.Seldom(logging.getLogger(__name__))
 tracer = trace.get_tracer(__name__)
@@ -49,7 +50,7 @@ class Piece:
 
 @dataclass(slots=True)
 class Summary:
-    """What a request took. Seconds and counts as in fusion.v1.Summary.
+    """What a request took. Seconds and counts as in answer.v1.Summary.
 
     laid: the prompt with what stands for its chunks, where that is not their text. degraded: why the cache was not
     used. raised: why the ratio is not the one asked for.
@@ -63,6 +64,7 @@ class Summary:
     finish: str = ""
     lossless: int = 0
     recomputed: int = 0
+    corrected: int = 0
     generated: int = 0
     degraded: str = ""
     raised: str = ""
@@ -209,6 +211,7 @@ class Answerer:
             span.set_attributes({"fusionkv.rows": fused.scored_rows, "fusionkv.tokens": len(fused.chosen)})
         summary.lossless = prompt.context_tokens - int(fused.stale.sum())
         summary.recomputed = len(fused.chosen)
+        summary.corrected = sum(part.wanted.correction is not None for part in placement.parts)
         return fused
 
     async def _decode(

@@ -1,7 +1,6 @@
 """How the KV of every token of a prompt came about, token by token, for people to look at."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
@@ -9,27 +8,7 @@ from tokenizers import Tokenizer
 from fusionkv.fusion_worker.engine.fused import Fused
 from fusionkv.fusion_worker.engine.placement import Stages
 from fusionkv.fusion_worker.engine.prompt import Prompt
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainedChunk:
-    """Fields as in fusion.v1.ExplainedChunk."""
-
-    texts: list[str]
-    kind: str
-    tier: str
-    lossless: bool
-    recomputed: list[int]
-    scores: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """The chunks in the order of the prompt, and what stands before and behind them."""
-
-    chunks: tuple[ExplainedChunk, ...]
-    system: ExplainedChunk
-    question: ExplainedChunk
+from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
 def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) -> Explanation:
@@ -40,19 +19,22 @@ def explain(prompt: Prompt, fused: Fused, stages: Stages, tokenizer: Tokenizer) 
     chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
     # What no other part stands before is as full attention has it, unless nothing at all is reused.
     reused = bool(fused.placement.parts)
+    explained = [
+        ExplainedChunk(
+            texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=found, scores=scores
+        )
+        for chunk, (found, scores), (kind, tier), exact in chunks
+    ]
     return Explanation(
-        tuple(
-            ExplainedChunk(texts(tokenizer, chunk.ids), kind, tier, exact, found, scores)
-            for chunk, (found, scores), (kind, tier), exact in chunks
-        ),
-        _around(texts(tokenizer, prompt.system.ids), reused),
-        _around(texts(tokenizer, prompt.question), False),
+        chunks=explained,
+        system=_around(texts(tokenizer, prompt.system.ids), reused),
+        question=_around(texts(tokenizer, prompt.question), False),
     )
 
 
 def _around(texts: list[str], lossless: bool) -> ExplainedChunk:
     """What is no chunk: reused without loss, or computed."""
-    return ExplainedChunk(texts, "", "", lossless, [] if lossless else list(range(len(texts))), [])
+    return ExplainedChunk(texts=texts, lossless=lossless, recomputed=[] if lossless else range(len(texts)))
 
 
 def chosen(prompt: Prompt, fused: Fused) -> Iterator[tuple[list[int], list[float]]]:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fusionkv.gateway.http.chat import Chat
-from fusionkv.gateway.results import Event, Sources, Summary, Token, cached_tokens
+from fusionkv.gateway.results import Event, Sources, Summary, Token, cached_tokens, fields
 from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
@@ -31,7 +31,7 @@ async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
                 **_frame(chat, "chat.completion"),
                 "choices": [choice],
                 "usage": _usage(event),
-                _OWNER: {**_listed(sources), "summary": asdict(event)},
+                _OWNER: {**_listed(sources), "summary": fields(event)},
             }
     raise ServiceError(_CUT)
 
@@ -57,7 +57,7 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
                 yield {**frame, "choices": [_delta(content=event.text)]}
         elif isinstance(event, Summary):
             choice = {**_delta(), "finish_reason": _finish(event)}
-            yield {**frame, "choices": [choice], _OWNER: {"summary": asdict(event)}}
+            yield {**frame, "choices": [choice], _OWNER: {"summary": fields(event)}}
             if chat.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
             return

@@ -19,6 +19,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.engine import answer
 from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.fusion_worker.oracle import BASE, FAMILIES, Ids, Oracle, byte_tokenizer, error, join, network, random_ids
 from tests.waiting import until
@@ -28,7 +29,7 @@ from tests.waiting import until
 class Answer:
     ids: list[int]
     text: str
-    summary: pb.Summary
+    summary: Summary
     logits: list[torch.Tensor]
 
 

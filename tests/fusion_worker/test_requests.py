@@ -10,7 +10,6 @@ import torch
 from fusionkv.fusion_worker.engine.kv_pool import Run
 from fusionkv.fusion_worker.engine.work import Work
 from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 
 def ascii_only(model: Any) -> Any:
@@ -33,7 +32,7 @@ async def test_the_answer_ends_at_max_tokens(start: Any, parts: Any) -> None:
     rig = await start("llama", replace=ascii_only, max_new_tokens=7)
     for asked, count in ((1, 1), (4, 4), (0, 7)):
         answer = await rig.ask(*parts, max_tokens=asked)
-        assert answer.summary.finish_reason == pb.FINISH_REASON_MAX_TOKENS
+        assert answer.summary.finish_reason == "max_tokens"
         assert len(answer.ids) == len(answer.text) == count
 
 
@@ -45,7 +44,7 @@ async def test_the_answer_ends_at_an_end_token(start: Any, parts: Any) -> None:
         "llama", replace=lambda m: dataclasses.replace(ascii_only(m), ends=frozenset({whole.ids[end], 300}))
     )
     answer = await rig.ask(*parts, max_tokens=12)
-    assert answer.summary.finish_reason == pb.FINISH_REASON_END
+    assert answer.summary.finish_reason == "end"
     assert answer.ids == whole.ids[: end + 1]
     assert answer.text == whole.text[:end]
 
@@ -56,7 +55,7 @@ async def test_the_answer_ends_before_a_stop_string(start: Any, parts: Any) -> N
     for at, size in ((0, 1), (0, 3), (5, 4), (10, 1)):
         stop = whole[at : at + size]
         answer = await rig.ask(*parts, max_tokens=24, stop=["\x01never\x02", stop])
-        assert answer.summary.finish_reason == pb.FINISH_REASON_STOP_STRING
+        assert answer.summary.finish_reason == "stop_string"
         assert answer.text == whole[: whole.index(stop)]
         assert len(answer.ids) == whole.index(stop) + size
     answer = await rig.ask(*parts, max_tokens=24, stop=[whole[8:12], whole[4:6]])

@@ -15,6 +15,7 @@ from bs4 import BeautifulSoup
 from fusionkv.gateway.client import Client
 from fusionkv.gateway.history import History, Kept
 from fusionkv.gateway.results import Explanation
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 Launch = Callable[..., Any]
@@ -197,7 +198,7 @@ def test_pages_need_their_address_and_the_library_alone(launch: Launch, tmp_path
 
 def kept(tenant: str, size: int) -> Kept:
     made = Kept(tenant, pb.GenerateRequest(question="x" * size))
-    made.add(pb.GenerateResponse(summary=pb.Summary(recipe="prophetkv")))
+    made.add(pb.GenerateResponse(summary=Summary(recipe="prophetkv")))
     return made
 
 

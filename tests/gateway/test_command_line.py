@@ -14,6 +14,7 @@ from fusionkv.gateway import cli
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.files import UsageError, find
 from fusionkv.protos import settings
+from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer, add_GatewayServiceServicer_to_server
 from fusionkv.protos.settings import SettingsError
@@ -91,8 +92,8 @@ class Unexplained(GatewayServiceServicer):
     """A gateway that knows nothing of explanations."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        yield pb.GenerateResponse(token=pb.Token(id=1, text="42"))
-        yield pb.GenerateResponse(summary=pb.Summary(finish_reason="end"))
+        yield pb.GenerateResponse(token=Token(id=1, text="42"))
+        yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
 
 async def test_an_answer_that_comes_without_its_explanation_is_told(

@@ -12,15 +12,8 @@ import pytest
 from bs4 import BeautifulSoup
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.results import (
-    Answer,
-    ExplainedChunk,
-    Explanation,
-    Passage,
-    StageSeconds,
-    Summary,
-    TierHits,
-)
+from fusionkv.gateway.results import Answer, Passage
+from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation, StageSeconds, Summary, TierHits
 
 # What a careless page would run, or break on.
 EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
@@ -29,11 +22,13 @@ VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 def summary(recipe: str, total: float) -> Summary:
-    seconds = StageSeconds(*(total * part for part in (0.1, 0.02, 0, 0.05, 0.1, 0, 0.08, 0.25, 0.6, 0.4, 1.0)))
+    parts = (0.1, 0.02, 0, 0.05, 0.1, 0, 0.08, 0.25, 0.4, 0.6, 1.0)
+    names = StageSeconds.DESCRIPTOR.fields_by_name
+    seconds = StageSeconds(**{name: total * part for name, part in zip(names, parts, strict=True)})
     return Summary(
         finish_reason="end",
         seconds=seconds,
-        hits=(TierHits("alternative", "disk", 1, 60),),
+        hits=[TierHits(kind="alternative", tier="disk", chunks=1, tokens=60)],
         chunks_retrieved=2,
         chunks_missed=1,
         prompt_tokens=140,
@@ -44,13 +39,9 @@ def summary(recipe: str, total: float) -> Summary:
         tokens_encoded=60,
         tokens_generated=5,
         bytes_fetched=1 << 20,
-        degraded=False,
-        degraded_reason="",
         recipe=recipe,
         ratio=0.2,
         trace_id="0af7651916cd43dd8448eb211c80319c",
-        ratio_raised="",
-        entries_rejected=0,
     )
 
 
@@ -62,14 +53,16 @@ def page() -> str:
         Passage(EVIL, 1, "b", 0.5, 60),
     )
     chunks = (
-        ExplainedChunk((*words, EVIL, "x" * 300), "miss", "none", True, frozenset(), ()),
-        ExplainedChunk((*words, "a", "b"), "alternative", "disk", False, frozenset(range(20)), (0.5,) * 60),
+        ExplainedChunk(texts=[*words, EVIL, "x" * 300], kind="miss", tier="none", lossless=True),
+        ExplainedChunk(
+            texts=[*words, "a", "b"], kind="alternative", tier="disk", recomputed=range(20), scores=[0.5] * 60
+        ),
     )
     answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
-    system = ExplainedChunk(("Answer ", "this."), "", "", True, frozenset(), ())
-    question = ExplainedChunk(("Which ", "code? ", EVIL), "", "", False, frozenset(range(3)), ())
-    explanation = Explanation(chunks, system, question)
+    system = ExplainedChunk(texts=["Answer ", "this."], lossless=True)
+    question = ExplainedChunk(texts=["Which ", "code? ", EVIL], recomputed=range(3))
+    explanation = Explanation(chunks=chunks, system=system, question=question)
     return explain.render(explain.template(), f"Which code? {EVIL}", answer, explanation, full)
 
 

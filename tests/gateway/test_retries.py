@@ -9,6 +9,7 @@ import pytest
 
 from fusionkv.gateway.client import AsyncClient, Client
 from fusionkv.protos import errors, rpc
+from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
@@ -41,11 +42,11 @@ class Servicer:
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
         if request.question == "broken":
             self.calls += 1
-            yield pb.GenerateResponse(token=pb.Token(text="half"))
+            yield pb.GenerateResponse(token=Token(text="half"))
             raise self.error
         self._called()
-        yield pb.GenerateResponse(token=pb.Token(text="whole"))
-        yield pb.GenerateResponse(summary=pb.Summary(finish_reason="end"))
+        yield pb.GenerateResponse(token=Token(text="whole"))
+        yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
     # Called by no test.
     Precompute = Retrieve = Stats = List

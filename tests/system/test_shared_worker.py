@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
@@ -25,7 +26,7 @@ SYSTEM, QUESTION = ids(8, 1), ids(6, 2)
 CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]  # so many that one service holding all of them is 1 in 10^6
 
 
-async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], pb.Summary]:
+async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], Summary]:
     request = pb.GenerateRequest(
         system=pb.Tokens(ids=SYSTEM),
         chunks=[pb.Chunk(ids=chunk) for chunk in chunks],

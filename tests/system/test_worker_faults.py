@@ -18,6 +18,7 @@ from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos import errors
+from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.waiting import until
 
@@ -123,7 +124,7 @@ def request(chunks: list[list[int]], **more: Any) -> pb.GenerateRequest:
     )
 
 
-async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], pb.Summary]:
+async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], Summary]:
     found, summary = [], None
     async for event in worker.generate(request(chunks, **more)):
         if event.HasField("token"):
@@ -148,7 +149,7 @@ def expected(network: Any, chunks: list[list[int]]) -> list[int]:
     return out[0, whole.shape[1] :].tolist()
 
 
-def hits(summary: pb.Summary) -> set[tuple[str, str, int]]:
+def hits(summary: Summary) -> set[tuple[str, str, int]]:
     return {(h.kind, h.tier, h.chunks) for h in summary.hits}
 
 
@@ -165,7 +166,7 @@ async def stored(cache: Cache, worker: WorkerClient, chunks: list[list[int]], te
     await client.close()
 
 
-async def recovered(worker: WorkerClient, network: Any, chunks: list[list[int]], **more: Any) -> pb.Summary:
+async def recovered(worker: WorkerClient, network: Any, chunks: list[list[int]], **more: Any) -> Summary:
     """Asks until an answer is not degraded; all of them are right."""
     async with asyncio.timeout(120):
         while True:
@@ -311,7 +312,7 @@ async def test_sigterm_lets_answers_end(launch: Any, directory: Path, cache: Cac
         if tokens == 3:
             service.process.send_signal(signal.SIGTERM)
     assert event.HasField("summary")
-    assert event.summary.finish_reason == pb.FINISH_REASON_MAX_TOKENS
+    assert event.summary.finish_reason == "max_tokens"
     assert tokens == 300
     await worker.close()
     assert await asyncio.to_thread(service.wait) == 0
