@@ -134,6 +134,7 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, oracle: Any,
     correction = await taught(rig, tools)
     none = await rig.ask(*parts, recipe="full_reuse+corrected", max_tokens=2)
     assert none.summary.tokens_recomputed == 0
+    assert (before.summary.chunks_corrected, none.summary.chunks_corrected) == (0, 2)
     context = corrected(plain, system, chunks, correction.weights)
     assert tools.error(none.logits[0], plain.after(context, question)) < CLOSE
     assert tools.error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
