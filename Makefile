@@ -79,18 +79,18 @@ images: setup ## The CPU images, from Debian's packages and without a registry, 
 
 .PHONY: bench
 bench: setup ## Speed of the cache service and of the worker, storage that it saves; rows in build/bench/
-	@$(PY) -m fusionkv.kvcache_service.simulation --json build/bench/storage.json
-	@$(PY) -m fusionkv.kvcache_service.scale --json build/bench/scale.json
-	@$(PY) -m fusionkv.kvcache_service.bench --json build/bench/kvcache.json
-	@$(PY) -m fusionkv.fusion_worker.bench --json build/bench/ttft.json
-	@$(PY) -m fusionkv.fusion_worker.throughput --json build/bench/throughput.json
-	@$(PY) -m fusionkv.fusion_worker.overlap --json build/bench/overlap.json
-	@$(PY) -m fusionkv.fusion_worker.layerwise --json build/bench/layerwise.json
-	@$(PY) -m fusionkv.fusion_worker.mixing --json build/bench/mixing.json
+	@$(PY) -m fusionkv.bench.cache.simulation --json build/bench/storage.json
+	@$(PY) -m fusionkv.bench.cache.scale --json build/bench/scale.json
+	@$(PY) -m fusionkv.bench.cache.bench --json build/bench/kvcache.json
+	@$(PY) -m fusionkv.bench.worker.bench --json build/bench/ttft.json
+	@$(PY) -m fusionkv.bench.worker.throughput --json build/bench/throughput.json
+	@$(PY) -m fusionkv.bench.worker.overlap --json build/bench/overlap.json
+	@$(PY) -m fusionkv.bench.worker.layerwise --json build/bench/layerwise.json
+	@$(PY) -m fusionkv.bench.worker.mixing --json build/bench/mixing.json
 
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind; build/soak.json
-	@$(PY) -m fusionkv.fusion_worker.evaluation.soak --json build/soak.json $(ARGS)
+	@$(PY) -m fusionkv.bench.services.soak --json build/soak.json $(ARGS)
 
 .PHONY: chaos
 chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers right, nothing lost; build/chaos.json
@@ -102,7 +102,7 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
-	@$(PY) -m fusionkv.fusion_worker.evaluation --auxiliary models/clip/tuned-1 $(ARGS)
+	@$(PY) -m fusionkv.bench.quality --auxiliary models/clip/tuned-1 $(ARGS)
 
 .PHONY: quality
 quality: setup ## Writes the tables of docs/quality.md from the report of `make eval`

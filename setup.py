@@ -1,4 +1,4 @@
-"""Generates the gRPC stubs from protos/ whenever the package is built or installed; they are never committed."""
+"""Lists the packages, and generates the gRPC stubs from protos/ whenever they are built or installed."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,14 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
+TOP = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
+
+
+def packages() -> list[str]:
+    """Every folder of Python or protos, by its name below `fusionkv`."""
+    files = [f for top in TOP for kind in ("py", "proto") for f in (ROOT / top).rglob(f"*.{kind}")]
+    folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
+    return sorted("fusionkv." + ".".join(folder.parts) for folder in folders)
 
 
 def generate_stubs() -> None:
@@ -36,4 +44,4 @@ class BuildPy(build_py):
 
 
 if __name__ == "__main__":
-    setup(cmdclass={"build_py": BuildPy})
+    setup(packages=packages(), cmdclass={"build_py": BuildPy})

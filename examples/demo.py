@@ -21,9 +21,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fusionkv.gateway.client import AsyncClient
-from fusionkv.gateway.results import fields
-from fusionkv.protos.errors import ServiceError
+from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.results import fields
+from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
 RECIPES = ("full_attention", "full_reuse", "prophetkv", "default")

@@ -2,9 +2,9 @@
 
 import argparse
 
-from fusionkv.gateway.client import DEFAULT_ADDRESS, Client
-from fusionkv.gateway.results import Sources, Summary, Token
-from fusionkv.protos.errors import NotFound, ServiceError
+from fusionkv.gateway.client.client import DEFAULT_ADDRESS, Client
+from fusionkv.gateway.client.results import Sources, Summary, Token
+from fusionkv.protos.runtime.errors import NotFound, ServiceError
 
 PAGES = {
     "ballakmi-01.txt": "Report Ballakmi. The garden is blue. Tanvan lives in Janberg.",

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.protos import process, rpc, settings, telemetry
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime import process, rpc, settings
+from fusionkv.protos.runtime.errors import ServiceError
 
 
 def main() -> int:
@@ -47,7 +48,8 @@ def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
 
 
 async def _serve(config: WorkerConfig) -> None:
-    from fusionkv.fusion_worker import models, verdict
+    from fusionkv.fusion_worker import models
+    from fusionkv.fusion_worker.quality import verdict
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
     from fusionkv.fusion_worker.tensor_parallel import processes, start
 

@@ -8,10 +8,10 @@ import grpc
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from fusionkv.protos import errors, rpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime.tls import ClientTLS
 
 # A gateway's recipe for requests that name none, unless its configuration says otherwise.
 DEFAULT_RECIPE = "prophetkv+corrected"

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.protos.settings import setting
-from fusionkv.protos.tls import ClientTLS, ServerTLS
+from fusionkv.protos.runtime.settings import setting
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 STORES = ("plain", "int8", "fp8")
 

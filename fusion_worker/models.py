@@ -14,13 +14,13 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from fusionkv.fusion_worker.library.resolve import name_of
-from fusionkv.fusion_worker.packed_linear import pack
-from fusionkv.fusion_worker.prompt import PromptTemplate
+from fusionkv.fusion_worker.compute.packed_linear import pack
+from fusionkv.fusion_worker.library.cache import name_of
+from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.fusion_worker.tensor_parallel import weights
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.rope import Rotation
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
 FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}

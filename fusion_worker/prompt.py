@@ -1,54 +1,85 @@
-"""The text around a prompt's parts: what is the system prompt, what stands around a chunk and the question."""
+"""A prompt as the engine sees it: token ids in parts, each with its digest."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
-from jinja2 import TemplateError
+import torch
 
-from fusionkv.protos.errors import FailedPrecondition
-
-INSTRUCTION = "Answer the question using the passages."
-_CONTEXT = "\x00context\x00"
-_QUESTION = "\x00question\x00"
+from fusionkv.kvcache_service import keys
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTemplate:
-    """`chunk` holds `{text}` once and `question` holds `{question}` once; `system` is used as it is.
+@dataclass(frozen=True)
+class Chunk:
+    """A system prompt or a retrieved chunk. variants: how it was encoded ahead of time, best first."""
 
-    head, tail: what the chat template puts before and behind a user's message; empty without one.
-    """
+    ids: tuple[int, ...]
+    variants: tuple[bytes, ...] = ()
 
-    system: str
-    chunk: str
-    question: str
-    head: str = ""
-    tail: str = ""
+    @cached_property
+    def digest(self) -> bytes:
+        return keys.chunk_digest(self.ids)
 
-    @classmethod
-    def of(cls, tokenizer: Any) -> "PromptTemplate":
-        """The template of a tokenizer: cut out of its chat template when it has one, plain text otherwise.
+    @property
+    def variant(self) -> bytes:
+        """Of its entry when it is encoded after the system prompt alone."""
+        return b""
 
-        The chat template is rendered with marks in place of passages and question; what stands before, between and
-        after the marks are the parts. The begin-of-sequence token is taken off: the prompt's builder adds it.
+    @property
+    def covered(self) -> int:
+        """Tokens of the request that it is or stands for."""
+        return len(self.ids)
 
-        Raises:
-            FailedPrecondition: the chat template fails, or does not show a message exactly once.
-        """
-        if not getattr(tokenizer, "chat_template", None):
-            return cls(f"{INSTRUCTION}\n", "{text}\n", "Question: {question}\nAnswer:")
-        user = f"{INSTRUCTION}\n\n{_CONTEXT}\n\nQuestion: {_QUESTION}"
-        try:
-            rendered = tokenizer.apply_chat_template(
-                [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
-            )
-            system, rest = rendered.split(_CONTEXT)
-            before, after = rest.split(_QUESTION)
-            head = system[: system.index(INSTRUCTION)].removeprefix(tokenizer.bos_token or "")
-        except (ValueError, TypeError, TemplateError) as error:
-            raise FailedPrecondition(
-                f"the tokenizer's chat template does not take one message of a user ({error}): mend it, or remove it "
-                "to get plain text"
-            ) from error
-        bos = tokenizer.bos_token or ""
-        return cls(system.removeprefix(bos), "{text}\n\n", f"{before.lstrip()}{{question}}{after}", head, after)
+    @property
+    def scratch(self) -> int:
+        """Slots that encoding it takes beside its own."""
+        return 0
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """System prompt, chunks in order, question."""
+
+    system: Chunk
+    chunks: tuple[Chunk, ...]
+    question: tuple[int, ...]
+    tenant: str = ""
+
+    @cached_property
+    def parts(self) -> tuple[Chunk, ...]:
+        """The system prompt, unless it is empty, and the chunks: all that may be cached."""
+        return (self.system, *self.chunks)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Position of each part's first token."""
+        starts, at = [], 0
+        for part in self.parts:
+            starts.append(at)
+            at += len(part)
+        return tuple(starts)
+
+    @property
+    def context_tokens(self) -> int:
+        return sum(map(len, self.chunks))
+
+    @property
+    def question_start(self) -> int:
+        return len(self.system) + self.context_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.question_start + len(self.question)
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """int64 [tokens]: the whole prompt; for everybody, so never written."""
+        return torch.tensor([i for part in self.parts for i in part.ids] + list(self.question))
+
+
+def stretch(start: int, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and positions, int64, of tokens that stand next to each other from `start` on."""
+    return torch.tensor(ids, dtype=torch.int64), torch.arange(start, start + len(ids))

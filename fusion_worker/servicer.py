@@ -4,25 +4,26 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
+from fusionkv.fusion_worker.compute.embedder import Embedder
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine.answer import Answerer, Piece, Summary
-from fusionkv.fusion_worker.engine.auxiliary import Auxiliary
-from fusionkv.fusion_worker.engine.embedder import Embedder
-from fusionkv.fusion_worker.engine.encoder import Encoder
-from fusionkv.fusion_worker.engine.engine import Engine
-from fusionkv.fusion_worker.engine.kv_pool import KVPool
-from fusionkv.fusion_worker.engine.loader import Loader
-from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
-from fusionkv.fusion_worker.engine.sampling import SamplingParams
-from fusionkv.fusion_worker.methods import modifiers, recipes
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.load.encoder import Encoder
+from fusionkv.fusion_worker.load.loader import Loader
 from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.quality.verdict import Verdict
+from fusionkv.fusion_worker.recipes import modifiers, recipes
+from fusionkv.fusion_worker.request import Answerer, Piece
+from fusionkv.fusion_worker.summary import Summary
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
-from fusionkv.fusion_worker.verdict import Verdict
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.answer.v1 import answer_pb2
-from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256

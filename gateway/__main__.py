@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionkv.gateway import access
-from fusionkv.gateway.bearer import Bearer, BearerInterceptor, Verifier
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.bearer import Bearer, BearerInterceptor, Verifier
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
-from fusionkv.protos import process, rpc, settings, telemetry
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime import process, rpc, settings
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer
@@ -35,11 +36,11 @@ def main() -> int:
 
 
 async def _serve(config: GatewayConfig) -> None:
+    from fusionkv.gateway.auth.quotas import Quotas
+    from fusionkv.gateway.auth.tenants import Tenants, read_key
     from fusionkv.gateway.history import History
-    from fusionkv.gateway.quotas import Quotas
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
-    from fusionkv.gateway.tenants import Tenants, read_key
-    from fusionkv.gateway.workers import WorkerPool
+    from fusionkv.gateway.workers.workers import WorkerPool
 
     verifiers = _verifiers(config)
     bearer = Bearer(verifiers) if verifiers else None
@@ -101,9 +102,9 @@ def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | N
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:
     """What knows the tokens that calls must carry; without any, calls need none."""
-    from fusionkv.gateway.jwks import KeyFile, KeyURL
-    from fusionkv.gateway.jwt_tokens import JWTTokens
-    from fusionkv.gateway.static_tokens import StaticTokens
+    from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
+    from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+    from fusionkv.gateway.auth.static_tokens import StaticTokens
 
     found: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
     if config.auth_jwks:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
-from fusionkv.protos.settings import setting
-from fusionkv.protos.tls import ClientTLS, ServerTLS
+from fusionkv.protos.runtime.settings import setting
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusionkv.gateway.files import UsageError
-from fusionkv.gateway.results import Answer, Explanation, Passage, fields
+from fusionkv.gateway.cli.files import UsageError
+from fusionkv.gateway.client.results import Answer, Explanation, Passage, fields
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
 
 if TYPE_CHECKING:

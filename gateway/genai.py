@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 
 from opentelemetry.trace import Span
 
-from fusionkv.gateway import results
+from fusionkv.gateway.client import results
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
-from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime.errors import ServiceError
 
 Attributes = Mapping[str, str | bool | int | float | list[str]]
 PROVIDER = "fusionkv"

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from fusionkv.gateway import results
-from fusionkv.gateway.results import Answer, Explanation, Summary
+from fusionkv.gateway.client import results
+from fusionkv.gateway.client.results import Answer, Explanation, Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 # Of all tenants together, as protobuf: an answer over 8,000 tokens of context has 0.1 MiB.

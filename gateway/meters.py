@@ -2,8 +2,8 @@
 
 from opentelemetry import metrics
 
-from fusionkv.protos import telemetry
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
+from fusionkv.protos.observe import telemetry
 
 _meter = metrics.get_meter(__name__)
 _ttft = _meter.create_histogram(

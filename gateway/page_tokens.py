@@ -3,7 +3,7 @@
 import hashlib
 import hmac
 
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 _MARK_BYTES = 8
 

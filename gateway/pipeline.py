@@ -10,18 +10,18 @@ from opentelemetry.trace import SpanKind
 
 from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.gateway import genai, meters, plan
+from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest import check_corpus
+from fusionkv.gateway.ingest.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import within
-from fusionkv.gateway.tenants import Tenant
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.gateway.workers import WorkerPool
-from fusionkv.protos import telemetry
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 tracer = trace.get_tracer(__name__)
 # Both lists go this deep, so that a chunk which one of them ranks low still gets both its scores.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 Passage = tuple[Chunk, float]
 # Characters. What does not belong to the question belongs in a document.

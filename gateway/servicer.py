@@ -9,26 +9,27 @@ from typing import Any, Protocol
 
 from opentelemetry import metrics
 
-from fusionkv.gateway import access, page_tokens
+from fusionkv.gateway import page_tokens
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.auth.tenants import Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
-from fusionkv.gateway.ingest import MOST_NAME, Ingest, check_corpus, check_document
+from fusionkv.gateway.ingest.ingest import MOST_NAME, Ingest, check_corpus, check_document
+from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline, passage
 from fusionkv.gateway.plan import order
-from fusionkv.gateway.precompute import Precompute
 from fusionkv.gateway.retrieval.base import Item
-from fusionkv.gateway.shares import Shares
-from fusionkv.gateway.tenants import Tenant, Tenants
-from fusionkv.gateway.workers import WorkerPool
-from fusionkv.protos import logs
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
-from fusionkv.protos.errors import ResourceExhausted, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
-_requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
+_requests = _meter.create_counter("fusionkv.gateway.client.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
 _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")

@@ -8,10 +8,10 @@ from functools import cached_property
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
 
-from fusionkv.gateway.parse import Section
+from fusionkv.gateway.ingest.parse import Section
 from fusionkv.gateway.retrieval.base import ModelIdentity
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Characters of a line that are split together: the splitter takes the square, 0.14 s of 4,000 of them ("e.g.e.g.").
 _LONGEST_LINE = 4096

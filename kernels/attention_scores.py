@@ -2,16 +2,17 @@
 
 import torch
 
-from fusionkv.kernels import reference, sparse_attention_cpu
+from fusionkv.kernels import reference
 from fusionkv.kernels.backend import has_triton
+from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import QuerySpan
 
 
 def attention_scores(
     q: torch.Tensor,
     k_pool: torch.Tensor,
-    span: Span,
+    span: QuerySpan,
     rotation: Rotation,
     scale: float,
     window: int | None = None,
@@ -24,7 +25,7 @@ def attention_scores(
     if q.device.type != "cpu":
         if not has_triton():
             return reference.attention_scores(q, k_pool, span, rotation, scale, window)
-        from fusionkv.kernels import attention_scores_triton
+        from fusionkv.kernels.gpu import attention_scores_triton
 
         return attention_scores_triton.attention_scores(q, k_pool, span, rotation, scale, window)
     rows = q[span.start : span.stop]

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import QuerySpan
 
 
 def sparse_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    spans: Sequence[Span],
+    spans: Sequence[QuerySpan],
     rotation: Rotation,
     scale: float,
     window: int | None = None,
@@ -28,7 +28,7 @@ def sparse_attention(
 def attention_scores(
     q: torch.Tensor,
     k_pool: torch.Tensor,
-    span: Span,
+    span: QuerySpan,
     rotation: Rotation,
     scale: float,
     window: int | None = None,
@@ -46,7 +46,7 @@ def _weights(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    span: Span,
+    span: QuerySpan,
     rotation: Rotation,
     scale: float,
     window: int | None,

@@ -11,7 +11,7 @@ from fusionkv.kernels.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class KVSegment:
     """Pool slots `[start, start + length)` whose keys share one rotation. Never written while it is shared.
 
     start, length: in slots (tokens).
@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, eq=False)
-class Span:
+class QuerySpan:
     """Query rows `[start, stop)` of a ragged batch, all of one request, and every key they may look at.
 
     positions: int64 [stop - start], ascending. A row attends to every key that is not hidden and whose position is
@@ -57,7 +57,7 @@ class Span:
     start: int
     stop: int
     positions: torch.Tensor
-    segments: tuple[Segment, ...]
+    segments: tuple[KVSegment, ...]
 
     @property
     def rows(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 # Keys that requests have to share for it to pay. A partial result is written and read: 8 (d + 1) H bytes a request,
 # where a key and its value are 2 (H / G) d b. Two requests that share n keys read them once less, so it pays from
@@ -20,26 +20,26 @@ class Shared:
     runs: for each run of slots, the segment of each of the spans: its own shift, place and hidden slots.
     """
 
-    spans: tuple[Span, ...]
-    runs: tuple[tuple[Segment, ...], ...]
+    spans: tuple[QuerySpan, ...]
+    runs: tuple[tuple[KVSegment, ...], ...]
 
     @property
     def keys(self) -> int:
         return sum(run[0].length for run in self.runs)
 
 
-def share(spans: Sequence[Span]) -> tuple[list[Shared], list[Span]]:
+def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
     """What several spans of one row look at, and the spans with what is left to each alone, in the same order.
 
     What the same spans look at is shared from `LEAST` keys on.
     """
-    sharers: dict[tuple[int, int], dict[int, Segment]] = {}
+    sharers: dict[tuple[int, int], dict[int, KVSegment]] = {}
     for i, span in enumerate(spans):
         for segment in span.segments if span.rows == 1 else ():
             if segment.positions is None:
                 # A chunk that is twice in one prompt is shared once.
                 sharers.setdefault((segment.start, segment.length), {}).setdefault(i, segment)
-    together: dict[tuple[int, ...], list[tuple[Segment, ...]]] = {}
+    together: dict[tuple[int, ...], list[tuple[KVSegment, ...]]] = {}
     for by_span in sharers.values():
         if len(by_span) > 1:
             together.setdefault(tuple(by_span), []).append(tuple(by_span.values()))

@@ -10,14 +10,15 @@ from types import MappingProxyType
 
 import torch
 
-from fusionkv.kernels import decode_attention_cpu, reference, sparse_attention_cpu
+from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.backend import has_triton
+from fusionkv.kernels.cpu import decode_attention_cpu, sparse_attention_cpu
+from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import Spans
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import QuerySpan
 
-_NONE: Mapping[Span, torch.Tensor] = MappingProxyType({})
+_NONE: Mapping[QuerySpan, torch.Tensor] = MappingProxyType({})
 
 
 def sparse_attention(
@@ -28,7 +29,7 @@ def sparse_attention(
     rotation: Rotation,
     scale: float,
     window: int | None = None,
-    scores: Mapping[Span, torch.Tensor] = _NONE,
+    scores: Mapping[QuerySpan, torch.Tensor] = _NONE,
 ) -> torch.Tensor:
     """Attention of a ragged batch of rows over one layer of the pool.
 
@@ -43,7 +44,7 @@ def sparse_attention(
             into += attention_scores(q, k_pool, span, rotation, scale, window)
         if not has_triton():
             return reference.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
-        from fusionkv.kernels import sparse_attention_triton
+        from fusionkv.kernels.gpu import sparse_attention_triton
 
         return sparse_attention_triton.sparse_attention(q, k_pool, v_pool, spans, rotation, scale, window)
     out = torch.empty_like(q)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import QuerySpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ def tempered_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
-    span: Span,
+    span: QuerySpan,
     temper: Temper,
     rotation: Rotation,
     scale: float,

@@ -12,22 +12,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionkv.kvcache_service.arena import Doorway, path_of
 from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.local.arena import ShmServer, path_of
+from fusionkv.kvcache_service.local.segments import FdServer, readable_files, segments_of
 from fusionkv.kvcache_service.metrics import observe_shared_index, observe_tiers
-from fusionkv.kvcache_service.segments import SegmentDoor, readable_files, segments_of
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
-from fusionkv.protos import frames, process, rpc, settings, telemetry
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime import frames, process, rpc, settings
 
 if TYPE_CHECKING:
-    from fusionkv.kvcache_service.replica import Replica
+    from fusionkv.kvcache_service.cluster.replica import Replica
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
@@ -99,8 +100,8 @@ def make_replica(config: Config, store: Store) -> "Replica":
         OSError: the URL can't be used, redis is not installed, or a file of the configuration can't be read.
     """
     try:
-        from fusionkv.kvcache_service.replica import Replica
-        from fusionkv.kvcache_service.shared_index import SharedIndex
+        from fusionkv.kvcache_service.cluster.replica import Replica
+        from fusionkv.kvcache_service.cluster.shared_index import SharedIndex
     except ImportError as error:
         raise OSError(f"redis_url needs redis: pip install 'fusionkv[cache]' ({error})") from error
     try:
@@ -152,22 +153,22 @@ async def run(config: Config) -> None:
         await store.close()
 
 
-def open_doorways(config: Config, store: Store) -> list[Doorway | SegmentDoor]:
+def open_doorways(config: Config, store: Store) -> list[ShmServer | FdServer]:
     """Hands memory tier and segment files over beside every unix socket; where that can't be, bytes are streamed."""
-    doorways: list[Doorway | SegmentDoor] = []
+    doorways: list[ShmServer | FdServer] = []
     paths = [path for address in config.listen if (path := path_of(address)) is not None]
     for tier in store.residents.tiers:
         if not isinstance(tier, MemoryTier):
             continue
         for path in paths:
             try:
-                doorways.append(Doorway(path, tier.arena, tier.capacity_bytes, tier.file))
+                doorways.append(ShmServer(path, tier.arena, tier.capacity_bytes, tier.file))
             except OSError as error:
                 log.warning("can't hand memory over at %s, its bytes are streamed: %s", path, error)
                 continue
             if (files := readable_files(store.residents.tiers)) is not None:
                 try:
-                    doorways.append(SegmentDoor(segments_of(path), tier.arena, files))
+                    doorways.append(FdServer(segments_of(path), tier.arena, files))
                 except OSError as error:
                     log.warning("can't hand files over beside %s, their bytes are streamed: %s", path, error)
     return doorways

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Sequence
 
-from fusionkv.kvcache_service import record as records
+from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 _MOST_ACCESSES = 2**20
 

@@ -12,19 +12,26 @@ from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service import answers
 from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
-from fusionkv.kvcache_service.arena import Window
-from fusionkv.kvcache_service.hedge import Hedge
+from fusionkv.kvcache_service.cluster.hedge import Hedge
+from fusionkv.kvcache_service.cluster.holders import Holders
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.holders import Holders
-from fusionkv.kvcache_service.rise import Rise
-from fusionkv.kvcache_service.segments import Segments, read_into
+from fusionkv.kvcache_service.local.arena import ShmView
+from fusionkv.kvcache_service.local.segments import Segments, read_into
+from fusionkv.kvcache_service.store.rise import Rise
 from fusionkv.kvcache_service.stubs import bind
-from fusionkv.protos import frames, rpc
-from fusionkv.protos.checksum import Checksum
-from fusionkv.protos.checksum import checksum as checksum_of
-from fusionkv.protos.errors import DataLoss, DeadlineExceeded, InvalidArgument, ServiceError, Unavailable, from_rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.protos.runtime import frames, rpc
+from fusionkv.protos.runtime.checksum import Checksum
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from fusionkv.protos.runtime.errors import (
+    DataLoss,
+    DeadlineExceeded,
+    InvalidArgument,
+    ServiceError,
+    Unavailable,
+    from_rpc,
+)
+from fusionkv.protos.runtime.tls import ClientTLS
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
@@ -44,8 +51,8 @@ class CacheClient:
     """A connection to one cache service at `host:port` or `unix:/path`, made on first use.
 
     Safe for any number of concurrent calls within one event loop. Every error leaves it as one of
-    `fusionkv.protos.errors`; timeouts are seconds for the whole call. Where several services share an index, entries
-    are fetched from their holders and put where they belong; a holder out of reach is a miss.
+    `fusionkv.protos.runtime.errors`; timeouts are seconds for the whole call. Where several services share an index,
+    entries are fetched from their holders and put where they belong; a holder out of reach is a miss.
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
@@ -54,7 +61,7 @@ class CacheClient:
         self._channel: grpc.aio.Channel | None = None
         self._put_channel: grpc.aio.Channel | None = None
         self._stubs: dict[str, Any] = {}
-        self._window = Window(address)
+        self._window = ShmView(address)
         self._segments = Segments(address)
         self._rise = Rise(self._prefetch)
         self._holders = Holders(lambda at: CacheClient(at, tls))
@@ -158,7 +165,7 @@ class CacheClient:
     async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
         """Lets a thread read an entry that is `on_disk`; False if that can't be, or what is there is not the entry.
 
-        reader: takes a file's descriptor and an offset in it; gives the checksum (protos/checksum.py) of the
+        reader: takes a file's descriptor and an offset in it; gives the checksum (protos/runtime/checksum.py) of the
         `entry.size` bytes there, or nothing.
         The service then takes the entry up into memory, if it is hot enough, while nobody waits.
         """

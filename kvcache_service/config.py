@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.protos.settings import setting
-from fusionkv.protos.tls import ClientTLS, ServerTLS
+from fusionkv.protos.runtime.settings import setting
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 GIB = 1 << 30
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")

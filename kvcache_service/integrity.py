@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 

@@ -13,19 +13,19 @@ from fusionkv.kvcache_service import checks
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.residents import Resident
-from fusionkv.kvcache_service.segments import readable_files
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.local.segments import readable_files
+from fusionkv.kvcache_service.store.entries import StoredEntry
+from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.writing import Writer
-from fusionkv.protos import frames, rpc
-from fusionkv.protos.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime import frames, rpc
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError
 
 if TYPE_CHECKING:  # it needs redis, which a service that works alone does not load
-    from fusionkv.kvcache_service.elsewhere import Elsewhere
-    from fusionkv.kvcache_service.replica import Replica
+    from fusionkv.kvcache_service.cluster.elsewhere import Elsewhere
+    from fusionkv.kvcache_service.cluster.replica import Replica
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
@@ -92,7 +92,7 @@ class KVCacheServicer:
         ]
         own = (entry for i, (_, entry) in enumerate(found) if entry is not None and i not in elsewhere)
         files_read = self._files is not None and context.peer().startswith("unix:")
-        self._store.ahead.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
+        self._store.prefetcher.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
@@ -229,7 +229,7 @@ class KVCacheServicer:
                 evictions=counters.get("evictions", tier.name),
             )
 
-    def _entry(self, entry: Resident) -> pb.Entry:
+    def _entry(self, entry: StoredEntry) -> pb.Entry:
         record = entry.record
         return pb.Entry(
             key=record.key,
@@ -244,12 +244,12 @@ class KVCacheServicer:
             signature=record.signature,
         )
 
-    def _slow(self, entry: Resident, files_read: bool) -> bool:
+    def _slow(self, entry: StoredEntry, files_read: bool) -> bool:
         """Whether an entry is in slow tiers alone; files_read: its caller reads what is on disk by itself."""
         fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
         return fastest.blocking and not (files_read and DiskTier.name in entry.places)
 
-    def _extent(self, entry: Resident) -> pb.Extent | None:
+    def _extent(self, entry: StoredEntry) -> pb.Extent | None:
         place = entry.places.get(DiskTier.name)
         if self._files is None or place is None:
             return None
@@ -257,7 +257,7 @@ class KVCacheServicer:
         return pb.Extent(segment=segment, offset=offset)
 
 
-def _arena_offset(entry: Resident | None) -> int | None:
+def _arena_offset(entry: StoredEntry | None) -> int | None:
     place = entry and entry.places.get(MemoryTier.name)
     return place.offset if place else None
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import grpc
 
-from fusionkv.protos import frames
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime import frames
 
 _SERVICE = "/kvcache.v1.KVCacheService/"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
-from fusionkv.protos import settings
+from fusionkv.protos.runtime import settings
 
 SECTIONS: tuple[tuple[str, str, type], ...] = (
     ("kvcache", "The cache service: `fusionkv serve kvcache`", Config),

@@ -17,7 +17,7 @@ import aiohttp
 from browser import Page, browsing
 from dashboard import draw
 
-from fusionkv.gateway.client import AsyncClient
+from fusionkv.gateway.client.client import AsyncClient
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT / "build/observe"

@@ -1,8 +1,8 @@
 """Prints docs/recipes.md from the table of recipes and the modifiers (`make docs`)."""
 
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
-from fusionkv.fusion_worker.methods.modifiers import MODIFIERS
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.recipes.modifiers import MODIFIERS
+from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe, SimilarityGuided
 
 HEAD = f"""# Recipes
 

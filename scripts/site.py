@@ -25,11 +25,11 @@ ELSEWHERE = {
 }
 # Whose docstrings are the interface to Python.
 MODULES = (
-    "fusionkv.gateway.client",
-    "fusionkv.gateway.requests",
-    "fusionkv.gateway.results",
-    "fusionkv.protos.errors",
-    "fusionkv.protos.tls",
+    "fusionkv.gateway.client.client",
+    "fusionkv.gateway.client.requests",
+    "fusionkv.gateway.client.results",
+    "fusionkv.protos.runtime.errors",
+    "fusionkv.protos.runtime.tls",
     "fusionkv.kvcache_service.client",
     "fusionkv.kvcache_service.keys",
     "fusionkv.fusion_worker.client",

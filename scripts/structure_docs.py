@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models")
+PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
 HEADING = "## Files\n"
 
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.fusion_worker.library.fetching import fetch
-from fusionkv.protos.errors import FailedPrecondition, ServiceError
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
 
 
 def main() -> int:

@@ -54,3 +54,11 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
         finally:
             shutil.rmtree(scratch)
     return target
+
+
+def name_of(directory: Path) -> str:
+    """What people call the model of a directory."""
+    absolute = directory.resolve()
+    if absolute.parent.name == "snapshots":  # of the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
+        return absolute.parent.parent.name.split("--")[-1]
+    return absolute.name

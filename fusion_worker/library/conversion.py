@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _PACKAGES = ("gguf", "accelerate")
 # transformers takes the pre-tokeniser of GPT-2 for every vocabulary of that kind; this one splits digits first.

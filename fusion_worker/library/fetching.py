@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KnownModel
-from fusionkv.protos.errors import FailedPrecondition, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 # Called with what is going on, and the share of it that is done; None where that is not known.
 Report = Callable[[str, float | None], None]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KNOWN
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _GGUF = ".gguf"
 # Nothing else of a repository is downloaded: no pickles, no weights of other frameworks.
@@ -39,14 +39,6 @@ def resolve(name: str | Path) -> Path:
         f"{text} is no model: give the directory of a Hugging Face model, a *{_GGUF} file, a Hugging Face hub id "
         f"(ORG/NAME), or one of {', '.join(KNOWN)}"
     )
-
-
-def name_of(directory: Path) -> str:
-    """What people call the model of a directory."""
-    absolute = directory.resolve()
-    if absolute.parent.name == "snapshots":  # of the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
-        return absolute.parent.parent.name.split("--")[-1]
-    return absolute.name
 
 
 def _converted(file: Path) -> Path:

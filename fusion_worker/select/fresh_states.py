@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.fusion_worker.batch import States
+from fusionkv.fusion_worker.compute.batch import States
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FreshStates:
 
     states: States
     kv: torch.Tensor
-    span: Span
+    span: QuerySpan
     rotation: Rotation
     starts: torch.Tensor
     ranks: Ranks = ALONE
@@ -58,10 +58,10 @@ class FreshStates:
         keys = self.rotation.apply(cached, cos, sin).transpose(0, 1).contiguous()
         return keys.index_copy_(0, self.span.positions, self.states.k.to(keys.dtype))
 
-    def over(self, keys: torch.Tensor, first_row: int = 0) -> Span:
+    def over(self, keys: torch.Tensor, first_row: int = 0) -> QuerySpan:
         """The rows from `first_row` on, over `keys` as `keys()` gives them."""
         positions = self.span.positions[first_row:]
-        return Span(0, len(positions), positions, (Segment(0, len(keys), 0),))
+        return QuerySpan(0, len(positions), positions, (KVSegment(0, len(keys), 0),))
 
     def attention(self, first_row: int = 0) -> torch.Tensor:
         """float32 [positions]: attention of the rows from `first_row` on into each position, summed over rows and

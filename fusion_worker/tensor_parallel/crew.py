@@ -5,11 +5,11 @@ from contextlib import contextmanager
 
 import torch
 
-from fusionkv.fusion_worker.batch import Batch
-from fusionkv.fusion_worker.engine.kv_pool import Resident
-from fusionkv.fusion_worker.engine.work import ShallowProbe
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.forward_job import ShallowProbe
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
-from fusionkv.kernels.segments import Span
+from fusionkv.kernels.segments import QuerySpan
 
 
 class Crew:
@@ -31,15 +31,15 @@ class Crew:
         """While all ranks score a batch at layer 1."""
         yield
 
-    def put(self, chunk: Resident, parts: Sequence[torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:
+    def put(self, chunk: PooledChunk, parts: Sequence[torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:
         """Each rank writes its part, uint8 [size], into a chunk's slots. From any thread, as all below."""
         write(parts[0])
 
-    def take(self, chunk: Resident, read: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, chunk: PooledChunk, read: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         """What each rank reads out of a chunk's slots, uint8 [size]."""
         return [read()]
 
-    def keep(self, span: Span, tokens: torch.Tensor, slots: torch.Tensor, work: Callable[[], None]) -> None:
+    def keep(self, span: QuerySpan, tokens: torch.Tensor, slots: torch.Tensor, work: Callable[[], None]) -> None:
         """Each rank copies tokens [layers, kv_heads of all ranks, kept] of what a row sees to slots [kept]."""
         work()
 

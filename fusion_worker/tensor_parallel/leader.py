@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 import torch
 
-from fusionkv.fusion_worker.batch import Batch
-from fusionkv.fusion_worker.engine.kv_pool import Resident
-from fusionkv.fusion_worker.engine.work import ShallowProbe
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.compute.forward_job import ShallowProbe
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk
 from fusionkv.fusion_worker.tensor_parallel import orders
 from fusionkv.fusion_worker.tensor_parallel.crew import Crew
 from fusionkv.fusion_worker.tensor_parallel.lane import Joined
-from fusionkv.kernels.segments import Span
-from fusionkv.protos.errors import Unavailable
+from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.fusion.v1 import ranks_pb2 as pb
+from fusionkv.protos.runtime.errors import Unavailable
 
 log = logging.getLogger(__name__)
 
@@ -51,15 +51,15 @@ class Leader(Crew):
             self._steps.tell(self._writer.shallow(batch, probe).SerializeToString())
             yield
 
-    def put(self, chunk: Resident, parts: Sequence[torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:
+    def put(self, chunk: PooledChunk, parts: Sequence[torch.Tensor], write: Callable[[torch.Tensor], None]) -> None:
         with self._copy(pb.Copy(put=orders.chunk(chunk))):
             write(self._copies.scatter(parts))
 
-    def take(self, chunk: Resident, read: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, chunk: PooledChunk, read: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
         with self._copy(pb.Copy(take=orders.chunk(chunk))):
             return self._copies.gather(read())
 
-    def keep(self, span: Span, tokens: torch.Tensor, slots: torch.Tensor, work: Callable[[], None]) -> None:
+    def keep(self, span: QuerySpan, tokens: torch.Tensor, slots: torch.Tensor, work: Callable[[], None]) -> None:
         with self._copy(pb.Copy(keep=orders.keep(span, tokens, slots))):
             work()
 

@@ -7,14 +7,14 @@ import threading
 import traceback
 from collections.abc import Callable
 
-from fusionkv.fusion_worker.attention import forward, install, shallow
+from fusionkv.fusion_worker.compute.attention import forward, install, shallow
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine.eviction import copy_kept
-from fusionkv.fusion_worker.engine.kv_pool import KVPool
-from fusionkv.fusion_worker.engine.storage import Storage
+from fusionkv.fusion_worker.decode.eviction import copy_kept
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel import orders
 from fusionkv.fusion_worker.tensor_parallel.lane import Joined
+from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.protos.fusion.v1 import ranks_pb2 as pb
 
 

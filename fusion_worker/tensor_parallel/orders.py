@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fusionkv.fusion_worker.batch import Batch, Probe, Votes
-from fusionkv.fusion_worker.engine.kv_pool import Resident, Run
-from fusionkv.fusion_worker.engine.work import ShallowProbe
+from fusionkv.fusion_worker.compute.batch import Batch, Probe, Votes
+from fusionkv.fusion_worker.compute.forward_job import ShallowProbe
+from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.select import registry
-from fusionkv.kernels.segment_table import Spans
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.tempered_attention import Temper
 from fusionkv.protos.fusion.v1 import ranks_pb2 as pb
 
@@ -57,7 +57,7 @@ class StepWriter:
         step.shallow.CopyFrom(pb.RankShallow(selectors=selectors, starts=_bytes(probe.starts)))
         return step
 
-    def segments(self, segments: Iterable[Segment]) -> list[pb.RankSegment]:
+    def segments(self, segments: Iterable[KVSegment]) -> list[pb.RankSegment]:
         return [
             pb.RankSegment(
                 start=s.start,
@@ -84,14 +84,14 @@ def read_batch(step: pb.Step, pool: torch.Tensor, model: Model) -> Batch:
     spans, tempers = [], []
     for told in step.spans:
         rows = positions[told.start : told.stop]
-        spans.append(Span(told.start, told.stop, rows, read_segments(told.segments, device)))
+        spans.append(QuerySpan(told.start, told.stop, rows, read_segments(told.segments, device)))
         t = told.temper
         temper = Temper(t.low, t.high, t.temperature, t.scale) if told.HasField("temper") else None
         tempers.append(temper)
     voters = []
     for told_votes in step.votes:
         span, count = spans[told_votes.span], told_votes.rows
-        voters.append(Votes(Span(span.stop - count, span.stop, span.positions[-count:], span.segments)))
+        voters.append(Votes(QuerySpan(span.stop - count, span.stop, span.positions[-count:], span.segments)))
     return Batch(
         ids=_longs(step.ids, device),
         positions=positions,
@@ -110,9 +110,9 @@ def read_shallow(told: pb.RankShallow, device: torch.device) -> ShallowProbe:
     return ShallowProbe(tuple(map(registry.read, told.selectors)), _longs(told.starts, device))
 
 
-def read_segments(told: Iterable[pb.RankSegment], device: torch.device) -> tuple[Segment, ...]:
+def read_segments(told: Iterable[pb.RankSegment], device: torch.device) -> tuple[KVSegment, ...]:
     return tuple(
-        Segment(
+        KVSegment(
             s.start,
             s.length,
             s.first,
@@ -124,17 +124,17 @@ def read_segments(told: Iterable[pb.RankSegment], device: torch.device) -> tuple
     )
 
 
-def chunk(resident: Resident) -> pb.RankChunk:
+def chunk(resident: PooledChunk) -> pb.RankChunk:
     return pb.RankChunk(
         tokens=resident.tokens, runs=[pb.RankRun(start=run.start, length=run.length) for run in resident.runs]
     )
 
 
-def read_runs(told: pb.RankChunk) -> tuple[Run, ...]:
-    return tuple(Run(run.start, run.length) for run in told.runs)
+def read_runs(told: pb.RankChunk) -> tuple[SlotRange, ...]:
+    return tuple(SlotRange(run.start, run.length) for run in told.runs)
 
 
-def keep(span: Span, tokens: torch.Tensor, slots: torch.Tensor) -> pb.RankKeep:
+def keep(span: QuerySpan, tokens: torch.Tensor, slots: torch.Tensor) -> pb.RankKeep:
     """tokens: int64 [layers, kv_heads of all ranks, kept]."""
     layers, kv_heads, _ = tokens.shape
     return pb.RankKeep(
@@ -147,10 +147,10 @@ def keep(span: Span, tokens: torch.Tensor, slots: torch.Tensor) -> pb.RankKeep:
     )
 
 
-def read_keep(told: pb.RankKeep, device: torch.device) -> tuple[Span, torch.Tensor, torch.Tensor]:
-    """Span, tokens, slots."""
+def read_keep(told: pb.RankKeep, device: torch.device) -> tuple[QuerySpan, torch.Tensor, torch.Tensor]:
+    """QuerySpan, tokens, slots."""
     positions = _longs(told.positions, device)
-    span = Span(0, len(positions), positions, read_segments(told.segments, device))
+    span = QuerySpan(0, len(positions), positions, read_segments(told.segments, device))
     tokens = _longs(told.tokens, device).view(told.layers, told.kv_heads, -1)
     return span, tokens, _longs(told.slots, device)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _BY_ROWS_IN_HALVES = ("gate_up_proj",)  # GLM-4: gate above up

@@ -8,15 +8,16 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from fusionkv.gateway import access, explain
-from fusionkv.gateway.bearer import Bearer
+from fusionkv.gateway import explain
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import Kept
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Call, Handler, Listener
 from fusionkv.gateway.servicer import GatewayServicer
-from fusionkv.protos.errors import NotFound, PermissionDenied, ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 
 # A page runs nothing, loads nothing, is framed by nobody, and is kept nowhere: it shows a tenant's documents.
 _HEADERS = {

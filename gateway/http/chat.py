@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fusionkv.gateway import requests
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.gateway.client import requests
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 
-# Of `fusionkv` in the body: as `fusionkv.gateway.requests.generate` takes them.
+# Of `fusionkv` in the body: as `fusionkv.gateway.client.requests.generate` takes them.
 OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query"])
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
 _TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_SAMPLING])

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.protos import rejected
+from fusionkv.protos.observe import rejected
 
 log = logging.getLogger(__name__)
 MALFORMED = (web.RequestPayloadError, HttpProcessingError)

@@ -7,8 +7,9 @@ from typing import Any
 import grpc
 
 from fusionkv.gateway.http.chat import BadRequest
-from fusionkv.protos import errors, telemetry
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.observe import telemetry
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.errors import ServiceError
 
 log = logging.getLogger(__name__)
 _S = grpc.StatusCode

@@ -11,8 +11,8 @@ from opentelemetry.trace import SpanKind
 
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
-from fusionkv.protos import rejected
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.observe import rejected
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 tracer = trace.get_tracer(__name__)
 # The longest question with every character escaped, and room around it.

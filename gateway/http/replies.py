@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from typing import Any
 
+from fusionkv.gateway.client.results import Event, Sources, Summary, Token, cached_tokens, fields
 from fusionkv.gateway.http.chat import Chat
-from fusionkv.gateway.results import Event, Sources, Summary, Token, cached_tokens, fields
-from fusionkv.protos.errors import ServiceError
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import ServiceError
 
 _FINISH = {"end": "stop", "stop_string": "stop", "max_tokens": "length"}
 _OWNER = "fusionkv"

@@ -7,15 +7,16 @@ from typing import Any
 
 from aiohttp import web
 
-from fusionkv.gateway import access, results
-from fusionkv.gateway.bearer import Bearer
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.client import results
+from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, failures, replies
 from fusionkv.gateway.http.listener import Call, Handler, Listener
-from fusionkv.gateway.results import Event
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
-from fusionkv.protos.errors import InvalidArgument, NotFound
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
 _PAGE = 1000
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _until: ContextVar[float] = ContextVar("_until", default=math.inf)
 

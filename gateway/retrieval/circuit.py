@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 
-from fusionkv.protos.errors import Unavailable
+from fusionkv.protos.runtime.errors import Unavailable
 
 log = logging.getLogger(__name__)
 # Calls in a row, each of which was given so many seconds: one with less may only have been in a hurry.

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from fusionkv.protos import logs
-from fusionkv.protos.errors import ResourceExhausted, ServiceError, Unavailable
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError, Unavailable
 
-_faults = logs.Seldom(logging.getLogger(__name__))
+_faults = logs.RateLimitedLog(logging.getLogger(__name__))
 # LanceDB raises RuntimeErrors, which name the system's error in their text alone.
 _NUMBER = re.compile(r"\(os error (\d+)\)")
 _EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}

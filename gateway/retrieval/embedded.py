@@ -19,7 +19,7 @@ from lancedb.table import AsyncTable
 from fusionkv.gateway.retrieval import disk_errors, rows
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
-from fusionkv.protos.errors import NotFound, ServiceError
+from fusionkv.protos.runtime.errors import NotFound, ServiceError
 
 log = logging.getLogger(__name__)
 # No corpus name begins with it, so "." and ".." are no folders.

@@ -20,7 +20,7 @@ from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MOST_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
 from fusionkv.gateway.retrieval.words import content
-from fusionkv.protos.errors import NotFound, Unavailable
+from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
 T = TypeVar("T")
 # A document that changed less long ago is looked at twice; clocks of gateways may differ by as much.

@@ -16,7 +16,7 @@ from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import left
 from fusionkv.gateway.retrieval.circuit import Circuit
 from fusionkv.gateway.retrieval.milvus_rows import Row
-from fusionkv.protos.errors import NotFound, Unavailable
+from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
 T = TypeVar("T")
 Hits = list[tuple[Row, float]]

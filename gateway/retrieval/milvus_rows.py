@@ -12,7 +12,7 @@ from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
 from fusionkv.gateway.retrieval.base import Chunk, Item, ModelIdentity, packed, unpacked
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 _CORPUS, _DOCUMENT = -2, -1
 _CORPUS_KEY = "corpus"

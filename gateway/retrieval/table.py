@@ -18,7 +18,7 @@ from lancedb.table import AsyncTable
 from fusionkv.gateway.retrieval import disk_errors, rows
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.retrieval.words import content
-from fusionkv.protos.errors import NotFound
+from fusionkv.protos.runtime.errors import NotFound
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

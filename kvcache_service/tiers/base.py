@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.extents import Extents
 
 

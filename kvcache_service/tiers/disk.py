@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.kvcache_service.tiers.extents import Extents
-from fusionkv.kvcache_service.tiers.ledger import Ledger
-from fusionkv.protos.checksum import Checksum
+from fusionkv.protos.runtime.checksum import Checksum
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class DiskTier(Tier):
             raise
         self._files: dict[int, int] = {}  # segment -> file descriptor
 
-    def _open_ledger(self, index: Path) -> Ledger:
+    def _open_ledger(self, index: Path) -> DiskIndex:
         """The index, which starts empty where nothing of it can be used; that of a later version is not touched."""
         trusted = self._trusted()
         if not trusted:
@@ -76,7 +76,7 @@ class DiskTier(Tier):
         # address range, the file grows with use.
         map_bytes = (64 << 20) + self.capacity_bytes
         anew = not (trusted and self.lasting)
-        return Ledger(index, map_bytes, self._sync, anew=anew, first=lambda: self._mark(_boot_id()))
+        return DiskIndex(index, map_bytes, self._sync, anew=anew, first=lambda: self._mark(_boot_id()))
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._at(place, at)

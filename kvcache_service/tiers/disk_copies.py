@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fusionkv.protos.key_ring import KeyRing
+from fusionkv.protos.runtime.key_ring import KeyRing
 
 
 class DiskKeys(KeyRing[AESGCM]):

@@ -10,7 +10,7 @@ import sys
 
 import lmdb
 
-from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers import ledger_pages
 
 DAMAGED, LATER = 3, 4

@@ -8,7 +8,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import Extents
 

@@ -23,12 +23,12 @@ from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from fusionkv.kvcache_service import heat
-from fusionkv.kvcache_service import record as records
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index import heat
+from fusionkv.kvcache_service.index import record as records
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.extents import Extents
-from fusionkv.protos import redis_url
+from fusionkv.protos.runtime import redis_url
 
 # As much as a frame of the service, so that each is one answer; a larger one holds up Redis's other callers.
 BLOCK_BYTES = 1 << 20

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
 
-from fusionkv.kvcache_service.record import Record
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
-from fusionkv.protos.key_ring import ID_BYTES
+from fusionkv.protos.runtime.key_ring import ID_BYTES
 
 BLOCK_BYTES = 1 << 20
 _NONCE_BYTES, _TAG_BYTES = 12, 16

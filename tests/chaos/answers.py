@@ -7,13 +7,13 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from fusionkv.gateway.parse import Section
-from fusionkv.gateway.results import Answer
+from fusionkv.gateway.client.results import Answer
+from fusionkv.gateway.ingest.parse import Section
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.models.tasks import PROMPT, story
 from fusionkv.models.words import NamePool
-from fusionkv.protos import errors
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime import errors
 from tests.chaos.judge import Judge, Recipe
 from tests.chaos.process import Wrong
 from tests.chaos.world import World

@@ -13,7 +13,7 @@ import lmdb
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.keys import entry_key
-from fusionkv.protos import errors
+from fusionkv.protos.runtime import errors
 from tests.chaos.answers import ASK_SECONDS, SHORT_SECONDS, UPSET
 from tests.chaos.process import Wrong
 from tests.chaos.world import World

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.parse import Section
-from fusionkv.gateway.results import Passage
+from fusionkv.gateway.client.results import Passage
+from fusionkv.gateway.ingest.parse import Section
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.process import Wrong

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+from fusionkv.bench.services.footing import Footing
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.answers import ASK_SECONDS, UPSET, Answers
 from tests.chaos.entries import Entries

@@ -4,7 +4,7 @@ import datetime
 import secrets
 from pathlib import Path
 
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.protos.runtime.tls import ClientTLS
 from tests.chaos.network import Place
 from tests.conftest import Authority
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.client import AsyncClient
+from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.errors import DeadlineExceeded, Unavailable
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from fusionkv.protos.runtime.errors import DeadlineExceeded, Unavailable
 from tests.chaos.network import Network, Place, Relay, mounted, unmounted
 from tests.chaos.process import Clock, Process
 from tests.chaos.secured import Secured

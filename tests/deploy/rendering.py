@@ -11,7 +11,7 @@ import yaml
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from fusionkv.protos import settings
+from fusionkv.protos.runtime import settings
 from tests.deploy import foreign
 
 # From the oldest that the chart takes on.

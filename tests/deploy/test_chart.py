@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from fusionkv.protos import settings
+from fusionkv.protos.runtime import settings
 from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
 PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fusionkv.gateway import cli
-from fusionkv.protos import settings
+from fusionkv.gateway.cli import main as cli
+from fusionkv.protos.runtime import settings
 from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
 EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")

@@ -26,7 +26,7 @@ SENT = {
 PROCESS = """
 import logging, os
 from opentelemetry import trace
-from fusionkv.protos import telemetry
+from fusionkv.protos.observe import telemetry
 telemetry.attach("fusionkv-worker")
 logging.getLogger("probe").debug("told")
 print(trace.get_tracer_provider().sampler.get_description(), flush=True)

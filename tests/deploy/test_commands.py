@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.gateway import cli
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.cli import main as cli
+from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.quotas import Quotas
-from fusionkv.gateway.static_tokens import StaticTokens
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from fusionkv.protos import settings
+from fusionkv.protos.runtime import settings
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
@@ -88,7 +88,7 @@ def test_a_command_is_one_that_there_is(command: str) -> None:
             cli._parser().parse_args(["0.5" if w == "R" else w for w in words])
     else:
         # Only mentioned, without what it needs.
-        flags_are_known(words[1:], "fusionkv.gateway.cli", words[0])
+        flags_are_known(words[1:], "fusionkv.gateway.cli.main", words[0])
 
 
 def installs() -> list[str]:

@@ -54,7 +54,7 @@ def test_what_a_service_is_told_in_its_image_it_knows(text: str) -> None:
     from fusionkv.fusion_worker.config import WorkerConfig
     from fusionkv.gateway.config import GatewayConfig
     from fusionkv.kvcache_service.config import Config
-    from fusionkv.protos import settings
+    from fusionkv.protos.runtime import settings
 
     configs = {"KVCACHE": Config, "WORKER": WorkerConfig, "GATEWAY": GatewayConfig}
     told = dict(re.findall(r"(FUSIONKV_\w+)=(\S+)", text))

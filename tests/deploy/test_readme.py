@@ -21,14 +21,14 @@ def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, t
     # As they stand, apart from ports and folders, which tests do not share.
     own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--json")
     threads = {"FUSIONKV_WORKER_THREADS": "1"}
-    service = launch("fusionkv.gateway.cli", *serve, *own, services=0, env=threads)
+    service = launch("fusionkv.gateway.cli.main", *serve, *own, services=0, env=threads)
     service.wait_for_line('"event": "ready"', timeout=120)
     told = [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
     (address,) = [event["addresses"][0] for event in told if event.get("service") == "gateway"]
     page = tmp_path / "answer.html"
     for words in others:
         argv = [str(page) if word == page.name else word for word in words]
-        command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", *argv, "--gateway", address]
+        command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *argv, "--gateway", address]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
         assert done.returncode == 0, done.stderr
         if words[0] == "ask":

@@ -51,6 +51,9 @@ def test_interfaces_are_whole(site: Path, root: Path) -> None:
         assert named <= headings
     python = found["reference/python/index.html"]
     names = {str(h.get("id")) for h in python.select("h2, h3, h4")}
-    assert {"fusionkv.gateway.client.AsyncClient.stream", "fusionkv.protos.errors.ServiceError"} <= names
-    (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.requests.generate")
+    assert {
+        "fusionkv.gateway.client.client.AsyncClient.stream",
+        "fusionkv.protos.runtime.errors.ServiceError",
+    } <= names
+    (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.client.requests.generate")
     assert "share of context tokens to recompute" in str(asked.parent)

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine import answer
-from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -157,7 +156,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path) -> AsyncIter
                     assert gates[self._seed].opened.wait(60)
             return super().draw(logits)
 
-    monkeypatch.setattr(answer, "Sampler", Recorder)
+    monkeypatch.setattr("fusionkv.fusion_worker.request.Sampler", Recorder)
     rigs: list[Rig] = []
     numbers = itertools.count(1)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from fusionkv.kernels.checksum import _SECRET, BLOCK_BYTES
+from fusionkv.kernels.xxh3 import _SECRET, BLOCK_BYTES
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, Entry
-from fusionkv.protos.checksum import PIECE_BYTES
+from fusionkv.protos.runtime.checksum import PIECE_BYTES
 
 _HALF = 2**32 - 1
 

@@ -13,7 +13,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.models import curriculum, network, tokenizer
 from fusionkv.models.tasks import PROMPT, sample
 from fusionkv.models.train import collate
-from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import SEGMENT, Cuts, cut
 from tests.fusion_worker.compressed import anchored as held
 from tests.ports import free_port

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.methods.mapping import carry_over, spans_of
+from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 CLOSE = 1e-4
 SYSTEM = "Answer from the text."

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine import corrector
-from fusionkv.fusion_worker.engine.correction import PLACES, STRENGTH, Correction, Fit, places, shape
-from fusionkv.fusion_worker.engine.corrector import PROMPTS
+from fusionkv.fusion_worker.correct import corrector
+from fusionkv.fusion_worker.correct.correction import PLACES, STRENGTH, Correction, Fit, places, shape
+from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 
 LAYERS, HEADS, DIM = 2, 2, 8

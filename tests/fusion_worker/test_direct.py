@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.direct import DirectReader
+from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from tests.fusion_worker.host_file import HostFile
 
 pytestmark = pytest.mark.system

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.embedder import MAX_TEXTS, MAX_TOKENS
-from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.compute.embedder import MAX_TEXTS, MAX_TOKENS
+from fusionkv.fusion_worker.recipes.recipes import RECIPES
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
-from fusionkv.protos.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 
 
 @pytest.mark.system

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import overlay
 
 CLOSE = 1e-4

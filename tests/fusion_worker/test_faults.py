@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.fusion_worker.engine.placement import Stages, Wanted
-from fusionkv.fusion_worker.engine.prompt import Chunk
+from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
+from fusionkv.fusion_worker.prompt import Chunk
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -235,7 +235,9 @@ async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any, t
     rig = await start("llama")
     chunks = [Chunk(tuple(tools.random_ids(20, number))) for number in range(3)]
     path = [chunk.digest for chunk in chunks]
-    parts = [Wanted(c, 20 * n, 20 * n, tuple(path[: n + 1]), c.digest, alone=False) for n, c in enumerate(chunks)]
+    parts = [
+        ChunkSource(c, 20 * n, 20 * n, tuple(path[: n + 1]), c.digest, alone=False) for n, c in enumerate(chunks)
+    ]
     async with rig.servicer.loader._admit(parts, 4, Stages(), b""):
         pass
     await rig.settled()

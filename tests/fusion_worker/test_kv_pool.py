@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fusionkv.fusion_worker.engine.kv_pool import KVPool, Resident, Run
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import KVShape
-from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 PAGE, PAGES = 4, 12
@@ -21,7 +21,7 @@ def make() -> KVPool:
     return KVPool.of(SHAPE, SHAPE.token_bytes * PAGE * PAGES + 5, PAGE, torch.device("cpu"))
 
 
-def slots(runs: tuple[Run, ...]) -> list[int]:
+def slots(runs: tuple[SlotRange, ...]) -> list[int]:
     return [s for run in runs for s in range(run.start, run.start + run.length)]
 
 
@@ -32,8 +32,8 @@ class Pool(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.pool = make()
-        self.pinned: list[Resident] = []
-        self.fresh: list[tuple[Run, ...]] = []
+        self.pinned: list[PooledChunk] = []
+        self.fresh: list[tuple[SlotRange, ...]] = []
         self.written = 0
 
     def teardown(self) -> None:
@@ -47,13 +47,13 @@ class Pool(RuleBasedStateMachine):
         self.pool.check_integrity(idle=True)
         self.pool.clear()
         assert self.pool.free == self.pool.capacity
-        assert self.pool._free == [Run(0, PAGE * PAGES)], "what is given back joins up"
+        assert self.pool._free == [SlotRange(0, PAGE * PAGES)], "what is given back joins up"
         self.loop.close()
 
     def room(self, tokens: int) -> bool:
         return self.pool.free + self.pool.idle >= self.pool.slots_for(tokens)
 
-    async def _add(self, key: bytes, tokens: int) -> Resident:
+    async def _add(self, key: bytes, tokens: int) -> PooledChunk:
         return self.pool.add(key, tokens, 0)
 
     @rule(key=st.integers(0, 6), tokens=st.integers(1, 20))
@@ -72,7 +72,7 @@ class Pool(RuleBasedStateMachine):
             with pytest.raises(ResourceExhausted):
                 self.loop.run_until_complete(self._add(name, tokens))
 
-    def write(self, runs: tuple[Run, ...]) -> None:
+    def write(self, runs: tuple[SlotRange, ...]) -> None:
         self.written += 1
         self.pool.kv[0, 0, slots(runs), 0, 0] = self.written
 
@@ -141,7 +141,7 @@ Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadl
 TestPool = Pool.TestCase
 
 
-async def loaded(pool: KVPool, key: bytes, tokens: int) -> Resident:
+async def loaded(pool: KVPool, key: bytes, tokens: int) -> PooledChunk:
     resident = pool.add(key, tokens, 0)
     resident.ready.set_result(None)
     return resident

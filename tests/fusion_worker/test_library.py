@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.library import cache, conversion
+from fusionkv.fusion_worker.library.cache import name_of
 from fusionkv.fusion_worker.library.catalog import KNOWN, KnownModel
 from fusionkv.fusion_worker.library.fetching import fetch
-from fusionkv.fusion_worker.library.resolve import name_of, resolve
-from fusionkv.protos.errors import FailedPrecondition, Unavailable
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 from tests.fusion_worker import gguf_files
 
 

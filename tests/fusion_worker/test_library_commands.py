@@ -78,8 +78,9 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
     (revision / "model.safetensors").unlink()
     code = (
         "import sys\n"
-        "from fusionkv.fusion_worker.library.resolve import name_of, resolve\n"
-        "from fusionkv.protos.errors import FailedPrecondition\n"
+        "from fusionkv.fusion_worker.library.cache import name_of\n"
+        "from fusionkv.fusion_worker.library.resolve import resolve\n"
+        "from fusionkv.protos.runtime.errors import FailedPrecondition\n"
         "for name in ('org/whole', 'org/part', 'org/none'):\n"
         "    try: print(name_of(resolve(name)), resolve(name))\n"
         "    except FailedPrecondition as error: print(error)\n"
@@ -99,7 +100,7 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
 
 def test_the_command(root: Path) -> None:
     def fusionkv(*argv: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "model", *argv]
+        command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "model", *argv]
         return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
     (root / "smollm2").mkdir(parents=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 CLOSE = 1e-4
 CHUNKS, EACH = 6, 5

@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from fusionkv.fusion_worker import bench, layerwise, mixing, overlap, throughput
-from fusionkv.fusion_worker.throughput import Traffic
+from fusionkv.bench.worker import bench, layerwise, mixing, overlap, throughput
+from fusionkv.bench.worker.throughput import Traffic
 
 pytestmark = pytest.mark.system
 
@@ -197,7 +197,7 @@ async def test_the_median_pause_counts() -> None:
 async def test_streams_go_on_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step holds a token of each stream: so many steps as the prefill needs, so many tokens at least."""
     # On a busy machine a row may take longer than the 2 ms that a step waits, and miss it.
-    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
+    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE", 60.0)
     rows = await mixing.bench(throughput.small_model(), Traffic(10, 128, 8), [32, 512], 2, 1, Console(quiet=True))
     assert [row["max_mixed_tokens"] for row in rows] == [32, 512]
     for row in rows:

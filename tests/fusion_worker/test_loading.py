@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.engine.placement import Placed, Stages
+from fusionkv.fusion_worker.load.placement import LoadedChunk, Stages
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -21,7 +21,7 @@ class Gate:
         self._fetch, self._tokens = rig.servicer.loader.fetch, tokens
         rig.servicer.loader.fetch = self.fetch
 
-    async def fetch(self, part: Placed, stages: Stages) -> None:
+    async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
         if part.resident.tokens == self._tokens:
             self.arrived.set()
             await self.opened.wait()

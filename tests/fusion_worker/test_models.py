@@ -12,10 +12,10 @@ import torch
 import transformers
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.prompt import INSTRUCTION, PromptTemplate
+from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.models import tokenizer
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
 <|im_start|>system

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from fusionkv.fusion_worker.packed_linear import PackedLinear, pack
+from fusionkv.fusion_worker.compute.packed_linear import PackedLinear, pack
 
 CONFIG = Qwen2Config(
     vocab_size=64,

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from fusionkv.fusion_worker.methods.modifiers import find
-from fusionkv.fusion_worker.methods.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
+from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.fusion_worker.recipes.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
 from fusionkv.fusion_worker.select.choose import TopK, Window, top_k
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 
 def test_a_name_without_modifiers_is_a_row_of_the_table() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.kv_pool import Run
-from fusionkv.fusion_worker.engine.work import Work
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob
+from fusionkv.fusion_worker.compute.kv_pool import SlotRange
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
 
 
 def ascii_only(model: Any) -> Any:
@@ -178,7 +178,7 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any, tools: Any) ->
     expected = await rig.ask(*parts, max_tokens=3)
     gate, running = await rig.block(*parts, recipe="full_attention")
     held = rig.pool.reserve(4)
-    bad = Work(torch.tensor([3, 999_999]), torch.arange(2), (Run(held[0].start, 2),))
+    bad = ForwardJob(torch.tensor([3, 999_999]), torch.arange(2), (SlotRange(held[0].start, 2),))
     failing = asyncio.create_task(rig.servicer.engine.run(bad))
     good = [asyncio.create_task(rig.ask(*parts, max_tokens=3)) for _ in range(2)]
     await rig.until(lambda: queued(rig) == 3)

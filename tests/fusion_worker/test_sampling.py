@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fusionkv.fusion_worker.engine.sampling import Sampler, SamplingParams
-from fusionkv.fusion_worker.engine.text import TextStream
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
+from fusionkv.fusion_worker.decode.text import TextStream
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 LOGITS = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
 

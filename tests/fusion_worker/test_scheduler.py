@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.scheduler import Part, Scheduler
-from fusionkv.fusion_worker.engine.turns import Turns
-from fusionkv.fusion_worker.engine.work import Work
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob
+from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
 
 
-def work(rows: int, **more: Any) -> Work:
-    return Work(torch.arange(rows), torch.arange(rows), (), **more)
+def work(rows: int, **more: Any) -> ForwardJob:
+    return ForwardJob(torch.arange(rows), torch.arange(rows), (), **more)
 
 
-def finish(parts: list[Part]) -> None:
+def finish(parts: list[ScheduledSlice]) -> None:
     for part in parts:
         if part.last:
             part.work.future.set_result(None)  # type: ignore[arg-type]
 
 
-def step(scheduler: Scheduler) -> dict[Work, int]:
+def step(scheduler: Scheduler) -> dict[ForwardJob, int]:
     parts = scheduler.take()
     assert parts is not None
     assert all(part.stop == part.work.done for part in parts if part.work.rows > 1)
@@ -67,7 +67,7 @@ def test_steps_are_short_while_an_answer_is_streamed() -> None:
 
 
 def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionkv.fusion_worker.engine.scheduler._GRACE", 60.0)
+    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE", 60.0)
     scheduler = Scheduler(100, 30)
     long, row = work(1000), work(1)
     scheduler.add(long)
@@ -175,7 +175,7 @@ def test_every_row_once_and_in_order(seed: int) -> None:
 
 
 async def test_turns_go_to_the_lowest_number() -> None:
-    turns, order = Turns(1), []
+    turns, order = PrioritySemaphore(1), []
     opened = asyncio.Event()
 
     async def enter(number: int) -> None:
@@ -195,7 +195,7 @@ async def test_turns_go_to_the_lowest_number() -> None:
 
 
 async def test_a_turn_given_to_one_that_is_cancelled_goes_on() -> None:
-    turns = Turns(1)
+    turns = PrioritySemaphore(1)
     async with turns.turn(0):
         waiting = asyncio.create_task(turns.turn(1).__aenter__())
         await asyncio.sleep(0)

@@ -6,7 +6,7 @@ import typing
 import pytest
 import torch
 
-from fusionkv.fusion_worker.methods.recipes import RECIPES
+from fusionkv.fusion_worker.recipes.recipes import RECIPES
 from fusionkv.fusion_worker.select import registry
 from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from fusionkv.fusion_worker.engine.guard import SAMPLES, Allowed, Guard
-from fusionkv.fusion_worker.engine.shadow import Sample
-from fusionkv.fusion_worker.methods.modifiers import find
+from fusionkv.fusion_worker.quality.fallback import SAMPLES, Allowed, Fallback
+from fusionkv.fusion_worker.quality.shadow import Sample
+from fusionkv.fusion_worker.recipes.modifiers import find
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ async def test_it_waits_until_nobody_else_does(start: Any, parts: Any) -> None:
 
 
 def _sample(rig: Any, parts: Any) -> tuple[Any, ...]:
-    from fusionkv.fusion_worker.engine.prompt import Chunk, Prompt
+    from fusionkv.fusion_worker.prompt import Chunk, Prompt
 
     system, chunks, question = parts
     prompt = Prompt(Chunk(tuple(system)), tuple(Chunk(tuple(c)) for c in chunks), tuple(question))
     recipe, logits = find("full_reuse"), torch.zeros(rig.model.vocabulary)
-    return prompt, recipe, "", (1, 2), logits, Guard(0.0).ratio(recipe, "", 0.0)
+    return prompt, recipe, "", (1, 2), logits, Fallback(0.0).ratio(recipe, "", 0.0)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +126,18 @@ async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, p
     assert guard.ratio(epic, "", 0.2).ratio == 1.0
 
 
-def record(guard: Guard, recipe: str, corpus: str, asked: float, same: bool) -> None:
+def record(guard: Fallback, recipe: str, corpus: str, asked: float, same: bool) -> None:
     """An answer at what the guard allows."""
     guard.record(guard.ratio(find(recipe), corpus, asked), same)
 
 
-def allowed(guard: Guard, recipe: str, corpus: str, asked: float) -> tuple[float, str]:
+def allowed(guard: Fallback, recipe: str, corpus: str, asked: float) -> tuple[float, str]:
     found: Allowed = guard.ratio(find(recipe), corpus, asked)
     return found.ratio, found.why
 
 
 def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
-    guard = Guard(0.8)
+    guard = Fallback(0.8)
     for _ in range(SAMPLES):
         record(guard, "epic", "a", 0.2, same=False)
         record(guard, "full_reuse", "a", 0.0, same=False)
@@ -150,7 +150,7 @@ def test_the_guard_keeps_recipes_and_corpora_apart() -> None:
 
 
 def test_who_asks_for_less_than_a_recipe_takes_raises_it_for_nobody_else() -> None:
-    guard = Guard(0.8)
+    guard = Fallback(0.8)
     for _ in range(SAMPLES):
         record(guard, "epic", "", 0.01, same=False)
     assert allowed(guard, "epic", "", 0.2) == (0.2, "")
@@ -159,7 +159,7 @@ def test_who_asks_for_less_than_a_recipe_takes_raises_it_for_nobody_else() -> No
 
 
 def test_what_was_raised_stays_however_many_others_come() -> None:
-    guard = Guard(0.8)
+    guard = Fallback(0.8)
     for _ in range(2 * SAMPLES):
         record(guard, "epic", "a", 0.2, same=False)
     for corpus in range(3000):
@@ -168,11 +168,11 @@ def test_what_was_raised_stays_however_many_others_come() -> None:
 
 
 def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
-    guard = Guard(0.8)
+    guard = Fallback(0.8)
     for _ in range(SAMPLES - 1):
         record(guard, "epic", "", 0.2, same=False)
     assert allowed(guard, "epic", "", 0.2) == (0.2, "")
-    guard = Guard(0.8)
+    guard = Fallback(0.8)
     for same in (*[True] * 100, *[False] * 4):
         record(guard, "epic", "", 0.2, same=same)
     assert allowed(guard, "epic", "", 0.2) == (0.2, ""), "16 of the latest 20 are not below the floor"
@@ -183,7 +183,7 @@ def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
 
 
 def test_the_guard_without_a_floor_raises_nothing() -> None:
-    guard = Guard(0.0)
+    guard = Fallback(0.0)
     for _ in range(3 * SAMPLES):
         record(guard, "epic", "", 0.2, same=False)
     assert allowed(guard, "epic", "", 0.2) == (0.2, "")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
-from fusionkv.protos.errors import Unavailable
+from fusionkv.protos.runtime.errors import Unavailable
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4

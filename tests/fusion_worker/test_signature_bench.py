@@ -10,7 +10,7 @@ import pytest
 
 @pytest.mark.system
 def test_a_run(root: Path) -> None:
-    command = [sys.executable, "-P", str(root / "bench/signatures.py"), "3"]
+    command = [sys.executable, "-P", str(root / "bench/services/signatures.py"), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     sizes = re.findall(r"^(.+): signing \d+ us; verifying names \d+ us, bytes \d+ us$", done.stdout, re.MULTILINE)

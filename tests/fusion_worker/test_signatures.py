@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.fusion_worker.engine import signatures
+from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.kvcache_service.client import Hit, HitKind, Lookup
-from fusionkv.protos import logs
-from fusionkv.protos.checksum import checksum
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.checksum import checksum
+from fusionkv.protos.runtime.watched import BadFile
 from tests.fusion_worker.stranger import Stranger, of_equal_checksum
 from tests.waiting import until
 
@@ -65,7 +65,7 @@ def rejections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             reasons.extend([attributes["fusionkv.reason"]] * amount)
 
     monkeypatch.setattr(signatures, "_rejected", Counter())
-    monkeypatch.setattr(signatures, "_faults", logs.Seldom(signatures._faults._log))
+    monkeypatch.setattr(signatures, "_faults", logs.RateLimitedLog(signatures._faults._log))
     return reasons
 
 

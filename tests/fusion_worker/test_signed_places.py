@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker import models as worker_models
-from fusionkv.fusion_worker.engine.direct import DirectReader
+from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.checksum import checksum
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime.checksum import checksum
 from tests.fusion_worker.host_file import HostFile
 from tests.fusion_worker.stranger import Stranger
 from tests.system.redis_process import RedisServer

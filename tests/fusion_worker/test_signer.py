@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fusionkv.fusion_worker.engine.signatures import Signer
+from fusionkv.fusion_worker.transfer.signatures import Signer
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import Entry
-from fusionkv.protos.checksum import checksum
+from fusionkv.protos.runtime.checksum import checksum
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from fusionkv.bench.services import soak
+from fusionkv.bench.services.footing import Footing
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.evaluation import soak
-from fusionkv.fusion_worker.evaluation.footing import Footing
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.models.shipped import shipped
 

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from fusionkv.fusion_worker.engine import loader, spans
+from fusionkv.fusion_worker.load import loader, spans
 from tests.fusion_worker.oracle import random_ids
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.servicer import SERVICE
-from fusionkv.protos import errors, rpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
+from fusionkv.protos.runtime import errors, rpc
 
 
 @asynccontextmanager

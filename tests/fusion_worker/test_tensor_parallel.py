@@ -15,11 +15,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine.corrector import PROMPTS
+from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.tensor_parallel import lane, processes
 from fusionkv.fusion_worker.tensor_parallel import start as ranks
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import FailedPrecondition, Unavailable
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 pytestmark = pytest.mark.system
 # float32: sums over heads and channels are made in another order, and no more than that.

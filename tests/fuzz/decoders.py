@@ -10,12 +10,13 @@ import pytest
 import xxhash
 from google.protobuf.message import DecodeError
 
-from fusionkv.kvcache_service import answers, checks, record
+from fusionkv.kvcache_service import answers, checks
+from fusionkv.kvcache_service.cluster.shared_index import Member, SharedIndex
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
-from fusionkv.kvcache_service.shared_index import Member, SharedIndex
-from fusionkv.protos import frames
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime import frames
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 KEY = bytes(range(32))
 GOOD = record.make(bytes([0]) * 32, [bytes([1]) * 32, bytes([2]) * 32], b"", 5, 1, 0, bytes(16))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier

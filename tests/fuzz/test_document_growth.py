@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.parse import HTML, MARKDOWN
-from fusionkv.gateway.parsers import Parser
+from fusionkv.gateway.ingest.parse import HTML, MARKDOWN
+from fusionkv.gateway.ingest.parsers import Parser
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz import effort, growth
 from tests.fuzz.document_shapes import SHAPES
 from tests.fuzz.growth import Cost, Measure

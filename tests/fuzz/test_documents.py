@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from pypdf import PdfWriter
 
-from fusionkv.gateway.parse import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN, media_type, parse
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN, media_type, parse
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.effort import fuzz
 
 # Of documents of some kilobytes, on a machine that others use.

@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from fusionkv.fusion_worker import verdict
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine import signatures
-from fusionkv.gateway import quotas
-from fusionkv.gateway.bearer import Bearer
+from fusionkv.fusion_worker.quality import verdict
+from fusionkv.fusion_worker.transfer import signatures
+from fusionkv.gateway.auth import quotas
+from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.jwks import KeyFile
+from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.jwks import KeyFile
-from fusionkv.gateway.jwt_tokens import JWTTokens
-from fusionkv.gateway.static_tokens import StaticTokens
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
-from fusionkv.protos import settings
-from fusionkv.protos.errors import FailedPrecondition, PermissionDenied, Unauthenticated
-from fusionkv.protos.settings import SettingsError
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.errors import FailedPrecondition, PermissionDenied, Unauthenticated
+from fusionkv.protos.runtime.settings import SettingsError
+from fusionkv.protos.runtime.watched import BadFile
 from tests.fuzz.effort import fuzz
 from tests.gateway.test_jwt import Signer, jwks
 

@@ -12,20 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import ingest, page_tokens, plan
-from fusionkv.gateway.bearer import Bearer
+from fusionkv.gateway import page_tokens, plan
+from fusionkv.gateway.auth.bearer import Bearer
+from fusionkv.gateway.auth.jwks import KeyFile
+from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+from fusionkv.gateway.auth.quotas import Quotas
+from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
 from fusionkv.gateway.http.server import parse
-from fusionkv.gateway.jwks import KeyFile
-from fusionkv.gateway.jwt_tokens import JWTTokens
-from fusionkv.gateway.quotas import Quotas
+from fusionkv.gateway.ingest import ingest
 from fusionkv.gateway.retrieval import words
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.gateway.static_tokens import StaticTokens
-from fusionkv.protos import settings
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.errors import ServiceError
 from tests.fuzz import decoders, growth, shapes
 from tests.fuzz.effort import SECONDS
 from tests.fuzz.growth import Cost

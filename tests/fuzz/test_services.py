@@ -16,12 +16,12 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from hypothesis import strategies as st
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos import rpc
-from fusionkv.protos.checksum import checksum as checksum_of
+from fusionkv.gateway.client.client import Client
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.fuzz.effort import SECONDS as SECONDS_EACH
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import record as records
+from fusionkv.kvcache_service.cluster.shared_index import Change, SharedIndex, group_of
+from fusionkv.kvcache_service.index import record as records
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.record import Record
-from fusionkv.kvcache_service.residents import Residents
-from fusionkv.kvcache_service.shared_index import Change, SharedIndex, group_of
+from fusionkv.kvcache_service.store.entries import Residents
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier

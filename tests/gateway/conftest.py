@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from tests.gateway import milvus_process
 
 Launch = Callable[..., Any]

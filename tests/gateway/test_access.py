@@ -14,14 +14,14 @@ from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from fusionkv.gateway import access
-from fusionkv.gateway.access import Role
-from fusionkv.gateway.client import AsyncClient, Client
-from fusionkv.gateway.static_tokens import StaticTokens
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import NotFound, PermissionDenied, Unauthenticated
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.access import Role
+from fusionkv.gateway.auth.static_tokens import StaticTokens
+from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated
+from fusionkv.protos.runtime.watched import BadFile
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system

@@ -12,9 +12,9 @@ import httpx2
 import pytest
 from bs4 import BeautifulSoup
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Explanation
 from fusionkv.gateway.history import History, Kept
-from fusionkv.gateway.results import Explanation
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 

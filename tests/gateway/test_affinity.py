@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.holdings import Holdings
-from fusionkv.gateway.workers import WorkerPool
+from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
@@ -87,7 +87,7 @@ async def test_a_busy_worker_is_passed_over_for_all_it_holds(workers: list[str])
 
 
 def test_holdings_are_bounded_by_the_pool() -> None:
-    holdings = Holdings()
+    holdings = PrefixAffinity()
     holdings.resize(100)
     for number in range(10):
         holdings.use({bytes([number]): 30})

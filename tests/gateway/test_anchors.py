@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos.errors import FailedPrecondition, InvalidArgument
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import SEGMENT, anchored, cut
 from tests.fusion_worker.oracle import Oracle
 from tests.waiting import wait_until

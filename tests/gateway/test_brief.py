@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway import brief, cli
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.gateway.cli import main as cli
+from fusionkv.gateway.ingest import brief
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 SENTENCES = [f"Report Velnora says that Name{i} of the grey house has the code {100 + i}." for i in range(8)]
 TEXT = " ".join(SENTENCES)

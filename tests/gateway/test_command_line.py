@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.gateway import cli
+from fusionkv.gateway.cli import main as cli
+from fusionkv.gateway.cli.files import UsageError, find
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.files import UsageError, find
-from fusionkv.protos import settings
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer, add_GatewayServiceServicer_to_server
-from fusionkv.protos.settings import SettingsError
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.settings import SettingsError
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("command", ["eval", "check"])
 def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", command, "--help"]
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, check=True)
     assert "--json" in done.stdout
 
@@ -148,9 +148,9 @@ def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: st
     "modules",
     [
         "fusionkv.gateway.servicer, fusionkv.gateway.retrieval.embedded, fusionkv.gateway.__main__, "
-        "fusionkv.gateway.supervisor, fusionkv.gateway.commands",
-        "fusionkv.gateway.supervisor, fusionkv.gateway.commands",
-        "fusionkv.gateway.client, fusionkv.gateway.cli, fusionkv.fusion_worker.client",
+        "fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands",
+        "fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands",
+        "fusionkv.gateway.client.client, fusionkv.gateway.cli.main, fusionkv.fusion_worker.client",
     ],
 )
 def test_no_torch_in_the_gateway(modules: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from tests.system.redis_process import RedisServer
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
@@ -36,7 +36,7 @@ class Late:
 
     def encode(self, *flags: str) -> Any:
         own = ("encode", "notes", "--recipe", "fusionrag", "--gateway", self.address)
-        return self._launch("fusionkv.gateway.cli", *own, *flags, services=0)
+        return self._launch("fusionkv.gateway.cli.main", *own, *flags, services=0)
 
     def ingest(self) -> None:
         with Client(self.address) as client:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import AsyncClient, Client
-from fusionkv.gateway.encoder import Encoder
-from fusionkv.gateway.work_queue import WorkQueue
+from fusionkv.gateway.client.client import AsyncClient, Client
+from fusionkv.gateway.ingest.encoder import Encoder
+from fusionkv.gateway.ingest.work_queue import WorkQueue
 from tests.gateway.conftest import Stack
 from tests.system.redis_process import RedisServer
 
@@ -54,7 +54,7 @@ class Encoders:
     def start(self, run: str, *flags: str, min_idle: str = "60") -> Any:
         own = ("--gateway", self._gateway, "--queue", self.redis.url, "--run", run, "--min-idle", min_idle, "--json")
         given = flags if any(not flag.startswith("-") for flag in flags[:1]) else ("one", "two", *flags)
-        return self._launch("fusionkv.gateway.cli", "encode", "--recipe", "fusionrag", *given, *own, services=0)
+        return self._launch("fusionkv.gateway.cli.main", "encode", "--recipe", "fusionrag", *given, *own, services=0)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

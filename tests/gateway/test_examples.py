@@ -18,9 +18,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.langchain import ChatFusionKV, FusionKVRetriever
-from fusionkv.protos.errors import InvalidArgument, NotFound
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).parent.parent.parent

@@ -12,7 +12,7 @@ import pytest
 from bs4 import BeautifulSoup
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.results import Answer, Passage
+from fusionkv.gateway.client.results import Answer, Passage
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation, StageSeconds, Summary, TierHits
 
 # What a careless page would run, or break on.

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.results import Token
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Token
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
 from tests.ports import free_port
 
 pytestmark = pytest.mark.system
@@ -202,7 +202,9 @@ def test_a_busy_gateway_refuses_documents_and_the_command_waits(
     for i in range(12):
         (pages / f"{i}.txt").write_text("some words " * 60)
     argv = ["ingest", "c", str(pages), "--gateway", gateway.address, "--concurrency", "12"]
-    done = subprocess.run([sys.executable, "-P", "-m", "fusionkv.gateway.cli", *argv], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *argv], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     with Client(gateway.address, timeout=60) as client:
         assert len(client.list("c")) == 12

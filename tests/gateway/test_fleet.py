@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway import fleet, workers
-from fusionkv.gateway.client import Client
-from fusionkv.protos.errors import Unavailable
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.workers import fleet, workers
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import Unavailable
 from tests.ports import free_port
 from tests.waiting import until
 

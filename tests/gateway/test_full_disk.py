@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.protos.errors import NotFound, ResourceExhausted
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.gateway.test_retrieval import MODEL, put, texts
 from tests.small_disk import SmallDisk, mounted
 

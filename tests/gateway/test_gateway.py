@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway import requests
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.results import Sources, Summary, Token
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
+from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Sources, Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import DeadlineExceeded, FailedPrecondition, InvalidArgument, NotFound
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.listener import Listener
-from fusionkv.protos.errors import ServiceError
+from fusionkv.protos.runtime.errors import ServiceError
 from tests.gateway.strangers import malformed
 from tests.waiting import until
 

@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.gateway.access import Caller, Role
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.jwks import KeyFile, KeyURL
-from fusionkv.gateway.jwt_tokens import JWTTokens
-from fusionkv.protos.errors import PermissionDenied, Unauthenticated, Unavailable
-from fusionkv.protos.watched import BadFile
+from fusionkv.gateway.auth.access import Caller, Role
+from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
+from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
+from fusionkv.protos.runtime.watched import BadFile
 from tests.waiting import until
 
 ISSUER, AUDIENCE = "https://issuer.example", "fusionkv"

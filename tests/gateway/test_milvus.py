@@ -13,7 +13,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
@@ -21,7 +21,7 @@ from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.circuit import LEAST_SECONDS, REST_SECONDS
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
-from fusionkv.protos.errors import InvalidArgument, Unavailable
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway import milvus_process
 from tests.gateway.conftest import Launch, Stack
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector

@@ -13,8 +13,8 @@ import httpx2
 import openai
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.tls import ClientTLS
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.http import chat, failures
-from fusionkv.protos import errors
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 ASKED = [{"role": "user", "content": "Which colour?"}]
 GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}

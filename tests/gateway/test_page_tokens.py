@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.gateway import page_tokens
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.gateway.test_retrieval import put
 
 List = Callable[..., pb.ListResponse]

@@ -7,9 +7,9 @@ import random
 import pytest
 from pypdf import PdfWriter
 
-from fusionkv.gateway import parse
-from fusionkv.gateway.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN, Section
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN, Section
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 
 def pdf(*pages: str) -> bytes:

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway import parse
+from fusionkv.gateway.auth.quotas import Meter, Quota
+from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
-from fusionkv.gateway.parsers import TOKENS_A_SECOND, Parsers
-from fusionkv.gateway.quotas import Meter, Quota
-from fusionkv.gateway.tenants import Tenant
+from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsers
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.waiting import until
 
 _here = Path(__file__)
@@ -73,7 +73,7 @@ def children() -> set[int]:
         with contextlib.suppress(OSError):
             fields = (path / "stat").read_text().rpartition(")")[2].split()
             command = (path / "cmdline").read_bytes()
-            if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"fusionkv.gateway.parser\0" in command:
+            if int(fields[1]) == os.getpid() and fields[0] != "Z" and b"fusionkv.gateway.ingest.parser\0" in command:
                 found.add(int(path.name))
     return found
 

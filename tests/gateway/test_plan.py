@@ -9,9 +9,9 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 NAN = float("nan")
 PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2, takes_modifiers=True)

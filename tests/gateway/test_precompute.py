@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.results import Summary
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Summary
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.quotas import Bucket, Meter, Quota, Quotas
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.gateway.auth.quotas import Bucket, Meter, Quota, Quotas
+from fusionkv.gateway.client.client import Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import ResourceExhausted
+from fusionkv.protos.runtime.watched import BadFile
 
 
 class Clock:
@@ -226,7 +226,7 @@ def ask_until_refused(client: Client) -> None:
 
 @pytest.mark.system
 def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_model: Path, tmp_path: Path) -> None:
-    from fusionkv.gateway.cli import main
+    from fusionkv.gateway.cli.main import main
 
     (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 30\n")
     (tmp_path / "docs").mkdir()

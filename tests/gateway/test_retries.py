@@ -7,10 +7,10 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.gateway.client import AsyncClient, Client
-from fusionkv.protos import errors, rpc
+from fusionkv.gateway.client.client import AsyncClient, Client
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import errors, rpc
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 

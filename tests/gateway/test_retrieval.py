@@ -13,7 +13,7 @@ from fusionkv.gateway.retrieval import hybrid, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
-from fusionkv.protos.errors import FailedPrecondition, NotFound
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound
 from tests.waiting import until
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32)

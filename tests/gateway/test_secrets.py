@@ -16,9 +16,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos.errors import ServiceError
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.tls import ClientTLS
 
 pytestmark = pytest.mark.system
 
@@ -50,7 +50,7 @@ def recorder() -> Iterator[tuple[Recorder, str]]:
 def cli(*arguments: str, env: dict[str, str]) -> str:
     """Everything that a command prints."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "fusionkv.gateway.cli", *arguments],
+        [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *arguments],
         env={**os.environ, **env},
         capture_output=True,
         text=True,

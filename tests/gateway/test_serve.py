@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from bs4 import BeautifulSoup
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.tls import ClientTLS
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
@@ -29,7 +29,7 @@ def events(service: Any) -> list[dict[str, Any]]:
 def serve(launch: Launch, model: Path, folder: Path) -> tuple[Any, str]:
     """All three services; returns the process and the address of the gateway."""
     flags = ("serve", "--model", str(model), "--data-dir", str(folder), "--listen", "127.0.0.1:0", "--json")
-    service = launch("fusionkv.gateway.cli", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"})
+    service = launch("fusionkv.gateway.cli.main", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"})
     service.wait_for_line('"event": "ready"', timeout=120)
     up = {e["service"]: e["addresses"][0] for e in events(service) if e["event"] == "up"}
     assert list(up) == ["kvcache", "worker", "gateway"]
@@ -67,7 +67,7 @@ def all_services(
 @pytest.fixture(scope="module")
 def run(all_services: tuple[Any, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(command: str, *args: str) -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", command, *args, "--gateway", all_services[1]]
+        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, *args, "--gateway", all_services[1]]
         return subprocess.run(argv, capture_output=True, text=True, timeout=120)
 
     return run
@@ -243,7 +243,7 @@ def test_killed_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_pa
 
 def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp_path: Path) -> None:
     service = launch(
-        "fusionkv.gateway.cli", "serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "d"), services=0
+        "fusionkv.gateway.cli.main", "serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "d"), services=0
     )
     assert service.process.wait(200) == 1
     service.wait_for_line("fusionkv: worker ended with exit code 1")
@@ -252,7 +252,7 @@ def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
 def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "serve", name, "--help"]
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "serve", name, "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True)
     assert "--drain-seconds" in done.stdout
     wrong = subprocess.run([*argv[:-1], "--config", "/none.toml"], capture_output=True, text=True, timeout=180)
@@ -290,7 +290,7 @@ def test_serve_all_with_tls_and_tokens(launch: Launch, authority: Any, tiny_mode
         f'[gateway]\ntls_cert = "{cert}"\ntls_key = "{key}"\nauth_tokens = "{tmp_path}/tokens"\n'
     )
     flags = ("serve", "--model", str(tiny_model), "--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0")
-    service = launch("fusionkv.gateway.cli", *flags, "--json", "--config", str(tmp_path / "config"), services=0)
+    service = launch("fusionkv.gateway.cli.main", *flags, "--json", "--config", str(tmp_path / "config"), services=0)
     service.wait_for_line('"event": "ready"', timeout=120)
     (address,) = [e["addresses"][0] for e in events(service) if e["event"] == "up" and e["service"] == "gateway"]
     with Client(address, token=token, tls=ClientTLS(ours.ca)) as client:

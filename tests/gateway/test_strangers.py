@@ -14,9 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos import rpc
-from fusionkv.protos.errors import ServiceError
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.errors import ServiceError
 from tests.gateway.strangers import MARK, call, malformed, mark, reset, send
 
 pytestmark = pytest.mark.system

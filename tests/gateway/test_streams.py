@@ -16,7 +16,7 @@ MOST_MB = 64
 
 
 def test_streams_are_held_or_refused(root: Path) -> None:
-    command = [sys.executable, "-P", str(root / "bench/streams.py"), str(STREAMS), str(PLACES)]
+    command = [sys.executable, "-P", str(root / "bench/services/streams.py"), str(STREAMS), str(PLACES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     few, all_wait = map(json.loads, done.stdout.splitlines())

@@ -6,10 +6,10 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fusionkv.gateway.parse import Section
+from fusionkv.gateway.ingest.parse import Section
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.protos.errors import InvalidArgument
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 
 def byte_tokenizer() -> Tokenizer:

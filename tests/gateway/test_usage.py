@@ -2,9 +2,10 @@
 
 import pytest
 
-from fusionkv.gateway import genai, langchain, requests, results
+from fusionkv.gateway import genai
+from fusionkv.gateway.client import langchain, requests, results
+from fusionkv.gateway.client.results import Summary
 from fusionkv.gateway.http import replies
-from fusionkv.gateway.results import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from tests.gateway.conftest import Stack
 

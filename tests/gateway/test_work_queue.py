@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from redis.asyncio.cluster import RedisCluster as AsyncCluster
 
-from fusionkv.gateway.work_queue import END, MOST_ITEMS, Item, WorkQueue
-from fusionkv.protos.errors import FailedPrecondition, Unavailable
+from fusionkv.gateway.ingest.work_queue import END, MOST_ITEMS, Item, WorkQueue
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 from tests.system.redis_process import RedisCluster, RedisServer
 
 pytestmark = pytest.mark.system

@@ -6,11 +6,11 @@ import logging
 import pytest
 from opentelemetry import trace
 
-from fusionkv.gateway import workers
-from fusionkv.gateway.workers import WorkerPool
-from fusionkv.protos import logs
-from fusionkv.protos.errors import Unavailable
+from fusionkv.gateway.workers import workers
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import Unavailable
 from tests.ports import free_port
 
 
@@ -18,7 +18,7 @@ async def test_no_line_for_each_request_and_worker(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(caplog.handler, "formatter", logs.JSONLines("fusionkv-gateway"))
-    monkeypatch.setattr(workers, "_faults", logs.Seldom(logging.getLogger(workers.__name__)))
+    monkeypatch.setattr(workers, "_faults", logs.RateLimitedLog(logging.getLogger(workers.__name__)))
     pool = WorkerPool([f"127.0.0.1:{free_port()}" for _ in range(2)])
     with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))):
         for _ in range(2):

@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kernels import attention_scores, reference, sparse_attention
-from fusionkv.kernels.decode_attention_cpu import MOST_ROWS
+from fusionkv.kernels.cpu.decode_attention_cpu import MOST_ROWS
+from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import Spans
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
@@ -25,7 +25,7 @@ TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.b
 DIMS = [32, 64, 80, 96, 128, 256]
 OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
 if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
-    from fusionkv.kernels import attention_scores_triton, sparse_attention_triton
+    from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
 
     DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -35,9 +35,9 @@ if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
             return x.to(DEVICE)
         if isinstance(x, tuple):
             return tuple(there(part) for part in x)
-        if isinstance(x, Span):
-            return Span(x.start, x.stop, there(x.positions), there(x.segments))
-        if isinstance(x, Segment):
+        if isinstance(x, QuerySpan):
+            return QuerySpan(x.start, x.stop, there(x.positions), there(x.segments))
+        if isinstance(x, KVSegment):
             return dataclasses.replace(x, positions=there(x.positions), hidden=there(x.hidden))
         return x
 
@@ -84,7 +84,7 @@ class Case:
                     k[s.start : s.stop][s.hidden] = 100.0
                     v[s.start : s.stop][s.hidden] = 100.0
             positions = torch.tensor(request.positions)
-            spans.append(Span(at, at + len(positions), positions, segments))
+            spans.append(QuerySpan(at, at + len(positions), positions, segments))
             at, slot = at + len(positions), slot + request.slots
         k[~used] = v[~used] = float("nan")
         q = torch.randn(at, self.heads[0], self.dim, generator=random) * 2
@@ -139,13 +139,13 @@ class Request:
     def slots(self) -> int:
         return self.context + len(self.positions) + len(self.cuts) + 2
 
-    def segments(self, slot: int) -> tuple[Segment, ...]:
+    def segments(self, slot: int) -> tuple[KVSegment, ...]:
         fresh = set(self.positions)
         found, at, first_slot = [], 0, slot
         for i, (length, shift) in enumerate(self.parts):
             hidden = torch.tensor([p in fresh for p in range(at, at + length)])
             start = first_slot if self.shared and i else slot
-            found.append(Segment(start, length, at, shift, hidden=hidden if hidden.any() else None))
+            found.append(KVSegment(start, length, at, shift, hidden=hidden if hidden.any() else None))
             first_slot = start if i == 0 else first_slot
             at, slot = at + length, slot + length
         edges = [0, *sorted(c for c in self.cuts if c < len(self.positions)), len(self.positions)]
@@ -155,7 +155,7 @@ class Request:
                 continue
             slot += 1  # a gap: runs of the pool don't touch
             gapless = run[-1] - run[0] + 1 == len(run)
-            found.append(Segment(slot, len(run), run[0], positions=None if gapless else torch.tensor(run)))
+            found.append(KVSegment(slot, len(run), run[0], positions=None if gapless else torch.tensor(run)))
             slot += len(run)
         return tuple(found)
 

@@ -5,9 +5,9 @@ import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import Spans
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sparse_attention import sparse_attention
 
 CONTEXT, SHIFT, DIM = 900, 77, 64
@@ -26,12 +26,12 @@ def problem() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Spans]:
     rows = torch.arange(5, CONTEXT, 3)
     hidden = torch.zeros(CONTEXT, dtype=torch.bool).index_fill_(0, rows, True)
     segments = (
-        Segment(0, 400, 0, hidden=hidden[:400]),
-        Segment(400, CONTEXT - 400, 400, SHIFT, hidden=hidden[400:]),
-        Segment(CONTEXT, len(rows), 5, positions=rows),
+        KVSegment(0, 400, 0, hidden=hidden[:400]),
+        KVSegment(400, CONTEXT - 400, 400, SHIFT, hidden=hidden[400:]),
+        KVSegment(CONTEXT, len(rows), 5, positions=rows),
     )
     k, v = torch.randn(2, CONTEXT + len(rows), 2, DIM)
-    return torch.randn(len(rows), 8, DIM), k, v, Spans([Span(0, len(rows), rows, segments)])
+    return torch.randn(len(rows), 8, DIM), k, v, Spans([QuerySpan(0, len(rows), rows, segments)])
 
 
 @pytest.mark.parametrize(
@@ -97,11 +97,11 @@ def test_requests_that_share_chunks_decode_together(window: int | None) -> None:
         for place, start in enumerate(chunks):
             hidden = torch.rand(100) < share
             fresh += (100 * place + hidden.nonzero()[:, 0]).tolist()
-            segments.append(Segment(start, 100, 100 * place, SHIFT * place, hidden=hidden if share else None))
+            segments.append(KVSegment(start, 100, 100 * place, SHIFT * place, hidden=hidden if share else None))
         tail = range(100 * len(chunks), 100 * len(chunks) + rows)
         positions = torch.tensor([*fresh, *tail])
-        segments.append(Segment(own, len(positions), int(positions[0]), positions=positions))
-        spans.append(Span(row, row + rows, torch.tensor(tail), tuple(segments)))
+        segments.append(KVSegment(own, len(positions), int(positions[0]), positions=positions))
+        spans.append(QuerySpan(row, row + rows, torch.tensor(tail), tuple(segments)))
         row, own = row + rows, own + len(positions)
     q, (k, v) = torch.randn(row, 8, DIM), torch.randn(2, own, 2, DIM)
     expected = reference.sparse_attention(q.double(), k.double(), v.double(), Spans(spans), ROTATION, SCALE, window)

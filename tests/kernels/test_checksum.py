@@ -9,13 +9,13 @@ import pytest
 import torch
 import xxhash
 
-from fusionkv.kernels import checksum
-from fusionkv.protos.checksum import PIECE_BYTES
+from fusionkv.kernels import checksum, xxh3
+from fusionkv.protos.runtime.checksum import PIECE_BYTES
 
-ACCUMULATE = {"reference": checksum.accumulate}
+ACCUMULATE = {"reference": xxh3.accumulate}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 if DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
-    from fusionkv.kernels import checksum_triton
+    from fusionkv.kernels.gpu import checksum_triton
 
     ACCUMULATE["triton"] = checksum_triton.accumulate
 

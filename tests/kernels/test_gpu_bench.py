@@ -16,7 +16,8 @@ WRONG = """
 import runpy, sys
 gpu = runpy.run_path(sys.argv[1])
 gpu["_name_packages"]()
-from fusionkv.bench import accuracy, decode, disk, prefill, scores, ttft
+from fusionkv.bench.kernels import accuracy, decode, prefill, scores
+from fusionkv.bench.gpu import disk, ttft
 from fusionkv.kernels import reference
 accuracy.CASES = accuracy.CASES[:1]
 for part in (decode, disk, prefill, scores, ttft):

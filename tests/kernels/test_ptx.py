@@ -12,12 +12,12 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from fusionkv.kernels import (  # noqa: E402
+from fusionkv.kernels.gpu import (  # noqa: E402
     attention_scores_triton,
     checksum_triton,
     shared_decode_triton,
     sparse_attention_triton,
-    tuning,
+    tile_shapes,
 )
 
 # Bytes a program can have. sm_80 itself has 163 KiB, but sm_86 and sm_89, for which the same code is made, 99.
@@ -25,7 +25,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tuning.Tile, **constants: Any) -> Any:
+def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
     """A kernel's binary; pointers are told apart by their names, as the kernels' comments give their dtypes."""
     floats = {"lse_ptr", "turns_ptr", "partial_ptr", "bias_ptr"}
     if constants.get("PARTIAL"):
@@ -98,21 +98,21 @@ def shape(head_dim: int, groups: int, rows: int, keys: int) -> dict[str, Any]:
     ids=str,
 )
 def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
-    tile = tuning.default(head_dim, dtype)
+    tile = tile_shapes.default(head_dim, dtype)
     for rows, warps in ((tile.rows, tile.warps), (16, 4)):
         built = compile_for(
             sparse_attention_triton._attend,
             capability,
             dtype,
-            tuning.Tile(rows, tile.keys, warps, tile.stages),
+            tile_shapes.Tile(rows, tile.keys, warps, tile.stages),
             **shape(head_dim, groups, rows, tile.keys),
             PARTIAL=rows == 16,
         )
         assert f".target sm_{capability}" in built.asm["ptx"]
         assert built.metadata.shared <= SHARED[capability]
         if capability == 80:
-            taken = tuning.Tile(rows, tile.keys, warps, tile.stages)
-            assert built.metadata.shared <= tuning.shared_bytes(taken, head_dim, dtype)
+            taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
+            assert built.metadata.shared <= tile_shapes.shared_bytes(taken, head_dim, dtype)
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
         if capability == 90 and rows >= 64 and dtype != torch.float32:
             assert "wgmma.mma_async" in built.asm["ptx"]
@@ -133,17 +133,17 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
     ids=str,
 )
 def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
-    tile = tuning.shared_tile(head_dim, dtype)
+    tile = tile_shapes.shared_tile(head_dim, dtype)
     constants = shape(head_dim, groups, tile.rows, tile.keys)
     built = compile_for(shared_decode_triton.attend_shared, capability, dtype, tile, **constants)
     assert f".target sm_{capability}" in built.asm["ptx"]
     assert built.metadata.shared <= SHARED[capability]
-    assert capability == 90 or built.metadata.shared <= tuning.shared_bytes(tile, head_dim, dtype)
+    assert capability == 90 or built.metadata.shared <= tile_shapes.shared_bytes(tile, head_dim, dtype)
 
 
 @pytest.mark.parametrize("capability", SHARED)
 def test_scores_and_merge(capability: int) -> None:
-    tile = tuning.Tile(64, 64, 4, 3)
+    tile = tile_shapes.Tile(64, 64, 4, 3)
     for kernel in (attention_scores_triton._denominators, attention_scores_triton._columns):
         built = compile_for(kernel, capability, torch.bfloat16, tile, **shape(128, 7, 64, 64))
         assert built.metadata.shared <= SHARED[capability]

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kernels import reference
+from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, Spans
 from fusionkv.kernels.rope import Rotation
-from fusionkv.kernels.segment_table import Grid, SegmentTable, Spans
-from fusionkv.kernels.segments import Segment, Span
+from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sharing import share
 
 torch.set_num_threads(1)
@@ -39,26 +39,27 @@ def batch(prompts: Sequence[Sequence[int]], rows: Sequence[int], hidden: float, 
             stale = torch.rand(length, generator=dice) < hidden
             fresh += (at + stale.nonzero().flatten()).tolist()
             shift = int(torch.randint(-50, 4000, (1,), generator=dice))
-            segments.append(Segment(starts[chunk], length, at, shift, hidden=stale if stale.any() else None))
+            segments.append(KVSegment(starts[chunk], length, at, shift, hidden=stale if stale.any() else None))
             at += length
         fresh += range(at, at + count)
         gapless = fresh[-1] - fresh[0] + 1 == len(fresh)
-        segments.append(Segment(slot, len(fresh), fresh[0], positions=None if gapless else torch.tensor(fresh)))
-        spans.append(Span(row, row + count, torch.arange(at, at + count), tuple(segments)))
+        segments.append(KVSegment(slot, len(fresh), fresh[0], positions=None if gapless else torch.tensor(fresh)))
+        spans.append(QuerySpan(row, row + count, torch.arange(at, at + count), tuple(segments)))
         slot, row = slot + len(fresh) + 1, row + count
     return Spans(spans), slot
 
 
 def check(spans: Spans, slots: int, heads: tuple[int, int], window: int | None, interleaved: bool) -> None:
-    from fusionkv.kernels import sparse_attention_triton
-    from fusionkv.kernels.tuning import Tile
+    from fusionkv.kernels.gpu import sparse_attention_triton
+    from fusionkv.kernels.gpu.tile_shapes import Tile
 
     dice = torch.Generator().manual_seed(1)
     q = torch.randn(spans[-1].stop, heads[0], DIM, generator=dice)
     k, v = (torch.randn(slots, heads[1], DIM, generator=dice) for _ in range(2))
     expected = reference.sparse_attention(q, k, v, spans, rotation(interleaved), DIM**-0.5, window)
     there = Spans(
-        Span(s.start, s.stop, s.positions.to(DEVICE), tuple(moved(segment) for segment in s.segments)) for s in spans
+        QuerySpan(s.start, s.stop, s.positions.to(DEVICE), tuple(moved(segment) for segment in s.segments))
+        for s in spans
     )
     for shared in (None, Tile(32, 32, 4, 1)):
         found = sparse_attention_triton.attend(
@@ -68,12 +69,12 @@ def check(spans: Spans, slots: int, heads: tuple[int, int], window: int | None, 
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
-def moved(segment: Segment) -> Segment:
+def moved(segment: KVSegment) -> KVSegment:
     def there(x: torch.Tensor | None) -> torch.Tensor | None:
         return None if x is None else x.to(DEVICE)
 
     s = segment
-    return Segment(s.start, s.length, s.first, s.shift, there(s.positions), there(s.hidden))
+    return KVSegment(s.start, s.length, s.first, s.shift, there(s.positions), there(s.hidden))
 
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_in_the_interpreter sets it")

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from fusionkv.kernels.threads import side_by_side
+from fusionkv.kernels.cpu.threads import side_by_side
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusionkv.kernels.tuning import ROOM, Tile, default, recall, remember, shared_bytes, shared_tile
+from fusionkv.kernels.gpu.tile_shapes import ROOM, Tile, default, recall, remember, shared_bytes, shared_tile
 
 TILE = Tile(64, 32, 4, 2)
 

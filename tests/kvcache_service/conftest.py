@@ -11,15 +11,15 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos.checksum import checksum
+from fusionkv.protos.runtime.checksum import checksum
 from tests.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -71,7 +71,7 @@ class Service:
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
         store = self.store
-        await until(lambda: not (store._tasks or store.loading or store.ahead.running or residents._reserved))
+        await until(lambda: not (store.tasks or store.loading or store.prefetcher.running or residents._reserved))
         await until(lambda: all(entry.pins == 0 for entry in residents.all()))
         self.store.check_integrity()
         residents.check_idle()

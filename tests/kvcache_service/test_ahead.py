@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.kvcache_service import ahead
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
+from fusionkv.kvcache_service.store import prefetcher
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -70,14 +70,14 @@ async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     slow = Slow(monkeypatch, service)
     found = [await service.find(digest) for digest in digests]
     assert all(there.hits[0].entry.tier == "disk" for there in found)
-    assert slow.waiting == len(service.store.ahead.running) == ahead._MOST
+    assert slow.waiting == len(service.store.prefetcher.running) == prefetcher._MOST
     fetching = asyncio.create_task(service.fetch(found[0].hits[0].entry))
     slow.gate.set()
     assert await fetching == tools.payload("a", 900_000)
     await service.settled()
-    assert in_memory(service) > set(digests[: ahead._MOST])
-    assert not in_memory(service) & set(digests[ahead._MOST :])
-    assert service.store.counters.get("promotions", "memory") == ahead._MOST, "read once, by both"
+    assert in_memory(service) > set(digests[: prefetcher._MOST])
+    assert not in_memory(service) & set(digests[prefetcher._MOST :])
+    assert service.store.counters.get("promotions", "memory") == prefetcher._MOST, "read once, by both"
 
 
 async def test_for_who_has_let_go_nothing_more_rises(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +107,7 @@ async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, 
     entry = (await client.lookup(tools.digest("namespace"), [(a, ())], timeout=30)).hits[0].entry
     assert entry is not None
     assert entry.extent is not None
-    assert not service.store.ahead.running
+    assert not service.store.prefetcher.running
     await client.close()
     await server.stop(0)
 
@@ -123,8 +123,8 @@ async def test_a_store_that_closes_waits_for_one_read_and_begins_no_other(
         slow = Slow(monkeypatch, service)
         await service.find(s, a)
         await until(lambda: slow.waiting == 1)
-        service.store.ahead.close()
-        await until(lambda: not service.store.ahead.running)
+        service.store.prefetcher.close()
+        await until(lambda: not service.store.prefetcher.running)
         assert service.store.loading
         slow.gate.set()
         await service.settled()

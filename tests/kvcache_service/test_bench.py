@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.kvcache_service import bench
+from fusionkv.bench.cache import bench
 from tests.system import redis_process
 
 pytestmark = pytest.mark.system

@@ -9,11 +9,11 @@ from typing import Any
 import lmdb
 import pytest
 
-from fusionkv.kvcache_service.record import Record, decode, encode
-from fusionkv.kvcache_service.tiers import disk, ledger
+from fusionkv.kvcache_service.index.record import Record, decode, encode
+from fusionkv.kvcache_service.tiers import disk, disk_index
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.ledger import Ledger
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
 BLOCK = 4096
 CAPACITY = 64 * BLOCK
@@ -159,7 +159,7 @@ ledger_check.main()
 @pytest.mark.parametrize(
     ("check", "said"),
     [
-        (ledger._CHECK, r"page \d+ is not what it should be\): the disk tier starts empty"),
+        (disk_index._CHECK, r"page \d+ is not what it should be\): the disk tier starts empty"),
         (("-c", UNREAD), "reading it ends a process with SIGABRT"),
     ],
     ids=["read", "unread"],
@@ -168,8 +168,8 @@ def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(
     tmp_path: Path, tools: Any, caplog: Any, monkeypatch: pytest.MonkeyPatch, check: tuple[str, str], said: str
 ) -> None:
     """Zeros where a page of LMDB was: some of them would end this very process with SIGABRT."""
-    monkeypatch.setattr(ledger, "_CHECK", check)
-    whole = Ledger(tmp_path, 1 << 26, False)
+    monkeypatch.setattr(disk_index, "_CHECK", check)
+    whole = DiskIndex(tmp_path, 1 << 26, False)
     for i in range(300):
         whole.put([(tools.record([tools.digest("S"), tools.digest(str(i))], b"data"), i * BLOCK, 1.0)])
     whole.close()
@@ -177,13 +177,13 @@ def test_a_lost_page_of_the_index_does_not_keep_it_from_opening(
     data = path.read_bytes()
     for page in range(2, len(data) // 4096, 5):
         path.write_bytes(data[: 4096 * page] + bytes(4096) + data[4096 * (page + 1) :])
-        opened = Ledger(tmp_path, 1 << 26, False)
+        opened = DiskIndex(tmp_path, 1 << 26, False)
         assert len(list(opened.load())) in (0, 300)
         opened.put([(tools.record([tools.digest("S"), tools.digest("new")], b"data"), 0, 1.0)])
         opened.close()
     assert re.search(said, caplog.text)
     path.write_bytes(data)
-    opened = Ledger(tmp_path, 1 << 26, False)
+    opened = DiskIndex(tmp_path, 1 << 26, False)
     assert len(list(opened.load())) == 300
     opened.close()
 

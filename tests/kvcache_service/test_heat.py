@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import heat
-from fusionkv.kvcache_service.heat import ColdQueue
+from fusionkv.kvcache_service.index import heat
+from fusionkv.kvcache_service.index.heat import ColdQueue
 
 HALF_LIFE = 60.0
 times = st.lists(st.floats(1.7e9, 1.7e9 + 3600), min_size=1, max_size=8).map(sorted)

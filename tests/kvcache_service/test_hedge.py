@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.hedge import BURST, SHARE, Hedge
-from fusionkv.protos.errors import InvalidArgument, Unavailable
+from fusionkv.kvcache_service.cluster.hedge import BURST, SHARE, Hedge
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.waiting import until
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service import holders
 from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.kvcache_service.cluster import holders
+from fusionkv.kvcache_service.cluster.holders import Holders
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.holders import Holders
-from fusionkv.protos.errors import DeadlineExceeded, Unavailable
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
+from fusionkv.protos.runtime.errors import DeadlineExceeded, Unavailable
 
 SECONDS = 1.0
 NAMESPACE, SYSTEM = b"n" * 32, b"s" * 32

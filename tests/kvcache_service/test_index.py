@@ -5,9 +5,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import keys, record
+from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index import Index
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.index import Index
 
 NAMESPACE = b"n" * 32
 

@@ -10,7 +10,7 @@ import lmdb
 import pytest
 import xxhash
 
-from fusionkv.kvcache_service import record
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from tests.conftest import Service

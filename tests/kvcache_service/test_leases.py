@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.leases import Leases
-from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.kvcache_service.index.leases import Leases
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
 @dataclass(eq=False)

@@ -11,9 +11,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from fusionkv.kvcache_service import keys, record
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers import ledger_pages
-from fusionkv.kvcache_service.tiers.ledger import Ledger
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
 NAMESPACE, SYSTEM = keys.namespace(b"pages", {}, ""), keys.chunk_digest([0])
 MAP_BYTES = 64 << 20
@@ -29,7 +30,9 @@ def check(folder: Path) -> None:
     ledger_pages.check(str(folder / "data.mdb"))
 
 
-def churn(ledger: Ledger, dice: random.Random, steps: int, first: int, longest: int = 1) -> dict[int, record.Record]:
+def churn(
+    ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1
+) -> dict[int, record.Record]:
     """Puts, deletes and notes of heat; gives what is left of what it put."""
     live: dict[int, record.Record] = {}
     for number in range(first, first + steps):
@@ -46,7 +49,7 @@ def churn(ledger: Ledger, dice: random.Random, steps: int, first: int, longest: 
 # Of one chunk a record takes a part of a page; of 150 it takes pages of its own.
 @pytest.mark.parametrize("longest", [1, 3, 150])
 def test_a_whole_index_is_in_order(tmp_path: Path, longest: int) -> None:
-    ledger = Ledger(tmp_path / "index", MAP_BYTES, sync=False)
+    ledger = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
     check(tmp_path / "index")
     for round_ in range(6):
         churn(ledger, random.Random(round_), 60, 1000 * round_, longest)
@@ -57,7 +60,7 @@ def test_a_whole_index_is_in_order(tmp_path: Path, longest: int) -> None:
 
 def test_a_long_list_of_free_pages_is_in_order(tmp_path: Path) -> None:
     """Of 20,000 entries that go at once the free pages take pages of their own to be listed."""
-    ledger = Ledger(tmp_path / "index", MAP_BYTES, sync=False)
+    ledger = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
     entries = [(entry(n), n * PAGE, 1.0) for n in range(20_000)]
     ledger.put(entries)
     check(tmp_path / "index")
@@ -72,7 +75,7 @@ def test_a_long_list_of_free_pages_is_in_order(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
     """An index of about 30 pages, a third of them free, and its keys."""
     folder = tmp_path_factory.mktemp("whole") / "index"
-    ledger = Ledger(folder, MAP_BYTES, sync=False)
+    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
     live = churn(ledger, random.Random(1), 150, 0)
     ledger.close()
     return folder, {known.key for known in live.values()}
@@ -120,16 +123,16 @@ LATER = """
 import random, sys
 from pathlib import Path
 from tests.kvcache_service.test_ledger_pages import MAP_BYTES, check, churn
-from fusionkv.kvcache_service.tiers.ledger import Ledger
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 for folder in map(Path, sys.argv[1:]):
     print(folder, flush=True)
-    ledger = Ledger(folder, MAP_BYTES, sync=False)
+    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
     there = {key: known for key, known, _ in ledger.load()}
     ledger.delete([(key, 0) for key, known in there.items() if known is None])
     live = churn(ledger, random.Random(3), 150, 10_000)
     ledger.close()
     check(folder)
-    ledger = Ledger(folder, MAP_BYTES, sync=False)
+    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
     found = {key for key, known, _ in ledger.load() if known}
     lost = ({key for key, known in there.items() if known} | {known.key for known in live.values()}) - found
     assert not lost, f"{len(lost)} entries are lost"
@@ -174,7 +177,7 @@ def test_a_page_that_is_free_and_in_use_is_noticed(
         assert {bytes(key) for key, _ in txn.cursor(db=records)} == whole[1]
     with pytest.raises(lmdb.CorruptedError, match=f"page {main_root} is in use twice"):
         check(folder)
-    ledger = Ledger(folder, MAP_BYTES, sync=False)
+    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
     assert [*ledger.load()] == []
     ledger.close()
     assert f"page {main_root} is in use twice): the disk tier starts empty" in caplog.text

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import HitKind
-from fusionkv.kvcache_service.mover import Mover
-from fusionkv.kvcache_service.record import Record
-from fusionkv.kvcache_service.residents import Resident
+from fusionkv.kvcache_service.cluster.mover import Mover
+from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.store.entries import StoredEntry
 from tests.waiting import until
 
 
@@ -54,7 +54,7 @@ class Watching:
 
     def withdrawn(self, record: Record) -> None: ...
 
-    def warmed(self, entry: Resident) -> None: ...
+    def warmed(self, entry: StoredEntry) -> None: ...
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["one after the other", "at once"])
@@ -62,7 +62,7 @@ async def test_two_that_each_think_an_entry_belongs_to_the_other_do_not_lose_it(
     tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch, together: bool
 ) -> None:
     """Each sees the other alone among the living, as for a moment when Redis is slow and both begin anew."""
-    monkeypatch.setattr("fusionkv.kvcache_service.mover._GRACE_SECONDS", 1.0)
+    monkeypatch.setattr("fusionkv.kvcache_service.cluster.mover._GRACE_SECONDS", 1.0)
     path = [tools.digest(name) for name in "SA"]
     async with tools.serving(tmp_path / "a") as a, tools.serving(tmp_path / "b") as b:
         movers = [Mover(here.store, lambda there=there: [there.address], None) for here, there in ((a, b), (b, a))]
@@ -91,7 +91,7 @@ async def test_what_was_moved_of_late_is_not_deleted_there_when_the_service_leav
     tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given again, to the same home, and its time here ends in the middle of that."""
-    monkeypatch.setattr("fusionkv.kvcache_service.mover._GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("fusionkv.kvcache_service.cluster.mover._GRACE_SECONDS", 0.0)
     path = [tools.digest(name) for name in "SA"]
     async with tools.serving(tmp_path / "old") as old, tools.serving(tmp_path / "new") as new:
         key, _ = await old.put(path, b"kv" * 1000)

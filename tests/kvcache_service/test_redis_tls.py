@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.shared_index import SharedIndex
-from fusionkv.protos.errors import Unavailable
+from fusionkv.kvcache_service.cluster.shared_index import SharedIndex
+from fusionkv.protos.runtime.errors import Unavailable
 from tests.conftest import Authority
 from tests.system.redis_process import RedisServer
 

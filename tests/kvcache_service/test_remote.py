@@ -9,7 +9,7 @@ import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.config import Config
-from fusionkv.protos.errors import DataLoss, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import DataLoss, ResourceExhausted, Unavailable
 from tests.system.redis_process import RedisServer
 from tests.waiting import until
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import record
+from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.demand import Demand
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.frequency_sketch import FrequencySketch
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.workload import SYSTEM, Workload
-from fusionkv.protos.checksum import checksum as checksum_of
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
 
 NAMESPACE = b"n" * 32
 BLOCK = 4096
@@ -189,7 +189,7 @@ def test_replicas_agree_with_a_model(taken: list[tuple[str, str]]) -> None:
 
 
 def test_demand_is_bounded_and_remembers_the_last() -> None:
-    demand = Demand(limit=100)
+    demand = FrequencySketch(limit=100)
     for i in range(1000):
         demand.ask(i.to_bytes(8))
         demand.ask(b"often..." + b"x" * i)

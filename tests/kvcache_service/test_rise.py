@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusionkv.kvcache_service.rise import Rise
-from fusionkv.protos.errors import Unavailable
+from fusionkv.kvcache_service.store.rise import Rise
+from fusionkv.protos.runtime.errors import Unavailable
 from tests.waiting import until
 
 

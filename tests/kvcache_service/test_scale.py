@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.kvcache_service import scale
+from fusionkv.bench.cache import scale
 
 
 def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, SealedDiskTier
-from fusionkv.protos.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
-from fusionkv.protos.key_ring import ID_BYTES
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.key_ring import ID_BYTES
+from fusionkv.protos.runtime.watched import BadFile
 from tests.waiting import wait_until
 
 MIB = 1 << 20

@@ -8,12 +8,13 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.kvcache_service import reading
 from fusionkv.kvcache_service.client import Entry, HitKind
-from fusionkv.protos import errors, logs
-from fusionkv.protos.checksum import checksum as checksum_of
+from fusionkv.kvcache_service.store import reading
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
 
 MIB = 1 << 20
 
@@ -205,7 +206,9 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any, tools: Any,
 async def test_what_prefetch_finds_damaged_is_deleted(
     start: Any, tools: Any, names: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_faults", logs.Seldom(logging.getLogger("fusionkv")))  # as if it were the first
+    monkeypatch.setattr(
+        reading, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv"))
+    )  # as if it were the first
     service = await start(memory=1 * MIB, disk=16 * MIB)
     key, _ = await service.put([names["S"]], tools.payload("S", 900_000))
     service.clock.now += 1000

@@ -12,18 +12,20 @@ import pytest
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from fusionkv.kvcache_service import metrics, publisher, record
+from fusionkv.kvcache_service import metrics
+from fusionkv.kvcache_service.cluster import publisher
+from fusionkv.kvcache_service.cluster.elsewhere import Elsewhere
+from fusionkv.kvcache_service.cluster.publisher import Publisher
+from fusionkv.kvcache_service.cluster.rendezvous import ranking
+from fusionkv.kvcache_service.cluster.replica import Replica
+from fusionkv.kvcache_service.cluster.shared_index import Change, Member, SharedIndex, group_of
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.elsewhere import Elsewhere
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.publisher import Publisher
-from fusionkv.kvcache_service.rendezvous import ranking
-from fusionkv.kvcache_service.replica import Replica
-from fusionkv.kvcache_service.residents import Resident, Residents
-from fusionkv.kvcache_service.shared_index import Change, Member, SharedIndex, group_of
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.store.entries import Residents, StoredEntry
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.protos.errors import Unavailable
+from fusionkv.protos.runtime.errors import Unavailable
 from tests.ports import free_port
 from tests.system.redis_process import RedisCluster, RedisServer
 from tests.waiting import until
@@ -202,14 +204,14 @@ async def test_too_many_changes_while_redis_is_away_publish_everything_anew(
         published, withdrawn = written.published, written.withdrawn
 
         @staticmethod
-        def warmed(entry: Resident) -> None:
+        def warmed(entry: StoredEntry) -> None:
             pass
 
     residents.watcher = Watcher()
     tasks = [asyncio.create_task(work) for work in (written.write_changes(), written.write_everything())]
-    entries = [Resident(made(i), 1.0) for i in range(30)]
+    entries = [StoredEntry(made(i), 1.0) for i in range(30)]
 
-    def publish(some: list[Resident]) -> None:
+    def publish(some: list[StoredEntry]) -> None:
         for entry in some:
             place, _ = residents.reserve(residents.home, 100)
             residents.settle(entry, residents.home, place)
@@ -264,7 +266,7 @@ async def test_what_fails_beside_a_heartbeat_is_published_after_it(tmp_path: Pat
     await replica.start(["a:1"])
     await until(lambda: not replica.stats().waiting)
     server.pause()
-    entry = Resident(made(1), 1.0)
+    entry = StoredEntry(made(1), 1.0)
     residents.settle(entry, residents.home, residents.reserve(residents.home, 100)[0])
     residents.publish(entry)
     # It need not be so exactly: a heartbeat that fails as well is made up for by the next one.

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.mover import Mover
-from fusionkv.kvcache_service.record import Record
-from fusionkv.kvcache_service.rows import Rows
-from fusionkv.kvcache_service.shared_index import Change, SharedIndex, group_of
-from fusionkv.protos.errors import InvalidArgument
+from fusionkv.kvcache_service.cluster.mover import Mover
+from fusionkv.kvcache_service.cluster.shared_index import Change, SharedIndex, group_of
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.rows import Rows
+from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.system.redis_process import RedisServer
 from tests.waiting import until
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fusionkv.kvcache_service.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
-from fusionkv.kvcache_service.workload import Workload
+from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
+from fusionkv.bench.cache.workload import Workload
 
 SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
 

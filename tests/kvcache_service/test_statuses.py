@@ -7,10 +7,10 @@ import grpc
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, Entry, HitKind
-from fusionkv.protos import errors
-from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.waiting import until
 
 MIB = 1 << 20

@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from fusionkv.kvcache_service import record
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.store import Store
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.remote import RemoteTier
-from fusionkv.protos.checksum import checksum as checksum_of
-from fusionkv.protos.errors import NotFound, ResourceExhausted
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.system.redis_process import RedisServer
 from tests.waiting import until
 
@@ -222,7 +222,7 @@ def make_machine(
 
         @invariant()
         def integrity(self) -> None:
-            while self.store.loading or self.store._tasks:
+            while self.store.loading or self.store.tasks:
                 self.loop.run_until_complete(asyncio.sleep(0))
             # An aborted put gives its place back when its thread is done.
             self.loop.run_until_complete(until(lambda: not self.store.residents._reserved))

@@ -9,7 +9,8 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from fusionkv.kvcache_service import metrics, reading
+from fusionkv.kvcache_service import metrics
+from fusionkv.kvcache_service.store import reading
 
 MIB = 1 << 20
 

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service import keys, record
-from fusionkv.kvcache_service.elsewhere import Choice
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.cluster.elsewhere import Choice
+from fusionkv.kvcache_service.cluster.shared_index import Member, group_of
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index import Index
-from fusionkv.kvcache_service.shared_index import Member, group_of
-from fusionkv.protos.errors import NotFound
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.index import Index
+from fusionkv.protos.runtime.errors import NotFound
 
 NAMESPACE = b"n" * 32
 THREE = keys.versions_variant(3)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from fusionkv.fusion_worker.engine.anchors import cuts
+from fusionkv.fusion_worker.load.anchors import cuts
 from fusionkv.models import tasks, words
 from fusionkv.models.curriculum import question_pieces
 from fusionkv.models.tokenizer import anchor_tokens, build

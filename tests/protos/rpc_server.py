@@ -8,9 +8,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from fusionkv.protos import errors, logs, rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.tls import ServerTLS
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime.tls import ServerTLS
 
 TLS = ("TLS_CERT", "TLS_KEY", "TLS_CLIENT_CA")
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from fusionkv.protos import cancellation
+from fusionkv.protos.runtime import cancellation
 
 
 async def fail() -> None:

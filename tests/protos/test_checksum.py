@@ -6,7 +6,7 @@ import random
 import pytest
 import xxhash
 
-from fusionkv.protos.checksum import PIECE_BYTES, Checksum, checksum, of_pieces
+from fusionkv.protos.runtime.checksum import PIECE_BYTES, Checksum, checksum, of_pieces
 
 SIZES = (0, 1, 240, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 77)
 

@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from fusionkv.protos.exemplars import Exemplified
+from fusionkv.protos.observe.exemplars import Exemplified
 
 
 def test_each_bucket_leads_to_the_trace_that_it_last_had() -> None:

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fusionkv.protos import frames
 from fusionkv.protos.kvcache.v1 import kvcache_pb2
+from fusionkv.protos.runtime import frames
 
 
 @given(st.binary(max_size=300))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from opentelemetry import trace
 
-from fusionkv.protos import logs
+from fusionkv.protos.observe import logs
 
 SPAN = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
 
@@ -48,7 +48,7 @@ def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(
     logger: tuple[logging.Logger, io.StringIO],
 ) -> None:
     log, written = logger
-    often, seldom = logs.Seldom(log, 0.0), logs.Seldom(log, 1e6)
+    often, seldom = logs.RateLimitedLog(log, 0.0), logs.RateLimitedLog(log, 1e6)
     with trace.use_span(SPAN):
         for i in range(3):
             seldom.warning("it fails", ValueError(f"number {i}"))
@@ -66,7 +66,7 @@ def test_what_was_not_said_is_counted(
     log, written = logger
     now = 0.0
     monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: now))
-    seldom = logs.Seldom(log, 60.0)
+    seldom = logs.RateLimitedLog(log, 60.0)
     for now in (5.0, 6.0, 64.0, 65.0, 130.0):
         seldom.warning("it fails", ValueError(f"at {now:g}"))
     assert [line["message"] for line in lines(written)] == [
@@ -88,7 +88,7 @@ def test_a_stream_that_the_garbage_collector_ends_is_no_line() -> None:
     program = """
 import contextvars
 from opentelemetry import context
-from fusionkv.protos import logs
+from fusionkv.protos.observe import logs
 
 logs.attach("fusionkv-test")
 
@@ -157,7 +157,7 @@ def test_what_libraries_log_of_callers_headers_is_counted_and_not_printed() -> N
     """In a process of its own, whose log is set up as a service's is."""
     program = """
 from opentelemetry import propagate
-from fusionkv.protos import telemetry
+from fusionkv.protos.observe import telemetry
 
 telemetry.attach("fusionkv-test")
 for _ in range(3):

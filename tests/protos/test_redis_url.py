@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from fusionkv.protos import redis_url
+from fusionkv.protos.runtime import redis_url
 
 # In each the parser takes some of the password for something else, a port for example.
 MALFORMED = [
@@ -44,7 +44,17 @@ def test_others_are_taken_as_they_are(url: str) -> None:
 
 URL = "redis://:sesame/open@redis:6379"
 CACHE = ("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", "{folder}")
-ENCODE = ("fusionkv.gateway.cli", "encode", "c", "--gateway", "127.0.0.1:1", "--recipe", "fusionrag", "--run", "r")
+ENCODE = (
+    "fusionkv.gateway.cli.main",
+    "encode",
+    "c",
+    "--gateway",
+    "127.0.0.1:1",
+    "--recipe",
+    "fusionrag",
+    "--run",
+    "r",
+)
 
 
 @pytest.mark.parametrize(

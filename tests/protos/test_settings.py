@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.protos import settings
-from fusionkv.protos.settings import SettingsError, setting
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.settings import SettingsError, setting
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.protos.errors import FailedPrecondition
-from fusionkv.protos.shorten import shorten
+from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.shorten import shorten
 
 PAGE = (
     "Report Velnora. The code of Delgan is 599. Zoe scored 41. The grey lake rests near the code house.\n"

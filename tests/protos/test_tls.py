@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from fusionkv.protos import rpc
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
-from fusionkv.protos.tls import ClientTLS, ServerTLS, read_identity
-from fusionkv.protos.watched import BadFile
+from fusionkv.protos.runtime import rpc
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS, read_identity
+from fusionkv.protos.runtime.watched import BadFile
 from tests.ports import free_port
 from tests.waiting import until
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.rendezvous import ranking
-from fusionkv.protos import errors
-from fusionkv.protos.checksum import checksum as checksum_of
+from fusionkv.kvcache_service.cluster.rendezvous import ranking
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from fusionkv.protos.runtime.tls import ClientTLS
 from tests.ports import free_port
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags
 from tests.waiting import until

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos import errors
+from fusionkv.protos.runtime import errors
 from tests.chaos.process import Clock
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags, payload, put
 from tests.waiting import until

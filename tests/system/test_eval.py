@@ -12,7 +12,7 @@ FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
 
 def fusionkv(*flags: object) -> "subprocess.CompletedProcess[str]":
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "eval", *map(str, flags)]
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "eval", *map(str, flags)]
     return subprocess.run(argv, capture_output=True, text=True, timeout=300)
 
 

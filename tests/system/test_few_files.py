@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos import errors
+from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.system.cache_process import MIB, flags, get, payload, put
 from tests.waiting import until, wait_until

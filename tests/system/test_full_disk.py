@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos import errors
+from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.ports import free_port
 from tests.small_disk import SmallDisk, mounted

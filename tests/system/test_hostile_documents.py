@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
-from fusionkv.protos.errors import InvalidArgument, ResourceExhausted, ServiceError
+from fusionkv.gateway.client.client import Client
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system

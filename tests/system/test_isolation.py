@@ -15,14 +15,14 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.parse import Section
-from fusionkv.gateway.results import Summary, Token
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Summary, Token
+from fusionkv.gateway.ingest.parse import Section
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.errors import NotFound, PermissionDenied, ServiceError
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 from tests.waiting import until
 
 pytestmark = pytest.mark.system

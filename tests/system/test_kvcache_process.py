@@ -17,10 +17,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
-from fusionkv.protos import errors
-from fusionkv.protos.checksum import checksum as checksum_of
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.ports import free_port
 from tests.system.cache_process import (
     MIB,

@@ -9,10 +9,10 @@ import pytest
 from google.protobuf import message_factory
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-from fusionkv.protos import errors, rpc
 from fusionkv.protos.fusion.v1 import fusion_pb2 as fusion
 from fusionkv.protos.gateway.v1 import gateway_pb2 as gateway
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as kvcache
+from fusionkv.protos.runtime import errors, rpc
 
 pytestmark = pytest.mark.system
 LONG = "x" * 100_000

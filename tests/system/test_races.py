@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos.checksum import checksum
+from fusionkv.protos.runtime.checksum import checksum
 from tests.system.cache_process import find, flags, payload, put
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services

@@ -11,7 +11,7 @@ import pytest
 
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos import errors
+from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.gateway.test_retrieval import put as ingest
 from tests.gateway.test_retrieval import texts

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
-from fusionkv.protos import errors
-from fusionkv.protos.tls import ClientTLS
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.tls import ClientTLS
 from tests.chaos.entries import Entries
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
 from tests.system.redis_process import RedisServer

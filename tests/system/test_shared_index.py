@@ -11,8 +11,8 @@ import pytest
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
-from fusionkv.kvcache_service.shared_index import SharedIndex
-from fusionkv.protos import errors
+from fusionkv.kvcache_service.cluster.shared_index import SharedIndex
+from fusionkv.protos.runtime import errors
 from tests.system.cache_process import NAMESPACE, SYSTEM, ask, chunk, find, get, payload, put
 from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import TIMEOUT_MS, Services, put_here

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from fusionkv.gateway.client import Client
-from fusionkv.gateway.results import Summary
-from fusionkv.protos.errors import NotFound, ResourceExhausted, Unauthenticated
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Summary
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unauthenticated
 from tests.system.otlp import Receiver, attributes, points, receiving
 
 pytestmark = pytest.mark.system
@@ -295,7 +295,7 @@ def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
     """In the logs of all three services together, but for who a tenant is, which is said once."""
     # Faults belong to no request: the one that met them says so itself, as `degraded`.
     assert "answered by plain prefill" in "".join(line["message"] for line in run.log)
-    lines = [line for line in run.log if "trace_id" in line and line["logger"] != "fusionkv.gateway.tenants"]
+    lines = [line for line in run.log if "trace_id" in line and line["logger"] != "fusionkv.gateway.auth.tenants"]
     assert {line["logger"] for line in lines} == {"fusionkv.gateway.servicer"}
     assert len({line["trace_id"] for line in lines}) == len(lines)
     by_trace = {line["trace_id"]: line for line in lines}

@@ -12,7 +12,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
 
-BENCH = "bench/telemetry_cost.py"
+BENCH = "bench/services/telemetry_cost.py"
 
 
 @pytest.fixture(scope="module")

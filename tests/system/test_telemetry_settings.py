@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client import Client
+from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
 from tests.system.otlp import Receiver, receiving
 
@@ -107,7 +107,7 @@ def test_headers_are_sent(told: Callable[..., Receiver]) -> None:
 
 
 def test_a_command_refuses_it_as_well() -> None:
-    command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "encode", "--queue", "redis://127.0.0.1:1"]
+    command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "encode", "--queue", "redis://127.0.0.1:1"]
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
     done = subprocess.run([*command, "--run", "r", "c"], env={**os.environ, **env}, capture_output=True, text=True)
     assert done.returncode == 2

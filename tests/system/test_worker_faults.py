@@ -17,9 +17,9 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.protos import errors
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime import errors
 from tests.waiting import until
 
 pytestmark = pytest.mark.system

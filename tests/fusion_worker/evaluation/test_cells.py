@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject
+from fusionkv.bench.quality.data.samples import Library, Sample, Task
+from fusionkv.bench.quality.data.tasks import reference
+from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
-from fusionkv.fusion_worker.evaluation.__main__ import RATIOS, _parser, _plan, _subject
-from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, table
-from fusionkv.fusion_worker.evaluation.jobs import BLOCK, cells_of, missing
-from fusionkv.fusion_worker.evaluation.samples import Library, Sample, Task
-from fusionkv.fusion_worker.evaluation.tasks import reference
-from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 

@@ -13,19 +13,20 @@ import pytest
 import torch
 from rich.console import Console
 
-from fusionkv.fusion_worker import models, verdict
+from fusionkv.bench.quality import check
+from fusionkv.bench.quality.check import Score
+from fusionkv.bench.quality.data.needles import KINDS, needles
+from fusionkv.bench.quality.oracles import compare
+from fusionkv.bench.quality.runner import Runner
+from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.evaluation import check
-from fusionkv.fusion_worker.evaluation.check import Score
-from fusionkv.fusion_worker.evaluation.needles import KINDS, needles
-from fusionkv.fusion_worker.evaluation.oracles import compare
-from fusionkv.fusion_worker.evaluation.runner import Runner
-from fusionkv.fusion_worker.methods.modifiers import find
-from fusionkv.fusion_worker.methods.recipes import Recipe
-from fusionkv.fusion_worker.verdict import FILE, Judged, Verdict
-from fusionkv.protos.errors import FailedPrecondition
+from fusionkv.fusion_worker.quality import verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, Judged, Verdict
+from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import byte_tokenizer, network
 
 
@@ -159,7 +160,7 @@ def test_no_verdict_refuses_nothing(tmp_path: Path) -> None:
 async def test_a_worker_refuses_what_failed(reference_model: Path, tmp_path: Path, launch: Any) -> None:
     model = tmp_path / "model"
     shutil.copytree(reference_model, model)
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli", "check", str(model), "--n", "4", "--json"]
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "check", str(model), "--n", "4", "--json"]
     done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from fusionkv.fusion_worker.evaluation import datasets
-from fusionkv.fusion_worker.evaluation.datasets import DatasetError, load
+from fusionkv.bench.quality.data import datasets
+from fusionkv.bench.quality.data.datasets import DatasetError, load
 
 NEEDLE = {
     "index": 0,

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.bench.quality import jobs
+from fusionkv.bench.quality.data.tasks import reference
+from fusionkv.bench.quality.report.cells import Subject
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.evaluation import jobs
-from fusionkv.fusion_worker.evaluation.cells import Subject
-from fusionkv.fusion_worker.evaluation.tasks import reference
-from fusionkv.fusion_worker.methods import modifiers
-from fusionkv.protos.errors import ResourceExhausted
+from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
 def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from fusionkv.fusion_worker.evaluation import metrics
-from fusionkv.fusion_worker.evaluation.metrics import exact_match, f1, kl, normalised, number_match, rouge_l
+from fusionkv.bench.quality import metrics
+from fusionkv.bench.quality.metrics import exact_match, f1, kl, normalised, number_match, rouge_l
 
 
 def test_normalising_drops_case_signs_articles_and_spaces() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from fusionkv.bench.quality.data import tasks
+from fusionkv.bench.quality.data.prompts import Prompter
+from fusionkv.bench.quality.data.samples import Sample
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.evaluation import tasks
-from fusionkv.fusion_worker.evaluation.prompts import Prompter
-from fusionkv.fusion_worker.evaluation.samples import Sample
 from fusionkv.fusion_worker.models import Model
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from fusionkv.fusion_worker.evaluation import charts, report, statistics
-from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.fusion_worker.evaluation.rows import Row, judged, rows
-from fusionkv.fusion_worker.evaluation.samples import Sample, Task
-from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.bench.quality.data.samples import Sample, Task
+from fusionkv.bench.quality.report import charts, report, statistics
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.quality.report.rows import Row, judged, rows
+from fusionkv.fusion_worker.recipes import modifiers
 
 TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)
 HARD = '<b>"1" & 2</b>'

@@ -10,16 +10,17 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
+from fusionkv.bench.quality import metrics
+from fusionkv.bench.quality.data import tasks
+from fusionkv.bench.quality.data.samples import Block, Task
+from fusionkv.bench.quality.report.cells import Cell, Measured
+from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.evaluation import metrics, tasks
-from fusionkv.fusion_worker.evaluation.cells import Cell, Measured
-from fusionkv.fusion_worker.evaluation.runner import Runner
-from fusionkv.fusion_worker.evaluation.samples import Block, Task
-from fusionkv.fusion_worker.methods import modifiers
+from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
-from fusionkv.protos.errors import FailedPrecondition, ResourceExhausted
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
 
 TASK, COUNT = "chain2", 6
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.bench.quality.data.neighbours import Neighbours
+from fusionkv.bench.quality.data.prompts import Prompter
+from fusionkv.bench.quality.data.samples import Library, Sample
+from fusionkv.bench.quality.data.similarity import Similarity
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.engine.prompt import Chunk
-from fusionkv.fusion_worker.evaluation.neighbours import Neighbours
-from fusionkv.fusion_worker.evaluation.prompts import Prompter
-from fusionkv.fusion_worker.evaluation.samples import Library, Sample
-from fusionkv.fusion_worker.evaluation.similarity import Similarity
+from fusionkv.fusion_worker.prompt import Chunk
 
 # 9 stands everywhere and says nothing; 7 is rare.
 A, B, C, D, E = (Chunk(ids) for ids in ((9, 1, 2), (9, 1, 1, 3), (9, 2, 7), (9, 7, 7, 4), (9, 5)))

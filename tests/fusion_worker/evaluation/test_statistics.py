@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from fusionkv.fusion_worker.evaluation import statistics
+from fusionkv.bench.quality.report import statistics
 
 
 @pytest.mark.parametrize(

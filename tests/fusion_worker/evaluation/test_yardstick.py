@@ -10,17 +10,18 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
+from fusionkv.bench.quality import metrics, runner
+from fusionkv.bench.quality.data import tasks
+from fusionkv.bench.quality.data.prompts import Prompter
+from fusionkv.bench.quality.data.samples import Block, Library, Sample, Task
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.engine import loader as loading
-from fusionkv.fusion_worker.engine.answer import Piece
-from fusionkv.fusion_worker.engine.sampling import SamplingParams
-from fusionkv.fusion_worker.evaluation import metrics, runner, tasks
-from fusionkv.fusion_worker.evaluation.cells import NO_CONTEXT, Cell, Measured
-from fusionkv.fusion_worker.evaluation.prompts import Prompter
-from fusionkv.fusion_worker.evaluation.samples import Block, Library, Sample, Task
-from fusionkv.fusion_worker.methods import modifiers
-from fusionkv.fusion_worker.methods.recipes import Recipe
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.load import loader as loading
+from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.request import Piece
 from fusionkv.fusion_worker.servicer import FusionServicer
 
 COUNT, LENGTH = 3, 6

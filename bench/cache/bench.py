@@ -1,0 +1,318 @@
+"""Speed of the cache service beside its limits: `python -m fusionkv.bench.cache.bench`.
+
+Every row is measured next to a bare gRPC server in a process of its own, which streams the same frames from one
+buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical
+limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream,
+"fetch extent" reads the disk tier's files; the limit of the second is preadv of the same bytes, one entry after the
+other. These and their limits wait for nobody, and are given in processor time, which depends little on what else the
+machine does. "fetch cold" is "fetch extent" of files that are not in the page cache, by the clock.
+Over TCP, entries of 8 MiB and more are also fetched from a Redis, if there is a redis-server on this machine.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos.runtime.checksum import checksum
+
+KIB, MIB = 1 << 10, 1 << 20
+SYSTEM = hashlib.sha256(b"system prompt").digest()
+NAMESPACE = hashlib.sha256(b"bench").digest()
+# Bytes of an entry, and how many at once.
+SIZES = [(64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]
+# Ways to fetch without a stream, and the tier that the entries are in.
+_HERE = {"shared": "memory", "extent": "disk", "cold": "disk"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One measurement; speeds are GB/s over the wall clock of all calls of a round, median of the rounds."""
+
+    operation: str
+    transport: str
+    entry_bytes: int
+    at_once: int
+    gb_per_s: float
+    grpc_gb_per_s: float
+    """The bare gRPC server, same transport, size and concurrency."""
+    memcpy_gb_per_s: float
+    """Of `fetch extent` and `fetch cold`: preadv."""
+    cpu_s_per_gb: float
+    """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
+    grpc_cpu_s_per_gb: float
+    redis_gb_per_s: float | None = None
+    """GET of as many bytes by as many calls, copied into the same buffers."""
+
+    @property
+    def of_grpc(self) -> float:
+        return self.gb_per_s / self.grpc_gb_per_s
+
+
+class Bench:
+    """One transport: two services and the floor, and buffers that are used again.
+
+    The service for rows of the disk tier has 1 MiB of memory, and a hot entry that fills it.
+    """
+
+    def __init__(
+        self,
+        transport: str,
+        addresses: Sequence[str],
+        pids: Sequence[int],
+        folder: Path,
+        rounds: int,
+    ) -> None:
+        """folder: the files of the second service."""
+        service, disk_service, floor = addresses
+        self.transport = transport
+        self.folder = folder
+        self.pids = pids
+        self.service = CacheClient(service)
+        self.disk_service = CacheClient(disk_service)
+        self.floor = FloorClient(floor)
+        self.redis = Redis() if transport == "tcp" and Redis.here() else None
+        self.rounds = rounds
+        self.source = memoryview(os.urandom(64 * MIB))
+        self.count = 0
+        self.lease = 0
+
+    async def close(self) -> None:
+        await self.service.close()
+        await self.disk_service.close()
+        await self.floor.close()
+        if self.redis is not None:
+            await self.redis.close()
+
+    async def warm_up(self) -> None:
+        """Writes all the space that the rows use once: fresh pages of memory and files cost 0.6 and 2 s/GB more."""
+        for client in (self.disk_service, self.service):
+            self.client = client
+            for _ in range(2 + self.rounds):
+                await self._put(64 * MIB)
+            await self.client.delete(namespace=NAMESPACE)
+
+    async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
+        """Measures one operation; service and floor take turns, so that both see the same machine."""
+        into = [memoryview(bytearray(size)) for _ in range(at_once)]
+        on_disk, from_file = _HERE.get(tier, tier) == "disk", _HERE.get(tier) == "disk"
+        # A read from a device waits for it.
+        clock = time.process_time if tier in _HERE and tier != "cold" else time.perf_counter
+        self.client = self.disk_service if on_disk else self.service
+        await self.client.delete(namespace=NAMESPACE)
+        run = self._put if operation == "put" else self._fetch
+        redis = self.redis if (operation, tier) == ("fetch", "memory") and size >= 8 * MIB else None
+        if redis is not None:
+            for n in range(at_once):
+                await redis.put(b"%d" % n, self.source[:size])
+        entries = [] if operation == "put" else await self._entries(size, at_once, tier)
+        pid, floor_pid = self.pids[on_disk], self.pids[2]
+        speeds, floor_speeds, copies, redis_speeds, cpu, floor_cpu = [], [], [], [], 0.0, 0.0
+        files = self._open_extents(entries) if from_file else []
+
+        def copy() -> None:
+            if tier == "cold":
+                self._cool()
+            copies.append(preadv(into, files, clock) if from_file else memcpy(into, self.source))
+
+        for i in range(self.rounds + 1):
+            before, floor_before = _cpu(pid), _cpu(floor_pid)
+            work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
+            # What lies behind a virtual disk may keep what was just read: each comes first in every other round.
+            if tier == "cold" and i % 2:
+                copy()
+            if tier == "cold":
+                self._cool()
+            took = await self._timed(work, clock)
+            floor_took = await self._timed(
+                self.floor.put(self.source[:size]) if operation == "put" else self.floor.get(buffer)
+                for buffer in into
+            )
+            if i:  # the first round warms up
+                speeds.append(size * at_once / took / 1e9)
+                floor_speeds.append(size * at_once / floor_took / 1e9)
+                if tier != "cold" or i % 2 == 0:
+                    copy()
+                cpu += _cpu(pid) - before
+                floor_cpu += _cpu(floor_pid) - floor_before
+            if redis is not None:
+                redis_took = await self._timed(redis.get(b"%d" % n, buffer) for n, buffer in enumerate(into))
+                redis_speeds.append(size * at_once / redis_took / 1e9)
+        for file, _ in files:
+            os.close(file)
+        gb, floor_gb, memcpy_gb = map(statistics.median, (speeds, floor_speeds, copies))
+        redis_gb = statistics.median(redis_speeds[1:]) if redis_speeds else None
+        if self.lease:
+            await self.client.release(self.lease)
+        moved = size * at_once * self.rounds / 1e9
+        name = f"{operation} {tier}".strip()
+        cpus = cpu / moved, floor_cpu / moved
+        return Row(name, self.transport, size, at_once, gb, floor_gb, memcpy_gb, *cpus, redis_gb)
+
+    async def _timed(self, work: Any, clock: Callable[[], float] = time.perf_counter) -> float:
+        tasks = list(work)
+        start = clock()
+        await asyncio.gather(*tasks)
+        return clock() - start
+
+    async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
+        """As many entries that are in the given tier."""
+        expected = _HERE.get(tier, tier)
+        if expected == "disk":
+            filler = await self._put(MIB)
+            for _ in range(100):
+                await self._find([filler])
+            await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
+        # Copied or read where it lies only under a lease; one of a millisecond is over by then.
+        lease_ms = 600_000 if tier in _HERE else 1
+        entries = await self._find([await self._put(size) for _ in range(count)], lease_ms)
+        wrong = [entry.tier for entry in entries if entry.tier != expected]
+        if wrong:
+            raise RuntimeError(f"{len(wrong)} of {count} entries are in {wrong[0]}, not in {expected}")
+        return entries
+
+    def _open_extents(self, entries: Sequence[Entry]) -> list[tuple[int, int]]:
+        """Where each entry lies: a descriptor of the file, to be closed, and an offset."""
+        places = []
+        for segment, offset in (entry.extent for entry in entries if entry.extent is not None):
+            (path,) = self.folder.rglob(f"segments/{segment:06d}.*")
+            places.append((os.open(path, os.O_RDONLY), offset))
+        return places
+
+    def _cool(self) -> None:
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    drop_pages(file.fileno())
+
+    async def _find(self, names: Sequence[bytes], lease_ms: int = 1) -> list[Entry]:
+        path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), *((name, ()) for name in names)]
+        found = await self.client.lookup(NAMESPACE, path, lease_ms=lease_ms, timeout=30)
+        self.lease = found.lease
+        return [hit.entry for hit in found.hits[1:] if hit.entry is not None]
+
+    async def _put(self, size: int, _: object = None, __: object = None) -> bytes:
+        self.count += 1
+        name = hashlib.sha256(f"{self.transport} {self.count}".encode()).digest()
+        await self.client.put(
+            namespace=NAMESPACE, path=[SYSTEM, name], tokens=1, base=0, data=self.source[:size], timeout=60
+        )
+        return name
+
+    async def _fetch(self, size: int, into: memoryview, entry: Entry | None) -> None:
+        assert entry is not None
+        await self.client.fetch(entry, into, timeout=60)
+
+
+def _cpu(pid: int) -> float:
+    """Processor seconds of a process so far, in steps of 10 ms."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _hashing(data: memoryview) -> float:
+    start = time.perf_counter()
+    checksum(data)
+    return len(data) / (time.perf_counter() - start) / 1e9
+
+
+async def measure(
+    addresses: dict[str, tuple[str, ...]], pids: Sequence[int], folder: Path, rounds: int, done: Callable[[], None]
+) -> list[Row]:
+    """A row for every size, transport and operation. folder: the files of the second service."""
+    rows = []
+    for transport, at in addresses.items():
+        bench = Bench(transport, at, pids, folder, rounds)
+        try:
+            await bench.warm_up()
+            for size, at_once in SIZES:
+                here = _HERE if transport == "unix" else ()
+                for operation, tier in [("put", ""), *(("fetch", tier) for tier in ("memory", "disk", *here))]:
+                    rows.append(await bench.row(operation, size, at_once, tier))
+                    done()
+        finally:
+            await bench.close()
+    return rows
+
+
+def _start(*command: str) -> tuple[subprocess.Popen[str], list[str]]:
+    process = subprocess.Popen([sys.executable, "-P", "-m", *command], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline().split(" serving on ")[1].split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="measurements a row; the median counts (default: 8)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    parser.add_argument("--serve-floor", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.serve_floor:
+        asyncio.run(serve(options.serve_floor))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
+        task = progress.add_task("rows", total=9 * len(SIZES))
+        processes, addresses = [], []
+        try:
+            for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
+                listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
+                command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
+                    "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
+                    "--disk-bytes", "1GiB", "--listen", ",".join(listen),
+                ]  # fmt: skip
+                process, at = _start(*command)
+                processes.append(process)
+                addresses.append(at)
+            tcp, unix = zip(*addresses, strict=True)
+            pids = [process.pid for process in processes]
+            transports = {"tcp": tcp, "unix": unix}
+            folder = Path(directory, "disk")
+            rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+                process.wait(60)
+    _show(rows)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 0
+
+
+def _show(rows: Sequence[Row]) -> None:
+    hashing = statistics.median(_hashing(memoryview(bytearray(64 * MIB))) for _ in range(5))
+    table = Table(title=f"{os.cpu_count()} CPUs; checksums {hashing:.1f} GB/s")
+    numbers = ("entry", "at once", "GB/s", "bare gRPC", "of it", "memcpy", "of it", "CPU s/GB", "bare", "Redis")
+    for title in ("operation", "over", *numbers):
+        table.add_column(title, justify="left" if title in ("operation", "over") else "right")
+    for row in rows:
+        size = f"{row.entry_bytes // MIB} MiB" if row.entry_bytes >= MIB else f"{row.entry_bytes // KIB} KiB"
+        table.add_row(
+            row.operation, row.transport, size, str(row.at_once), f"{row.gb_per_s:.2f}",
+            f"{row.grpc_gb_per_s:.2f}", f"{row.of_grpc:.0%}", f"{row.memcpy_gb_per_s:.1f}",
+            f"{row.gb_per_s / row.memcpy_gb_per_s:.0%}",
+            f"{row.cpu_s_per_gb:.2f}", f"{row.grpc_cpu_s_per_gb:.2f}",
+            "" if row.redis_gb_per_s is None else f"{row.redis_gb_per_s:.2f}",
+        )  # fmt: skip
+    Console(width=max(Console().width, 124)).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

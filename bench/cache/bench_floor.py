@@ -1,0 +1,124 @@
+"""What the cache service's speed is held against: a bare gRPC stream, Redis, and copies within a process."""
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import ConstantBackoff
+
+from fusionkv.protos.runtime import frames, rpc
+
+_MIB = 1 << 20
+
+
+class Floor(grpc.GenericRpcHandler):
+    """The bare server: `/floor/get` streams as many bytes as it is asked for, `/floor/put` drops them."""
+
+    def __init__(self) -> None:
+        self._buffer = memoryview(bytearray(64 * _MIB))
+
+    def service(self, details: grpc.HandlerCallDetails) -> Any:
+        if details.method == "/floor/get":
+            return grpc.unary_stream_rpc_method_handler(self._get, response_serializer=frames.encode_frame)
+        return grpc.stream_unary_rpc_method_handler(self._put)
+
+    async def _get(self, request: bytes, _: object) -> AsyncIterator[memoryview]:
+        for frame in frames.split(self._buffer[: int(request)]):
+            yield frame
+
+    async def _put(self, requests: AsyncIterator[bytes], _: object) -> bytes:
+        async for _request in requests:
+            pass
+        return b""
+
+
+async def serve(addresses: Sequence[str]) -> None:
+    frames.keep_freed_memory()
+    await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
+
+
+class FloorClient:
+    """Asks the bare server."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 4 * _MIB)])
+
+    async def get(self, into: memoryview) -> None:
+        at = 0
+        call: Callable[..., Any] = self._channel.unary_stream("/floor/get")
+        async for message in call(str(len(into)).encode(), timeout=60):
+            data = frames.decode_frame(message)
+            into[at : at + len(data)] = data
+            at += len(data)
+
+    async def put(self, data: memoryview) -> None:
+        call: Callable[..., Any] = self._channel.stream_unary("/floor/put", request_serializer=frames.encode_frame)
+        await call(frames.split(data), timeout=60)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class Redis:
+    """A Redis of its own on loopback TCP, that writes nothing to disk, and the client that the Redis tier uses."""
+
+    def __init__(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._folder = tempfile.TemporaryDirectory(prefix="fusionkv-bench")
+        self._process = subprocess.Popen(command, cwd=self._folder.name, stdout=subprocess.DEVNULL)
+        # It takes a moment to start.
+        self._client = redis.asyncio.Redis(port=port, retry=Retry(ConstantBackoff(0.1), 100))
+
+    @classmethod
+    def here(cls) -> bool:
+        return shutil.which("redis-server") is not None
+
+    async def put(self, key: bytes, data: memoryview) -> None:
+        await self._client.set(key, bytes(data))
+
+    async def get(self, key: bytes, into: memoryview) -> None:
+        data = await self._client.get(key)
+        assert isinstance(data, bytes)
+        into[:] = data
+
+    async def close(self) -> None:
+        await self._client.aclose()
+        self._process.terminate()
+        self._process.wait(60)
+        self._folder.cleanup()
+
+
+def memcpy(into: Sequence[memoryview], data: memoryview) -> float:
+    """Fills buffers by plain copies, each from other bytes as far as there are any; GB/s of processor time."""
+    start = time.process_time()
+    for n, buffer in enumerate(into):
+        at = n * len(buffer) % (len(data) - len(buffer) + 1)
+        buffer[:] = data[at : at + len(buffer)]
+    return sum(map(len, into)) / (time.process_time() - start) / 1e9
+
+
+def preadv(
+    into: Sequence[memoryview], places: Sequence[tuple[int, int]], clock: Callable[[], float] = time.process_time
+) -> float:
+    """Fills buffers one after the other, each from a file's descriptor and an offset; GB/s by the given clock."""
+    start = clock()
+    for buffer, (file, offset) in zip(into, places, strict=True):
+        os.preadv(file, [buffer], offset)
+    return sum(map(len, into)) / (clock() - start) / 1e9
+
+
+def drop_pages(file: int) -> None:
+    """Makes the next read of an open file go to its device, if the device is one of this machine."""
+    os.fsync(file)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,242 @@
+"""Storage with and without alternative paths: `python -m fusionkv.bench.cache.simulation`.
+
+FusionRAG 5.3.3: 1,000 queries, 60% of their chunks in the knowledge base, 30% uploaded and shared, 10% unique. The
+store and the index are those of the service; only the bytes of the entries are left out. Next to them, on the same
+queries, a standard prefix cache and one with the backtracking that the paper describes. Nothing is ever evicted.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.bench.cache.prefix_cache import PrefixCache
+from fusionkv.bench.cache.workload import SYSTEM, Workload
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.tiers.base import Place
+from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.runtime.checksum import checksum as checksum_of
+
+NAMESPACE = keys.namespace(b"simulation", {}, "")
+# The values at which the paper's own algorithm comes nearest to the paper's four figures; it states none of them.
+PAPER = Workload(queries=1000, chunks=6, knowledge=12, shared=200, zipf=0.5)
+SWEEP: list[dict[str, Any]] = [
+    *({"chunks": n} for n in (4, 5, 8, 10)),
+    *({"knowledge": n} for n in (100, 1000, 10_000)),
+    *({"shared": n} for n in (50, 100, 400, 1000)),
+    *({"zipf": exponent} for exponent in (0.0, 1.0, 1.5)),
+    {"sorted": True},
+    *({"knowledge": 1000, "shared": 1000, "topics": n, "sorted": True} for n in (1, 10, 50)),
+]
+# A corpus that a service may well have; what grows with the queries is drawn over it.
+LARGE = Workload(queries=1000, chunks=10, knowledge=100_000, shared=10_000, zipf=1.0, topics=100, sorted=True)
+
+
+class WithoutBytes(MemoryTier):
+    """The memory tier's space, handed out as ever; what is written to it is dropped."""
+
+    def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one cache did with one workload. Chunks are of one size, so that entries measure storage."""
+
+    stored: int
+    """Entries at the end: of the knowledge base, which is there from the start, and of chunks that were computed."""
+    redundant: int
+    """Computations of a chunk that was in the cache, behind other chunks."""
+    exact: int
+    alternative: int
+    missed: int
+
+    @property
+    def hit_rate(self) -> float:
+        return (self.exact + self.alternative) / (self.exact + self.alternative + self.missed)
+
+
+class Service:
+    """The cache service's store and a worker's use of it: one Lookup a query, one Put for each miss.
+
+    A miss is encoded after the system prompt alone, as the worker does it, or `in_place`, behind the whole path.
+    """
+
+    def __init__(self, capacity: int, *, in_place: bool = False) -> None:
+        tier = WithoutBytes(capacity * ALIGNMENT)
+        self.store = Store(Config(), [tier])
+        self._in_place = in_place
+
+    def __len__(self) -> int:
+        return len(self.store.residents)
+
+    async def ask(self, path: Sequence[bytes]) -> list[HitKind]:
+        found, lease = self.store.lookup(NAMESPACE, path, [()] * len(path), 30.0)
+        for i, (kind, _) in enumerate(found):
+            if kind is HitKind.MISS:
+                alone = i and not self._in_place
+                await self._put([SYSTEM, path[i]] if alone else list(path[: i + 1]))
+        self.store.leases.release(lease)
+        return [kind for kind, _ in found]
+
+    async def close(self) -> None:
+        await self.store.close()
+
+    async def _put(self, path: list[bytes]) -> None:
+        data = path[-1]
+        checksum = checksum_of(data)
+        entry = record.make(NAMESPACE, path, b"", len(data), 512, 0, checksum, offered=True)
+        writer = self.store.write(entry)
+        assert writer is not None
+        await writer.write(memoryview(data))
+        assert await writer.commit()
+
+
+class Baseline:
+    """A prefix cache behind the same call."""
+
+    def __init__(self, backtrack: bool) -> None:
+        self._cache = PrefixCache(NAMESPACE, backtrack=backtrack)
+
+    def __len__(self) -> int:
+        return len(self._cache)
+
+    async def ask(self, path: Sequence[bytes]) -> list[HitKind]:
+        return self._cache.ask(path)
+
+    async def close(self) -> None:
+        pass
+
+
+async def simulate(workload: Workload, cache: Service | Baseline, marks: Sequence[int]) -> list[tuple[int, Outcome]]:
+    """Runs a workload; gives what was so after each number of queries in `marks`."""
+    seen: set[bytes] = set()
+    for chunk in workload.corpus():
+        await cache.ask([SYSTEM, chunk])
+        seen.add(chunk)
+    counts, redundant, outcomes = dict.fromkeys(HitKind, 0), 0, []
+    for number, path in enumerate(workload, 1):
+        kinds = await cache.ask(path)
+        for chunk, kind in zip(path[1:], kinds[1:], strict=True):
+            counts[kind] += 1
+            redundant += kind is HitKind.MISS and chunk in seen
+            seen.add(chunk)
+        if number in marks:
+            stored = len(cache) - 1  # the system prompt
+            outcomes.append((number, Outcome(stored, redundant, *(counts[kind] for kind in HitKind))))
+    await cache.close()
+    return outcomes
+
+
+async def compare(workload: Workload, marks: Sequence[int], backtracking: bool) -> list[dict[str, Any]]:
+    """A row for each number of queries in `marks`: the workload, each cache's outcome, and the service's savings."""
+    capacity = 1 + workload.knowledge + workload.queries * workload.chunks
+    caches: dict[str, Service | Baseline] = {"service": Service(capacity), "prefix": Baseline(backtrack=False)}
+    if backtracking:
+        caches["in_place"] = Service(capacity, in_place=True)
+        caches["backtracking"] = Baseline(backtrack=True)
+    outcomes = {name: await simulate(workload, cache, marks) for name, cache in caches.items()}
+    rows = []
+    for i, queries in enumerate(marks):
+        row = {"workload": asdict(replace(workload, queries=queries))}
+        prefix = outcomes["prefix"][i][1]
+        for name in caches:
+            outcome = outcomes[name][i][1]
+            row[name] = {**asdict(outcome), "hit_rate": outcome.hit_rate}
+            if name != "prefix":
+                row[name]["storage"] = outcome.stored / prefix.stored - 1
+                row[name]["redundant_saved"] = 1 - outcome.redundant / max(prefix.redundant, 1)
+        rows.append(row)
+    return rows
+
+
+async def measure(seeds: int, queries: int, progress: Progress) -> dict[str, list[dict[str, Any]]]:
+    """The paper's point and what lies around it, each with several seeds; then growth, with one."""
+    points = [PAPER, *(replace(PAPER, **changes) for changes in SWEEP)]
+    task = progress.add_task("workloads", total=len(points) * seeds + 2)
+    sweep, growth = [], []
+    for point in points:
+        for seed in range(seeds):
+            sweep += await compare(replace(point, seed=seed), [point.queries], backtracking=True)
+            progress.advance(task)
+    marks = [n for power in range(2, 7) for n in (10**power, 3 * 10**power) if n < queries] + [queries]
+    for point in (PAPER, LARGE):
+        growth += await compare(replace(point, queries=queries), marks, backtracking=False)
+        progress.advance(task)
+    return {"sweep": sweep, "growth": growth}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.simulation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="workloads of each kind (default: 3)")
+    parser.add_argument(
+        "--queries", type=int, default=30_000, help="how far growth is followed (default: 30,000; a million: an hour)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    options = parser.parse_args(argv)
+    start = time.perf_counter()
+    with Progress(transient=True) as progress:
+        rows = asyncio.run(measure(options.seeds, options.queries, progress))
+    _show(rows, time.perf_counter() - start)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+def _show(rows: dict[str, list[dict[str, Any]]], seconds: float) -> None:
+    console = Console(width=max(Console().width, 118))
+    by_point: dict[str, list[dict[str, Any]]] = {}
+    for row in rows["sweep"]:
+        by_point.setdefault(_differs(row["workload"]), []).append(row)
+    table = Table(title=f"service (as the paper describes), mean of the seeds; {seconds:.0f} s")
+    for title in ("workload", "redundant of prefix cache", "storage", "redundant saved", "hit rate"):
+        table.add_column(title, justify="left" if title == "workload" else "right")
+    for name, same in by_point.items():
+        cells = [
+            f"{_mean(same, 'service', what):+.1%} ({_mean(same, 'backtracking', what):+.1%})"
+            for what in ("storage", "redundant_saved", "hit_rate")
+        ]
+        table.add_row(name, f"{_mean(same, 'prefix', 'redundant'):.0f}", *cells)
+    console.print(table)
+    table = Table(title="growth")
+    for title in ("corpus", "queries", "entries", "of prefix cache", "storage", "hit rate", "of prefix cache"):
+        table.add_column(title, justify="right")
+    for row in rows["growth"]:
+        service, prefix = row["service"], row["prefix"]
+        table.add_row(
+            f"{row['workload']['knowledge']}", f"{row['workload']['queries']}", f"{service['stored']}",
+            f"{prefix['stored']}", f"{service['storage']:+.1%}", f"{service['hit_rate']:.1%}",
+            f"{prefix['hit_rate']:.1%}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def _differs(workload: dict[str, Any]) -> str:
+    """What of a workload is not as at the paper's point."""
+    names = [field.name for field in fields(Workload) if field.name != "seed"]
+    changed = [f"{n} {workload[n]}" for n in names if workload[n] != getattr(PAPER, n)]
+    return ", ".join(changed) or "the paper's point"
+
+
+def _mean(rows: list[dict[str, Any]], cache: str, what: str) -> float:
+    return statistics.mean(row[cache][what] for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

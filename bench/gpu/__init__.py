@@ -1,0 +1,1 @@
+"""All that is to be measured on one GPU, in one run."""

@@ -1,0 +1,148 @@
+"""A Qwen2 model with random weights, served as the fusion worker does: chunks in host memory, a pool, a question."""
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fusionkv.bench.gpu.loading import HostCache
+from fusionkv.bench.gpu.setup import ModelShape, Setup
+from fusionkv.bench.gpu.workload import QUESTION, SYSTEM, cached, lay_out
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute import attention
+from fusionkv.fusion_worker.compute.batch import Batch, Probe
+from fusionkv.fusion_worker.select.choose import budget, top_k
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+
+
+class Served:
+    """One request to one model. Positions: system prompt, chunks, question. Slots: the same, then fresh ones."""
+
+    def __init__(self, setup: Setup) -> None:
+        sizes, self._device = setup.sizes, setup.device
+        self.name, self.context = sizes.model.name, sizes.model_context
+        self._shape = sizes.model
+        self._model = build(sizes.model, setup.dtype, setup.device)
+        self._start, self._tokens = SYSTEM + self.context, SYSTEM + self.context + QUESTION
+        self._parts = cached(self.context, sizes.chunk)
+        self._stale = torch.zeros(self._start, dtype=torch.bool)
+        self._stale[SYSTEM:] = True
+        self._ids = torch.randint(self._model.vocabulary, (self._tokens,), device=self._device)
+        kv = self._model.kv
+        # All fresh tokens fit behind the cached ones: full attention writes over everything, and loading restores it.
+        slots = 2 * self._start + QUESTION
+        self._pool = torch.zeros(kv.layers, 2, slots, kv.kv_heads, kv.head_dim, dtype=kv.dtype, device=self._device)
+        self._host = HostCache(self._pool, self._parts[1:], self._model.network.model.layers)
+        self.cached_bytes = self._host.bytes
+
+    def install(self) -> None:
+        """Makes the model attend through the pool, for good."""
+        attention.install(self._model)
+
+    def sdpa(self) -> int:
+        """First token by transformers' own SDPA over the whole prompt, keeping no cache; before `install`."""
+        return self._first(self._sdpa_hidden())
+
+    def full(self) -> int:
+        """First token with every token a row, in one step: 28k rows of a 7B model take 4 GiB beside the weights."""
+        return self._first(self._full_hidden())
+
+    def disagreement(self) -> float:
+        """Norm of the difference between both full forwards' last hidden states, over the norm."""
+        ours = self._full_hidden()[-1].float()
+        network = self._model.network
+        network.config._attn_implementation = "sdpa"
+        other = self._sdpa_hidden()[-1].float()
+        network.config._attn_implementation = attention.NAME
+        return float((ours - other).norm() / other.norm())
+
+    def load(self) -> None:
+        """Begins to copy all chunks into the pool."""
+        self._host.load()
+
+    def select(self, ratio: float) -> torch.Tensor:
+        """Positions int64 [tokens], ascending, on the CPU: those the question attends to most in the last layer."""
+        count = budget(ratio, self.context, self.context)
+        if count == 0:
+            return torch.empty(0, dtype=torch.int64)
+        span = self._span(torch.empty(0, dtype=torch.int64))
+        probe = Probe(span, frozenset({self._shape.layers - 1}))
+        attention.forward(self._model, self._batch(span, [probe]))
+        return top_k(probe.scores[: self._start].cpu(), self._stale, count)
+
+    def answer(self, chosen: torch.Tensor) -> int:
+        """First token, with the chosen tokens and the question as rows."""
+        return self._first(attention.forward(self._model, self._batch(self._span(chosen), [])))
+
+    def operations(self, ratio: float) -> int:
+        """Floating-point operations of a forward over so much of the context and the question, without scoring."""
+        if ratio == 1:
+            rows, pairs = self._tokens, self._tokens * (self._tokens + 1) // 2
+        else:
+            count = budget(ratio, self.context, self.context)
+            rows = count + QUESTION
+            # A chosen token stands anywhere among the chunks, so in the mean it sees half of them.
+            pairs = (count * (SYSTEM + self._start) + QUESTION * (self._start + self._tokens)) // 2
+        shape, kv = self._shape, self._model.kv
+        width = 2 * shape.hidden + 2 * kv.kv_heads * kv.head_dim + 3 * shape.intermediate
+        layer = 2 * rows * shape.hidden * width + 4 * shape.heads * kv.head_dim * pairs
+        return shape.layers * layer + 2 * shape.vocabulary * shape.hidden
+
+    def _span(self, chosen: torch.Tensor) -> QuerySpan:
+        computed = torch.cat([chosen, torch.arange(self._start, self._tokens)])
+        return lay_out(self._parts, computed, self._start, 0, len(computed), self._device)
+
+    def _batch(self, span: QuerySpan, probes: list[Probe]) -> Batch:
+        slots = torch.arange(self._start, self._start + span.rows, device=self._device)
+        ids = self._ids[span.positions]
+        return Batch(ids, span.positions, slots, Spans([span]), self._pool, self._model.rotations, probes)
+
+    def _full_hidden(self) -> torch.Tensor:
+        where = torch.arange(self._tokens, device=self._device)
+        spans = Spans([QuerySpan(0, self._tokens, where, (KVSegment(0, self._tokens, 0),))])
+        batch = Batch(self._ids, where, where, spans, self._pool, self._model.rotations)
+        return attention.forward(self._model, batch)
+
+    @torch.inference_mode()
+    def _sdpa_hidden(self) -> torch.Tensor:
+        # The CPU has a flash backend of its own; on a GPU it is named so that no slower one is the baseline.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = self._model.network.model(input_ids=self._ids[None], use_cache=False)
+        hidden: torch.Tensor = out.last_hidden_state[0]
+        return hidden
+
+    def _first(self, hidden: torch.Tensor) -> int:
+        return int(attention.logits(self._model, hidden[-1:]).argmax())
+
+
+def build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> models.Model:
+    """The model with random weights, made where it runs."""
+    config = Qwen2Config(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+        dtype=dtype,
+    )
+    with torch.device("meta"):
+        network: Any = Qwen2ForCausalLM(config)
+    network = network.to(dtype=dtype).to_empty(device=device)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for module in network.modules():
+        if module.__class__.__name__.endswith("RMSNorm"):
+            torch.nn.init.ones_(module.weight)
+    # Buffers hold nothing after `to_empty`: made again from the configuration.
+    network.model.rotary_emb = type(network.model.rotary_emb)(config).to(device)
+    words = Tokenizer(WordLevel({"0": 0}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    return models.wrap(shape.name, network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)

@@ -1,0 +1,158 @@
+"""Prompts laid out in a pool as the engine does it: a system prompt, chunks written elsewhere, a question."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.backend import has_triton
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.gpu.tile_shapes import tile_for
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.kernels.sparse_attention import sparse_attention
+
+SYSTEM, QUESTION = 32, 32  # tokens
+DECODE_CHUNKS = 64
+DECODE_HIDDEN = 0.15  # of a context while an answer is decoded: what was recomputed when it was read
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The attention of one layer of a model."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    dim: int
+
+    def operations(self, pairs: int) -> int:
+        """Floating-point operations of QK^T and PV over so many pairs of a row and a key that it sees."""
+        return 4 * self.heads * self.dim * pairs
+
+
+@dataclass(frozen=True)
+class Part:
+    """Cached pool slots `[slot, slot + length)`, whose keys were written for the positions from `base` on."""
+
+    slot: int
+    length: int
+    base: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer's attention. q: [rows, heads, dim]; k, v: [slots, kv_heads, dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    spans: Spans
+    rotation: Rotation
+    window: int | None = None
+
+    @classmethod
+    def random(cls, shape: Shape, slots: int, spans: Spans, dtype: torch.dtype) -> "Problem":
+        """Normal queries, keys and values for these spans, on their device."""
+        device, rows = spans[0].positions.device, spans[-1].stop
+        q = torch.randn(rows, shape.heads, shape.dim, dtype=dtype, device=device)
+        k, v = (torch.randn(slots, shape.kv_heads, shape.dim, dtype=dtype, device=device) for _ in range(2))
+        return cls(q, k, v, spans, rotary(shape.dim))
+
+    @property
+    def scale(self) -> float:
+        return float(self.q.shape[2] ** -0.5)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of a row and a key that it sees, without a window."""
+        return sum(int((span.positions + 1).sum()) for span in self.spans)
+
+    @property
+    def keys(self) -> int:
+        """Keys that the requests see; one that two requests share counts twice, a hidden one not at all."""
+        return sum(int(span.positions[-1]) + 1 for span in self.spans)
+
+    def attend(self) -> torch.Tensor:
+        return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale, self.window)
+
+    def apart(self) -> torch.Tensor:
+        """As `attend`, requests that share chunks each by itself: on a GPU in one launch all the same."""
+        rest = self.rotation, self.scale, self.window
+        if self.q.device.type == "cpu" or not has_triton():
+            alone = (sparse_attention(self.q, self.k, self.v, Spans([span]), *rest) for span in self.spans)
+            return torch.cat([out[span.start : span.stop] for out, span in zip(alone, self.spans, strict=True)])
+        from fusionkv.kernels.gpu import sparse_attention_triton
+
+        tile = tile_for(self.q.device, self.q.shape[2], self.q.dtype)
+        return sparse_attention_triton.attend(self.q, self.k, self.v, self.spans, *rest, tile)
+
+    def scores(self, span: QuerySpan) -> torch.Tensor:
+        return attention_scores(self.q, self.k, span, self.rotation, self.scale, self.window)
+
+
+def rotary(dim: int, partial: bool = False, interleaved: bool = False) -> Rotation:
+    """RoPE with base 1e6, of all channels or of the first half."""
+    half = dim // (4 if partial else 2)
+    return Rotation(1e6 ** (-torch.arange(half, dtype=torch.float64) / half), interleaved)
+
+
+def choose(first: int, tokens: int, share: float) -> torch.Tensor:
+    """A random share of the positions `[first, first + tokens)`: int64, ascending, on the CPU."""
+    return first + torch.randperm(tokens)[: round(share * tokens)].sort().values
+
+
+def lay_out(
+    parts: Sequence[Part], computed: torch.Tensor, fresh: int, row: int, rows: int, device: torch.device
+) -> QuerySpan:
+    """The last `rows` computed tokens as query rows from `row` on, and every key that they see.
+
+    computed: int64 [tokens], ascending, on the CPU. The fresh key of token i lies in slot `fresh + i`; its
+        cached one, where it has one, is hidden.
+    """
+    stale = torch.zeros(sum(part.length for part in parts), dtype=torch.bool)
+    stale[computed[computed < len(stale)]] = True
+    hidden = stale.to(device)
+    segments, at = [], 0
+    for part in parts:
+        stop = at + part.length
+        unseen = hidden[at:stop] if stale[at:stop].any() else None
+        segments.append(KVSegment(part.slot, part.length, at, at - part.base, hidden=unseen))
+        at = stop
+    first, positions = int(computed[0]), computed.to(device)
+    gapless = int(computed[-1]) - first + 1 == len(computed)
+    segments.append(KVSegment(fresh, len(computed), first, positions=None if gapless else positions))
+    return QuerySpan(row, row + rows, positions[len(computed) - rows :], tuple(segments))
+
+
+def cached(context: int, chunk: int) -> list[Part]:
+    """A system prompt and chunks, in slots `[0, SYSTEM + context)`, the chunks in an order of their own.
+
+    Every chunk was written for position 0, so that none is in its own place.
+    """
+    places = torch.randperm(context // chunk).tolist()
+    return [Part(0, SYSTEM, 0), *(Part(SYSTEM + place * chunk, chunk, 0) for place in places)]
+
+
+def prefill(
+    shape: Shape, context: int, chunk: int, ratio: float, device: torch.device, dtype: torch.dtype
+) -> Problem:
+    """A random share of the context and a question as rows over cached chunks."""
+    start = SYSTEM + context
+    computed = torch.cat([choose(SYSTEM, context, ratio), torch.arange(start, start + QUESTION)])
+    span = lay_out(cached(context, chunk), computed, start, 0, len(computed), device)
+    return Problem.random(shape, start + len(computed), Spans([span]), dtype)
+
+
+def decode(shape: Shape, context: int, batch: int, shared: bool, device: torch.device, dtype: torch.dtype) -> Problem:
+    """One row a request, over 64 chunks with recomputed tokens. shared: all requests over the same chunks."""
+    chunk, spans, slot = context // DECODE_CHUNKS, [], context if shared else 0
+    for row in range(batch):
+        computed = torch.cat([choose(0, context, DECODE_HIDDEN), torch.tensor([context])])
+        start = 0 if shared else slot
+        slot += 0 if shared else context
+        parts = [Part(start + place * chunk, chunk, 7) for place in torch.randperm(DECODE_CHUNKS).tolist()]
+        spans.append(lay_out(parts, computed, slot, row, 1, device))
+        slot += len(computed)
+    return Problem.random(shape, slot, Spans(spans), dtype)

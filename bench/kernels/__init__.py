@@ -1,0 +1,1 @@
+"""Speed and errors of the kernels, on a CPU and on a GPU."""

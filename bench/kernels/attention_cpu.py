@@ -1,0 +1,121 @@
+"""The attention of one layer on a CPU: explicit weights beside torch's fused operator, turned rows beside keys."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from fusionkv.bench.gpu.workload import QUESTION, SYSTEM, Problem, Shape, cached, decode, lay_out, prefill
+from fusionkv.bench.kernels.baselines import Dense
+from fusionkv.bench.kernels.pairs import Pairs, Way
+from fusionkv.kernels import reference
+from fusionkv.kernels.cpu import decode_attention_cpu, sparse_attention_cpu
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+
+_CPU = torch.device("cpu")
+_SPREAD = 3.0  # standard deviation of the scores
+_SLICE = 64  # rows of a call of the fused operator: with more, it computes too much beyond the diagonal
+_CHECKED = 64  # rows that errors are taken of
+_REQUESTS = 8
+
+
+def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
+    """All rows of a prompt, scattered ones, then one, in bfloat16. Laying out keys in order counts for every way."""
+    tokens = SYSTEM + context + QUESTION
+    plain = Spans([QuerySpan(0, tokens, torch.arange(tokens), (KVSegment(0, tokens, 0),))])
+    whole = _sharp(Problem.random(shape, tokens, plain, torch.bfloat16))
+    pairs.add(
+        f"attention, all {len(whole.q)} rows",
+        Way("fused operator, causal", lambda: _rows(_causal(Dense(whole)))),
+        Way("explicit weights", lambda: _attend(sparse_attention_cpu.attention, whole)),
+        lambda found: _error(whole, found),
+    )
+    scattered = _sharp(prefill(shape, context, chunk, 0.15, _CPU, torch.bfloat16))
+    masks = _masks(scattered.spans[0], shape.heads // shape.kv_heads)
+    pairs.add(
+        f"attention, {len(scattered.q)} rows scattered",
+        Way(f"fused operator, {_SLICE} rows a call", lambda: _rows(_sliced(Dense(scattered), masks))),
+        Way("explicit weights", lambda: _attend(sparse_attention_cpu.attention, scattered)),
+        lambda found: _error(scattered, found),
+    )
+    start = SYSTEM + context
+    span = lay_out(cached(context, chunk), torch.tensor([start]), start, 0, 1, _CPU)
+    one = _sharp(Problem.random(shape, start + 1, Spans([span]), torch.bfloat16))
+    pairs.add(
+        f"attention, 1 row, {len(span.segments)} segments",
+        Way("keys put in order", lambda: _attend(sparse_attention_cpu.attention, one)),
+        Way("keys where they lie", lambda: _decode(one, [one.spans])),
+        lambda found: _error(one, found),
+    )
+    for shared in (False, True):
+        many = _sharp(decode(shape, context // 2, _REQUESTS, shared, _CPU, torch.bfloat16))
+        pairs.add(
+            f"attention, {_REQUESTS} requests decoding, {'the same chunks' if shared else 'chunks of their own'}",
+            Way("one after another", partial(_decode, many, [Spans([span]) for span in many.spans])),
+            Way("together", partial(_decode, many, [many.spans])),
+            partial(_error, many),
+        )
+
+
+def _sharp(problem: Problem) -> Problem:
+    return replace(problem, q=problem.q * _SPREAD)
+
+
+def _attend(path: Callable[..., torch.Tensor], problem: Problem) -> torch.Tensor:
+    return path(problem.q, problem.k, problem.v, problem.spans[0], problem.rotation, problem.scale, None)
+
+
+def _decode(problem: Problem, batches: list[Spans]) -> torch.Tensor:
+    """The batches one after another. What they found out about their spans they keep, as from layer to layer."""
+    out, rest = torch.empty_like(problem.q), (problem.rotation, problem.scale, None)
+    for spans in batches:
+        decode_attention_cpu.attention(problem.q, problem.k, problem.v, spans, spans, *rest, out)
+    return out
+
+
+def _causal(dense: Dense) -> torch.Tensor:
+    return F.scaled_dot_product_attention(dense.q, dense.k, dense.v, is_causal=True, enable_gqa=True)
+
+
+def _sliced(dense: Dense, masks: list[torch.Tensor]) -> torch.Tensor:
+    """The fused operator over slices of the rows and the keys up to their last, the heads of a group as rows."""
+    out, start = torch.empty_like(dense.q), 0
+    kv_heads = dense.k.shape[1]
+    for mask in masks:
+        stop, keys = start + len(mask) * kv_heads // dense.q.shape[1], mask.shape[1]
+        q = dense.q[:, :, start:stop].reshape(1, kv_heads, len(mask), -1)
+        found = F.scaled_dot_product_attention(q, dense.k[:, :, :keys], dense.v[:, :, :keys], attn_mask=mask)
+        out[:, :, start:stop] = found.view(1, dense.q.shape[1], stop - start, -1)
+        start = stop
+    return out
+
+
+def _masks(span: QuerySpan, groups: int) -> list[torch.Tensor]:
+    """For each slice 0 or -inf [groups * rows, keys]."""
+    masks = []
+    for rows in span.positions.split(_SLICE):
+        unseen = torch.arange(int(rows[-1]) + 1) > rows[:, None]
+        masks.append(
+            torch.zeros(unseen.shape, dtype=torch.bfloat16).masked_fill_(unseen, float("-inf")).repeat(groups, 1)
+        )
+    return masks
+
+
+def _rows(out: torch.Tensor) -> torch.Tensor:
+    """[1, heads, rows, dim] as [rows, heads, dim]."""
+    return out[0].transpose(0, 1)
+
+
+def _error(problem: Problem, found: torch.Tensor) -> float:
+    """Norm of the difference to float64 over the norm, of some rows of every request."""
+    exact, seen = [], []
+    for span in problem.spans:
+        some = torch.linspace(0, span.rows - 1, min(_CHECKED, span.rows)).long()
+        q, k, v = (x.double() for x in (problem.q[span.start + some], problem.k, problem.v))
+        alone = [QuerySpan(0, len(some), span.positions[some], span.segments)]
+        exact.append(reference.sparse_attention(q, k, v, alone, problem.rotation, problem.scale))
+        seen.append(found[span.start + some].double())
+    return float((torch.cat(seen) - torch.cat(exact)).norm() / torch.cat(exact).norm())

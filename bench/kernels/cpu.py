@@ -1,0 +1,89 @@
+"""Speed and errors of the kernels on a CPU, each beside its alternative in the same run: the best of several."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _name_packages() -> None:
+    """Makes the folders of this checkout importable as `fusionkv.<folder>`, as pyproject.toml maps them."""
+    package = ModuleType("fusionkv")
+    package.__path__ = [str(ROOT)]
+    sys.modules["fusionkv"] = package
+
+
+def _rates(size: int) -> dict[str, float]:
+    """GFLOP/s of a product of square matrices, by dtype."""
+    from fusionkv.bench.kernels.pairs import milliseconds
+
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(size, size, dtype=dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        ms = min(milliseconds(partial(torch.matmul, a, b, out=out)) for _ in range(20))
+        rates[str(dtype).removeprefix("torch.")] = 2 * size**3 / ms / 1e6
+    return rates
+
+
+def _run(args: argparse.Namespace) -> None:
+    from fusionkv.bench.gpu.report import Report
+    from fusionkv.bench.gpu.workload import Shape
+    from fusionkv.bench.kernels import attention_cpu, linears
+    from fusionkv.bench.kernels.pairs import Pairs
+
+    torch.manual_seed(0)
+    started, pairs = time.perf_counter(), Pairs(0.0 if args.tiny else args.seconds)
+    rates = _rates(128 if args.tiny else 2048)
+    if args.tiny:
+        torch.set_num_threads(1)  # toy shapes: a second thread costs more in waiting than it saves
+        attention_cpu.measure(pairs, Shape("toy", 4, 2, 32), 128, 32)
+        linears.measure(pairs, 64, 32, 128, (1, 3))
+    else:
+        # Qwen2.5-0.5B; 1,261 rows are 15% of 8k tokens and a question.
+        attention_cpu.measure(pairs, Shape("0.5B", 14, 2, 64), 8192, 512)
+        linears.measure(pairs, 896, 128, 4864, (1, 32, 1261))
+    threads, seconds = torch.get_num_threads(), time.perf_counter() - started
+    kind = "1 thread, processor time" if threads == 1 else f"{threads} threads"
+    print(f"torch {torch.__version__}, {kind}, measured in {seconds:.0f} s")
+    Report.table("Matrix products, GFLOP/s", list(rates), [list(rates.values())])
+    columns = ("what", "baseline", "ms", "here", "ms", "ratio", "error of the baseline", "error here")
+    lines = [
+        (row.what, row.baseline, row.baseline_ms, row.way, row.ms, row.ratio, row.baseline_error, row.error)
+        for row in pairs.rows
+    ]
+    Report.table("Best of several, baseline and other in turn", columns, lines)
+    if args.json:
+        rows = [{**dataclasses.asdict(row), "ratio": row.ratio} for row in pairs.rows]
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"threads": threads, "gflops": rates, "rows": rows}, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -P bench/kernels/cpu.py",
+        description=__doc__,
+        epilog="OMP_NUM_THREADS=1 measures one thread, in processor time: for a machine that others use too.",
+    )
+    parser.add_argument("--seconds", type=float, default=4.0, help="for each pair, at least (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="everything at toy sizes: tests this script")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    args = parser.parse_args()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        print("this CPU does not compute in bfloat16: the paths measured here are not taken on it", file=sys.stderr)
+        return 2
+    _name_packages()
+    _run(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The ceilings of this device: matrix products, copies within its memory, and copies from pinned host memory."""
+
+from collections.abc import Callable
+
+import torch
+
+from fusionkv.bench.gpu.report import Row
+from fusionkv.bench.gpu.setup import Setup
+
+
+def measure(setup: Setup) -> None:
+    """Fills in the setup's ceilings."""
+    lines = []
+    setup.matrix_tflops = _matrix(setup)
+    lines.append(("matrix product, TFLOP/s", setup.matrix_tflops))
+    setup.copy_gbs = _copy(setup)
+    lines.append(("copy in device memory, GB/s read and written", setup.copy_gbs))
+    if setup.device.type == "cuda":
+        setup.host_gbs = _host(setup)
+        lines.append(("copy from pinned host memory, GB/s", setup.host_gbs))
+    else:
+        setup.report.notice("copies from pinned host memory: no CUDA device")
+    setup.report.table("Ceilings of this device, best of several", ("what", "rate"), lines)
+
+
+def _matrix(setup: Setup) -> float:
+    size = setup.sizes.matrix
+    # Normal values: with zeros the same product draws less power and runs faster than real work ever does.
+    a, b = (torch.randn(size, size, dtype=setup.dtype, device=setup.device) for _ in range(2))
+    out = torch.empty_like(a)
+    name = f"matmul {size} {str(setup.dtype)[6:]}"
+    return _row(setup, name, lambda: torch.matmul(a, b, out=out), 2 * size**3, 1e12)
+
+
+def _copy(setup: Setup) -> float:
+    size = setup.sizes.copied
+    source = torch.zeros(size, dtype=torch.uint8, device=setup.device)
+    target = torch.empty_like(source)
+    return _row(setup, f"copy {size >> 20} MiB", lambda: target.copy_(source), 2 * size, 1e9)
+
+
+def _host(setup: Setup) -> float:
+    size = setup.sizes.copied // 4
+    source = torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=setup.device)
+    name = f"pinned host to device {size >> 20} MiB"
+    return _row(setup, name, lambda: target.copy_(source, non_blocking=True), size, 1e9)
+
+
+def _row(setup: Setup, name: str, run: Callable[[], object], work: float, unit: float) -> float:
+    """The best rate of `run`, which does `work` operations or bytes, in `unit` a second."""
+    ms = min(setup.clock.samples(run))
+    rate = work / (ms * 1e-3) / unit
+    setup.report.add(Row("rate", name, ms, rate=rate))
+    return rate

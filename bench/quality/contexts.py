@@ -1,0 +1,168 @@
+"""Contexts in the pool: every chunk once for each way of encoding, shared by all recipes and ratios of a sample."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+from fusionkv.bench.quality.data.neighbours import Neighbours
+from fusionkv.bench.quality.data.samples import Library
+from fusionkv.bench.quality.report.cells import Cell
+from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.load.anchors import AnchoredChunk
+from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.load.lookup import RESTORED, corrected
+from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.kvcache_service import keys
+
+# Ways of encoding that an evaluation compares: those of `recipes.Encode` that depend on no chunk before.
+Encoding = Isolated | SimilarityGuided | Anchored
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """The chunks of a few prompts, encoded and held in the pool.
+
+    parts: of each prompt, by how they were encoded. wholes: of each prompt, its system prompt and all its chunks as
+    one behind it, which is what full attention makes of them.
+    """
+
+    loader: Loader
+    parts: Mapping[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]]
+    wholes: Mapping[Prompt, tuple[LoadedChunk, ...]]
+
+    @asynccontextmanager
+    async def placed(self, prompt: Prompt, encode: Encoding, fresh: int) -> AsyncIterator[PromptLayout]:
+        """One of the prompts with its parts as `encode` made them and `fresh` slots of its own."""
+        async with self.loader.plain(fresh) as room:
+            # The parts are held for others as well: nobody gives them up.
+            yield PromptLayout(self.parts[prompt, encode], room.fresh, lambda: None)
+
+    @asynccontextmanager
+    async def whole(self, prompt: Prompt, fresh: int) -> AsyncIterator[PromptLayout]:
+        """The same with what full attention computed."""
+        async with self.loader.plain(fresh) as room:
+            yield PromptLayout(self.wholes[prompt], room.fresh, lambda: None)
+
+
+@asynccontextmanager
+async def hold(
+    loader: Loader,
+    neighbours: Neighbours,
+    library: Library | None,
+    prompts: Sequence[Prompt],
+    encodes: Sequence[Encoding],
+    correction: Correction | None = None,
+) -> AsyncIterator[Contexts]:
+    """The prompts' chunks in the pool in every way of `encodes` and as a whole, until the context is left.
+
+    library: where a chunk's neighbours are looked for; None: among the prompts' chunks. They are in the pool while
+    the chunk is encoded, and stay there as long as nobody needs the room.
+
+    Raises:
+        ResourceExhausted: they don't fit the pool.
+    """
+    restored: set[bytes] = set()
+    parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
+    wholes: dict[Prompt, tuple[LoadedChunk, ...]] = {}
+    async with AsyncExitStack() as stack:
+
+        async def bring(wanted: Sequence[ChunkSource]) -> tuple[LoadedChunk, ...]:
+            placed = (await stack.enter_async_context(loader.parts([w for w in wanted if len(w.chunk)]))).parts
+            restored.update(_restore(loader, placed, restored))
+            return placed
+
+        for prompt in prompts:
+            one = whole(prompt)
+            namespace = loader.namespace(prompt.tenant)
+            starts = enumerate(one.starts)
+            wholes[prompt] = await bring([loader.locator.alone(one, i, start, namespace) for i, start in starts])
+            isolated, base = _wanted(loader, prompt, {}), len(prompt.system)
+            parts[prompt, Isolated()] = await bring(isolated)
+            if Isolated(corrected=True) in encodes:
+                parts[prompt, Isolated(corrected=True)] = await bring(
+                    [corrected(w, base, correction) for w in isolated]
+                )
+        for anchored in (encode for encode in encodes if isinstance(encode, Anchored)):
+            for prompt in prompts:
+                parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
+        for encode in (encode for encode in encodes if isinstance(encode, SimilarityGuided)):
+            # All but the first chunk, which is found by its exact path.
+            similarity = neighbours.among(library, prompts)
+            for prompt in prompts:
+                variants = {}
+                for chunk in prompt.chunks[1:]:
+                    near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
+                    wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
+                    async with neighbours.turn, loader.parts([w for w in wanted if len(w.chunk)]):
+                        await bring(wanted[-1:])
+                parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
+        yield Contexts(loader, parts, wholes)
+
+
+def encoding(recipe: Recipe) -> Encoding:
+    """How the recipe's chunks are encoded; not for recipes that are full attention."""
+    assert isinstance(recipe.encode, Encoding)
+    return recipe.encode
+
+
+def encodings(cells: Iterable[Cell]) -> list[Encoding]:
+    """The ways of encoding that the cells need, each once."""
+    return list(dict.fromkeys(encoding(cell.recipe) for cell in cells if not cell.recipe.lossless))
+
+
+def whole(prompt: Prompt) -> Prompt:
+    """The prompt with its chunks as one."""
+    ids = tuple(token for chunk in prompt.chunks for token in chunk.ids)
+    return replace(prompt, chunks=(Chunk(ids),) if ids else ())
+
+
+def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
+    """Tokens that are computed ahead of time to encode all chunks of a prompt, as `laid` for `encode`."""
+    if isinstance(encode, Anchored):
+        chunks = [chunk for chunk in prompt.chunks if isinstance(chunk, AnchoredChunk)]
+        return sum(len(cut.text) + len(cut.anchors) for chunk in chunks for cut in chunk.cuts)
+    # Behind its neighbours, each of which has to be there as encoded alone: that makes two for a chunk of a corpus.
+    return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided) else 1)
+
+
+def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[ChunkSource]:
+    """A prompt's parts. variants: variant and key of the entries of chunks not encoded alone, by their digests."""
+    namespace = loader.namespace(prompt.tenant)
+    found = []
+    for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
+        alone = loader.locator.alone(prompt, i, start, namespace)
+        if (variant := variants.get(part.digest)) and i and not alone.lossless:
+            # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
+            name, key = variant
+            alone = ChunkSource(part, start, start, alone.path, key, name, alone=False)
+        if i and not loader.storage.lossless:
+            alone = replace(alone, key=alone.key + RESTORED, lossless=False)
+        found.append(alone)
+    return found
+
+
+def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) -> set[bytes]:
+    """Has chunks that are new here look as if they had been stored and fetched; gives their keys."""
+    new = {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}
+    for key, resident in new.items():
+        if key not in done:
+            loader.storage.pass_through(resident)
+    return set(new)
+
+
+def _after(
+    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
+) -> tuple[list[ChunkSource], tuple[bytes, bytes]]:
+    """A chunk behind its neighbours, each of those as encoded alone (FusionRAG 3.1); its variant and key."""
+    namespace = loader.namespace(prompt.tenant)
+    before = Prompt(prompt.system, tuple(near), (), prompt.tenant)
+    wanted = [loader.locator.alone(before, i, start, namespace) for i, start in enumerate(before.starts)]
+    variant = keys.neighbours_variant(n.digest for n in near)
+    path = (prompt.system.digest, chunk.digest)
+    key = keys.entry_key(namespace, path, variant)
+    new = ChunkSource(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
+    if not loader.storage.lossless:
+        new = replace(new, key=key + RESTORED)
+    return [*wanted, new], (variant, key)

@@ -1,0 +1,233 @@
+"""The papers' datasets in their own files: RULER, LongBench and CacheBlend; which one, the first record says.
+
+RULER       JSON lines: input, outputs; newer files also answer_prefix. The task is the file's name, or its folder's
+            when the file is called validation or test. github.com/NVIDIA/RULER
+LongBench   JSON lines: context, input, answers, dataset. github.com/THUDM/LongBench
+CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. github.com/YaoJiayi/CacheBlend
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fusionkv.bench.quality.data.samples import Library, Sample, Task
+
+log = logging.getLogger(__name__)
+_SUBSETS = ("validation", "test", "dev")
+# The first line of a RULER input is its instruction, unless it is longer than any of them: then it is the context.
+_LONGEST_INSTRUCTION = 400
+# Answer tokens of RULER's tasks, by how their names begin.
+_RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fwe": 50, "qa": 32}
+# Metrics and answer tokens of LongBench's datasets.
+_QA, _SUMMARY, _NUMBER = ("f1", "exact_match"), ("rouge_l",), ("number_match",)
+_CLASS, _CODE = ("class_match",), ("code_similarity",)
+_LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
+    **dict.fromkeys(("hotpotqa", "2wikimqa", "musique", "triviaqa", "nq"), (_QA, 32)),
+    **dict.fromkeys(("multifieldqa_en", "multifieldqa_zh"), (_QA, 64)),
+    **dict.fromkeys(("narrativeqa", "qasper"), (_QA, 128)),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "vcsum"), (_SUMMARY, 512)),
+    **dict.fromkeys(("samsum", "dureader"), (_SUMMARY, 128)),
+    **dict.fromkeys(("passage_retrieval_en", "passage_retrieval_zh", "passage_count"), (_NUMBER, 32)),
+    **dict.fromkeys(("trec", "lsht"), (_CLASS, 64)),
+    **dict.fromkeys(("lcc", "repobench-p"), (_CODE, 64)),
+}
+# Tasks by example: they go without a chat template, and a line ends the answer.
+_FEW_SHOT = ("triviaqa", "samsum", "trec", "lsht")
+_ANSWER = "Answer the question using the passages. Give only the answer, in as few words as possible."
+_INSTRUCTIONS = {
+    _QA: _ANSWER,
+    _SUMMARY: "Summarize the text.",
+    _NUMBER: "Read the numbered paragraphs.",
+    _CLASS: "Say the class of the last text, as the examples do.",
+    _CODE: "Complete the code.",
+}
+
+
+class DatasetError(ValueError):
+    """A file that is not what it should be; says which one, where and why."""
+
+
+class UnknownDataset(DatasetError):
+    """A file of none of the formats, or of a dataset that nothing here scores."""
+
+
+def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
+    """The tasks of a file, or of every .jsonl and .json file below a folder.
+
+    prompts: LongBench's own (config/dataset2prompt.json), by dataset, with {context} and {input}. Without them a
+    short instruction stands in.
+
+    In a folder, files that are of none of the formats or of no known dataset are left out with a warning.
+
+    Raises:
+        DatasetError: no file, or one that is none of the three formats; the message names the file and the record.
+    """
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix in (".jsonl", ".json") and f.is_file())
+        if not files:
+            raise DatasetError(f"{path}: no .jsonl or .json file in this folder")
+        found = []
+        for file in files:
+            try:
+                found += load(file, prompts)
+            except UnknownDataset as error:
+                log.warning("left out: %s", error)
+        if not found:
+            raise DatasetError(f"{path}: none of the {len(files)} files in this folder could be read")
+        return found
+    records = _records(path)
+    first_place, first = records[0]
+    for needed, read in _FORMATS:
+        if all(name in first for name in needed):
+            task = read(path, records, prompts or {})
+            return [replace(task, library=Library(task.samples))]
+    formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
+    raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {_names(first)}")
+
+
+def read_prompts(path: Path) -> dict[str, str]:
+    """LongBench's prompts by dataset.
+
+    Raises:
+        DatasetError: it is no JSON object of strings, or one lacks {context}.
+    """
+    loaded = _parse(path, _text(path), str(path))
+    for name, prompt in loaded.items():
+        if not isinstance(prompt, str) or prompt.count("{context}") != 1:
+            raise DatasetError(f"{path}: the prompt of {name!r} must be a string with {{context}} once")
+    return loaded
+
+
+def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+    name = _name(path)
+    samples = []
+    for place, record in records:
+        text, outputs = _string(place, record, "input"), _strings(place, record, "outputs")
+        # In every task of RULER the question is the last line, and the instruction the first.
+        head, _, question = text.rstrip("\n").rpartition("\n")
+        if not head.strip():
+            raise DatasetError(f"{place}: the input is one line; its last line should be the question")
+        first, _, rest = head.partition("\n")
+        if not rest or len(first) > _LONGEST_INSTRUCTION:
+            first, rest = "", head
+        opening = _string(place, record, "answer_prefix") if "answer_prefix" in record else ""
+        instruction = f"{first}\n" if first else ""
+        samples.append(Sample(instruction, (rest,), f"\n{question}", outputs, opening, whole=True))
+    kind = next((kind for kind in _RULER_TOKENS if name.startswith(kind)), "niah")
+    metric = "string_match_part" if kind == "qa" else "string_match_all"
+    return Task(f"ruler/{name}", tuple(samples), (metric,), _RULER_TOKENS[kind], chat=True)
+
+
+def _longbench(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+    place, first = records[0]
+    dataset = first.get("dataset") or path.stem
+    name = dataset.removesuffix("_e")
+    if name not in _LONGBENCH:
+        raise UnknownDataset(f"{place}: dataset {dataset!r} is none of LongBench's: {', '.join(_LONGBENCH)}")
+    metrics, max_tokens = _LONGBENCH[name]
+    instruction = _INSTRUCTIONS[metrics]
+    asks = "\n\n{input}" if metrics != _QA or name in _FEW_SHOT else "\n\nQuestion: {input}\nAnswer:"
+    if metrics == _CODE:
+        asks = "{input}Next line of code:\n"
+    prompt = prompts.get(name, f"{instruction}\n\n{{context}}{asks}")
+    before, after = prompt.split("{context}")
+    samples = []
+    for place, record in records:
+        context, question = _string(place, record, "context"), _string(place, record, "input", empty=True)
+        answers = _strings(place, record, "answers")
+        samples.append(Sample(before, (context,), after.replace("{input}", question), answers, whole=True))
+    few, classes = name in _FEW_SHOT, _strings(place, first, "all_classes") if metrics == _CLASS else ()
+    chat = not few and metrics != _CODE
+    return Task(f"longbench/{dataset}", tuple(samples), metrics, max_tokens, chat, first_line=few, classes=classes)
+
+
+def _cacheblend(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: Mapping[str, str]) -> Task:
+    name = _name(path)
+    summary = name.startswith(("samsum", "multi_news", "multinews"))
+    samples = []
+    for place, record in records:
+        question, answers = _string(place, record, "question"), _strings(place, record, "answers")
+        passages = record["ctxs"] if isinstance(record.get("ctxs"), list) else []
+        if not passages or not all(isinstance(c, dict) and isinstance(c.get("text"), str) for c in passages):
+            raise DatasetError(f"{place}: 'ctxs' must be a list of objects with a 'text', and not empty")
+        titles = [f"{c['title']}\n\n" if c.get("title") else "" for c in passages]
+        texts = tuple(f"{t}{c['text']}\n\n" for t, c in zip(titles, passages, strict=True))
+        asked = f"\n\n{question}" if summary else f"{_ANSWER}\nQuestion: {question}\nAnswer:"
+        instruction = "Summarize as the examples do.\n\n" if summary else f"{_ANSWER}\n\nPassages:\n"
+        samples.append(Sample(instruction, texts, asked, answers))
+    metrics, max_tokens = (_SUMMARY, 128) if summary else (_QA, 32)
+    return Task(f"cacheblend/{name}", tuple(samples), metrics, max_tokens, chat=not summary, first_line=True)
+
+
+Reader = Callable[[Path, Sequence[tuple[str, dict[str, Any]]], Mapping[str, str]], Task]
+_FORMATS: tuple[tuple[tuple[str, ...], Reader], ...] = (
+    (("input", "outputs"), _ruler),
+    (("context", "input", "answers"), _longbench),
+    (("ctxs", "question", "answers"), _cacheblend),
+)
+
+
+def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Every record with its place: file and line, or file and number in the array."""
+    text = _text(path)
+    if text.lstrip().startswith("["):
+        found = [(f"{path}: record {i}", r) for i, r in enumerate(_parse(path, text, str(path), list), 1)]
+    else:
+        found = list(_lines(path, text))
+    if not found:
+        raise DatasetError(f"{path}: the file holds no record")
+    for place, record in found:
+        if not isinstance(record, dict):
+            raise DatasetError(f"{place}: a record must be a JSON object, not {type(record).__name__}")
+    return found
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    # Not splitlines, which also breaks at separators that JSON allows within a string.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"{path}:{number}"
+            yield place, _parse(path, line, place)
+
+
+def _parse(path: Path, text: str, place: str, kind: type = dict) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"{path}:{error.lineno}" if place == str(path) else place
+        raise DatasetError(f"{line}: no JSON at column {error.colno}: {error.msg}") from error
+    if not isinstance(value, kind):
+        raise DatasetError(f"{place}: expected a JSON {'array' if kind is list else 'object'}")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{path}: can't be read: {error}") from error
+
+
+def _string(place: str, record: Mapping[str, Any], name: str, empty: bool = False) -> str:
+    value = record.get(name)
+    if not isinstance(value, str) or not (value or empty):
+        raise DatasetError(f"{place}: {name!r} must be a string{'' if empty else ' that is not empty'}")
+    return value
+
+
+def _strings(place: str, record: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    value = record.get(name)
+    if not isinstance(value, list) or not value or not all(isinstance(v, str) and v for v in value):
+        raise DatasetError(f"{place}: {name!r} must be a list of strings, and not empty")
+    return tuple(value)
+
+
+def _name(path: Path) -> str:
+    return path.parent.name if path.stem in _SUBSETS else path.stem
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(record) or "nothing"

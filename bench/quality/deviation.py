@@ -1,0 +1,43 @@
+"""How far reused KV is from what full attention computes, layer by layer."""
+
+from collections.abc import Sequence
+
+import torch
+
+from fusionkv.fusion_worker.compute.forward_job import slots_of
+from fusionkv.fusion_worker.load.placement import LoadedChunk, PromptLayout
+from fusionkv.kernels.rope import Rotation
+
+
+def deviation(
+    kv: torch.Tensor, rotations: Sequence[Rotation], reused: PromptLayout, full: torch.Tensor
+) -> dict[str, float]:
+    """Relative L2 of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks together.
+
+    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer. reused: a prompt's
+    parts. full: int64, the slots in which full attention over the same prompt left its KV, in prompt order, the keys
+    as they stand there.
+    """
+    away = torch.zeros(len(kv), dtype=torch.float64)
+    size = torch.zeros(len(kv), dtype=torch.float64)
+    for part in reused.parts:
+        if part.wanted.is_system:
+            continue
+        start = part.wanted.position
+        there = _take(kv, full[start : start + len(part.wanted.chunk)])
+        here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
+        for layer, rotation in zip(here, rotations, strict=True):
+            layer[0] = rotation.turn(layer[0], _shift(part))
+        away += (here - there).square().sum((1, 2, 3, 4)).cpu()
+        size += there.square().sum((1, 2, 3, 4)).cpu()
+    relative = (away / size).sqrt().tolist()
+    return {f"kv_deviation_layer_{layer}": value for layer, value in enumerate(relative)}
+
+
+def _take(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    return kv[:, :, slots.to(kv.device)].double()
+
+
+def _shift(part: LoadedChunk) -> int:
+    """From where the keys were written to where the prompt has them."""
+    return part.wanted.position - part.resident.base

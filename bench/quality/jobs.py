@@ -1,0 +1,148 @@
+"""The work of an evaluation, cut into jobs for a few processes: a block of samples under a model."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusionkv.bench.quality.data.samples import Block, Task
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+
+# Samples of a job: what an interrupted run loses at most, for each process.
+BLOCK = 25
+# One sample of every second block runs alone and is timed: 10 of 500.
+_TIMED = 2 * BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Cells that are to be measured over a block."""
+
+    block: Block
+    cells: tuple[Cell, ...]
+
+    @property
+    def timed(self) -> bool:
+        return self.block.start % _TIMED == 0
+
+    @property
+    def picture(self) -> bool:
+        """Whether what is chosen in the first sample is kept, to be drawn."""
+        return self.block.start == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Blocks that ask about the same contexts, so that one process encodes them once."""
+
+    subject: Subject
+    config: WorkerConfig
+    parts: tuple[Part, ...]
+
+
+def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> list[Cell]:
+    """A task's cells: every recipe at every ratio, those that fix it at their own.
+
+    A recipe that encodes otherwise than alone is asked at 0 as well: what its encoding brings without recomputing.
+    Where answers are generated, the question without its context is a cell too.
+    """
+    found: dict[Cell, None] = {}
+    for recipe in recipes:
+        wanted = [recipe.ratio] if recipe.fixed else [0.0, *ratios] if recipe.neighbours else [*ratios]
+        found |= dict.fromkeys(Cell(recipe, ratio) for ratio in wanted)
+    return [*found, *[NO_CONTEXT] * bool(task.metrics)]
+
+
+def missing(
+    subject: Subject, config: WorkerConfig, plan: Sequence[tuple[Task, Sequence[Cell]]], store: Store
+) -> Iterator[Job]:
+    """Jobs for what the store lacks of a plan: tasks, each with its cells."""
+    parts: dict[tuple[str, int], list[Part]] = {}
+    for task, cells in plan:
+        for block in task.blocks(BLOCK):
+            lacking = tuple(cell for cell in cells if key(subject, block, cell) not in store)
+            if lacking:
+                parts.setdefault((task.contexts or task.name, block.start), []).append(Part(block, lacking))
+    for together in parts.values():
+        yield Job(subject, config, tuple(together))
+
+
+def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[list[Measured]]]]:
+    """Does the jobs in `processes` processes of `threads` CPU threads each; yields them as they are done.
+
+    Raises what the first job that fails raises.
+    """
+    # Not forked: a child would take over locks that the parent's threads hold.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, context, _start, (threads,)) as pool:
+        waiting: dict[Future[list[list[Measured]]], Job] = {}
+        queue = iter(jobs)
+        try:
+            while True:
+                # One more than there are processes: none waits for its next job, and few are lost when one fails.
+                while len(waiting) <= processes and (job := next(queue, None)) is not None:
+                    waiting[pool.submit(_work, job)] = job
+                if not waiting:
+                    return
+                for future in wait(waiting, return_when=FIRST_COMPLETED).done:
+                    yield waiting.pop(future), future.result()
+        except BaseException:
+            # Nobody wants what the others still compute, and it may take them half an hour.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+
+
+def _work(job: Job) -> list[list[Measured]]:
+    bench = _Bench.of(job)
+    return [bench.measure(part) for part in job.parts]
+
+
+class _Bench:
+    """A process's model and engine, kept from job to job while the model stays the same."""
+
+    _current: "_Bench | None" = None
+
+    def __init__(self, config: WorkerConfig, chunk_tokens: int) -> None:
+        from fusionkv.bench.quality.runner import Runner
+        from fusionkv.fusion_worker import models
+
+        self.key = (config, chunk_tokens)
+        self._loop = asyncio.new_event_loop()
+        model = models.load(config.model, config.device, config.dtype)
+        auxiliary = models.load(Path(config.auxiliary), "cpu") if config.auxiliary else None
+
+        async def make() -> Runner:
+            return Runner(model, config, chunk_tokens, auxiliary)
+
+        self._runner = self._loop.run_until_complete(make())
+
+    @classmethod
+    def of(cls, job: Job) -> "_Bench":
+        wanted = (job.config, job.subject.chunk_tokens)
+        if cls._current is None or cls._current.key != wanted:
+            if cls._current is not None:
+                cls._current.close()
+            cls._current = None  # two models at once may not fit
+            cls._current = cls(*wanted)
+        return cls._current
+
+    def measure(self, part: Part) -> list[Measured]:
+        measuring = self._runner.measure(part.block, part.cells, part.timed, part.picture)
+        return self._loop.run_until_complete(measuring)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._runner.close())
+        self._loop.close()

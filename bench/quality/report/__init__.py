@@ -1,0 +1,1 @@
+"""What is said of it: rows, intervals, charts, the report page."""

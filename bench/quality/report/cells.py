@@ -1,0 +1,143 @@
+"""Cells of the table and what was measured in them, kept in a JSON-lines file as soon as it is known."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fusionkv.bench.quality.data.samples import Block
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.select.base import SecondModel
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A recipe at a ratio."""
+
+    recipe: Recipe
+    ratio: float
+
+    @property
+    def specification(self) -> str:
+        """Names what the recipe is made of: not its description, nor slots that it leaves as most recipes do."""
+        slots = [(f.name, getattr(self.recipe, f.name), f.default) for f in dataclasses.fields(self.recipe)]
+        own = {name: repr(value) for name, value, usual in slots if value != usual and name != "description"}
+        return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return f"{self.recipe.name} r={self.ratio:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model and how it is run: what a measurement belongs to besides cell and samples.
+
+    auxiliary: fingerprint of the second model, for recipes that choose by one.
+    """
+
+    model: str
+    fingerprint: str
+    dtype: str
+    chunk_tokens: int
+    auxiliary: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One cell over one block of samples.
+
+    values: by metric, one number a sample. seconds: of choosing and of prefill, for samples that ran alone.
+    picture: which tokens were chosen in the block's first sample, when that was asked for.
+    """
+
+    values: Mapping[str, Sequence[float]]
+    seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    picture: Mapping[str, Any] | None = None
+
+
+# The question alone, without any passage: what an answer owes to the context is seen beside it.
+NO_CONTEXT = Cell(Recipe("no_context", "the prompt without its passages", None, None, 0.0, fixed=True), 0.0)
+Key = tuple[str, ...]
+
+
+def key(subject: Subject, block: Block, cell: Cell) -> Key:
+    """What a measurement is found by."""
+    by_auxiliary = cell.recipe.needs == SecondModel()
+    how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
+    encode = cell.recipe.encode
+    by_library = cell.recipe.neighbours or (encode is not None and encode.corrected)
+    if by_library and block.task.library is not None:
+        how = (*how, block.task.library.digest)
+    return (*how, block.task.name, str(block.start), block.digest, cell.specification, repr(cell.ratio))
+
+
+class Store:
+    """Measurements in a file, one a line. A line that was cut short by the end of a run is measured again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._found: dict[Key, Measured] = {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").split("\n"):
+                if (read := _read(line)) is not None:
+                    self._found[read[0]] = read[1]
+
+    def __contains__(self, wanted: Key) -> bool:
+        return wanted in self._found
+
+    def __getitem__(self, wanted: Key) -> Measured:
+        return self._found[wanted]
+
+    def append(self, subject: Subject, block: Block, measured: Iterable[tuple[Cell, Measured]]) -> None:
+        """Keeps a block's cells and writes them down at once."""
+        lines = []
+        for cell, m in measured:
+            name = key(subject, block, cell)
+            self._found[name] = m
+            about = {"model": subject.model, "recipe": cell.recipe.name}
+            lines.append(json.dumps({"key": name, **about, **dataclasses.asdict(m)}) + "\n")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as stream:
+            # A line that a killed run left unfinished must not swallow the next one.
+            stream.write("".join(["\n" * _torn(self._path), *lines]))
+
+
+def _read(line: str) -> tuple[Key, Measured] | None:
+    try:
+        record = json.loads(line)
+        return tuple(record["key"]), Measured(record["values"], record["seconds"], record["picture"])
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def _torn(path: Path) -> bool:
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as stream:
+        stream.seek(-1, 2)
+        return stream.read(1) != b"\n"
+
+
+def table(
+    subject: Subject, blocks: Sequence[Block], cells: Sequence[Cell], store: Store
+) -> Iterator[tuple[Cell, Measured]]:
+    """The cells that are complete, each over all blocks together, samples in order."""
+    for cell in cells:
+        names = [key(subject, block, cell) for block in blocks]
+        if all(name in store for name in names):
+            parts = [store[name] for name in names]
+            values = _joined([p.values for p in parts])
+            # Lines of an earlier version may lack a metric: it would be the mean of fewer samples than the others.
+            known = {name: values[name] for name in values if all(name in p.values for p in parts)}
+            yield cell, Measured(known, _joined([p.seconds for p in parts]), parts[0].picture)
+
+
+def _joined(parts: Iterable[Mapping[str, Sequence[float]]]) -> dict[str, list[float]]:
+    together: dict[str, list[float]] = {}
+    for part in parts:
+        for name, values in part.items():
+            together.setdefault(name, []).extend(values)
+    return together

@@ -1,0 +1,100 @@
+"""Curves of quality against cost as SVG, drawn with the colours of the page that they stand in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from fusionkv.bench.quality.report.rows import Row
+
+_WIDTH, _HEIGHT = 340, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 8, 26
+# Ends that every curve lies between: drawn across the chart.
+ENDS = {"full_attention": "top", "full_reuse": "bottom"}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A recipe at a ratio. share: tokens recomputed / context tokens. scored: rows computed for the scores alone."""
+
+    row: Row
+    share: float
+    scored: float
+
+
+def hue(names: Sequence[str], name: str) -> int:
+    """Degrees on the colour wheel; neighbours in the list are far apart."""
+    return round(names.index(name) * 137.508) % 360
+
+
+def curves(lines: Mapping[str, Sequence[Point]], names: Sequence[str]) -> str:
+    """A chart: share of recomputed tokens across, score in percent up, an interval at every point.
+
+    The ticks are the ratios asked for, which some recipes stay below. names: all recipes, which say a line's class:
+    s0, s1, ...
+    """
+    open_ = {name: line for name, line in lines.items() if line and name not in ENDS}
+    ratios = sorted({point.row.r for line in open_.values() for point in line})
+    widest = max((*ratios, *(point.share for line in open_.values() for point in line)), default=0.0) or 1.0
+    parts = [
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        *(_grid(score) for score in (0, 25, 50, 75, 100)),
+        *(_tick(r, widest) for r in ratios),
+    ]
+    for name, kind in ENDS.items():
+        if line := lines.get(name):
+            y = _y(line[0].row.score)
+            # Below the line at the top, above it at the bottom, and never outside the chart or over each other.
+            said = y + 11 if kind == "top" else max(y - 3, _TOP + 24)
+            parts.append(
+                f'<g class="end"><line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
+                f"<title>{_said(line[0])}</title>"
+                f'<text x="{_WIDTH - _RIGHT}" y="{said}" text-anchor="end">'
+                f"{name.replace('_', ' ')}</text></g>"
+            )
+    parts += [_line(line, names.index(name), widest) for name, line in open_.items()]
+    return "".join([*parts, "</svg>"])
+
+
+def _line(line: Sequence[Point], number: int, widest: float) -> str:
+    points = [(_x(point.share, widest), _y(point.row.score), point) for point in line]
+    path = " ".join(f"{x},{y}" for x, y, _ in points)
+    dots = "".join(
+        f'<g><path class="interval" d="M{x} {_y(point.row.low)}V{_y(point.row.high)}"/>'
+        f'<circle cx="{x}" cy="{y}" r="3"/><title>{_said(point)}</title></g>'
+        for x, y, point in points
+    )
+    return f'<g class="s{number}"><polyline points="{path}"/>{dots}</g>'
+
+
+def _grid(score: int) -> str:
+    y = _y(score / 100)
+    return (
+        f'<path class="grid" d="M{_LEFT} {y}H{_WIDTH - _RIGHT}"/>'
+        f'<text x="{_LEFT - 5}" y="{y + 4}" text-anchor="end">{score}</text>'
+    )
+
+
+def _tick(r: float, widest: float) -> str:
+    return f'<text x="{_x(r, widest)}" y="{_HEIGHT - 8}" text-anchor="middle">{r:g}</text>'
+
+
+def _said(point: Point) -> str:
+    row, cost = point.row, f"{100 * point.share:.1f}% recomputed, {point.scored:.0f} rows for scores"
+    return escape(f"{row.recipe}, r = {row.r:g}: {percent(row)} ({row.model}); {cost}")
+
+
+def percent(row: Row) -> str:
+    """A score with its interval, as "81.2 (77.6 to 84.4)"."""
+    if row.score is None:
+        return "none"
+    interval = "" if row.low is None or row.high is None else f" ({100 * row.low:.1f} to {100 * row.high:.1f})"
+    return f"{100 * row.score:.1f}{interval}"
+
+
+def _x(share: float, widest: float) -> float:
+    return round(_LEFT + 8 + share / widest * (_WIDTH - _LEFT - _RIGHT - 16), 1)
+
+
+def _y(score: float | None) -> float:
+    """A share that a recipe brings back may be below 0: it is drawn at the edge."""
+    return round(_TOP + (1 - min(1.0, max(0.0, score or 0.0))) * (_HEIGHT - _TOP - _BOTTOM), 1)

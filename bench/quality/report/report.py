@@ -1,0 +1,224 @@
+"""The report: one page with curves, tables and what was chosen, that needs nothing else to be read."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+from jinja2 import Environment
+from rich.table import Table
+
+from fusionkv.bench.quality.data.samples import Task
+from fusionkv.bench.quality.metrics import SCORES
+from fusionkv.bench.quality.report import charts
+from fusionkv.bench.quality.report.cells import Cell, Measured
+from fusionkv.bench.quality.report.rows import Row
+
+# The ratio of the first table and of the pictures, or the next one to it.
+_RATIO = 0.15
+_COSTS = (
+    "encoded_tokens_per_chunk",
+    "stored_tokens",
+    "recomputed_tokens",
+    "scored_rows",
+    "select_seconds",
+    "prefill_seconds",
+)
+# Of answers that are generated, besides how their text scores.
+_ANSWERS = ("answer_kl_back", "gold_nll_back", "answer_agreement", "answer_kl", "gold_nll")
+_IN_NATS = {"answer_kl", "gold_nll"}
+Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Rows by what they say. judged: the metric of each task."""
+
+    judged: Mapping[str, str]
+    by: dict[tuple[str, str, str, float, str], Row] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Iterable[Row], judged: Mapping[str, str]) -> "Figures":
+        return cls(judged, {(row.model, row.task, row.recipe, row.r, row.metric): row for row in rows})
+
+    @property
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(model for model, *_ in self.by))
+
+    @property
+    def tasks(self) -> list[str]:
+        return list(dict.fromkeys(task for _, task, *_ in self.by))
+
+    @property
+    def recipes(self) -> list[str]:
+        return list(dict.fromkeys(recipe for _, _, recipe, *_ in self.by))
+
+    @property
+    def ratios(self) -> list[float]:
+        """Of the recipes that leave it open."""
+        return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
+
+    @property
+    def columns(self) -> list[tuple[str, str]]:
+        """Of the first table: every task's own metric, and where that is of distributions, how the text scores."""
+        found = []
+        for task in self.tasks:
+            texts = [name for name in self.metrics(task) if name in SCORES and name != self.judged[task]]
+            beside = texts[:1] if self.judged[task] in _ANSWERS else []
+            found += [(task, name) for name in (self.judged[task], *beside)]
+        return found
+
+    def metrics(self, task: str) -> list[str]:
+        return list(dict.fromkeys(name for _, t, _, _, name in self.by if t == task))
+
+    def answers(self, model: str, task: str) -> tuple[list[str], list[tuple[str, float, list[str]]]]:
+        """Names of all figures of generated answers, and their values by recipe and ratio; none for other tasks."""
+        known = self.metrics(task)
+        names = [name for name in (*_ANSWERS, *SCORES) if name in known] if "gold_nll" in known else []
+        cells = dict.fromkeys((recipe, r) for m, t, recipe, r, _ in self.by if (m, t) == (model, task))
+        return names, [
+            (recipe, r, [_said(self.by.get((model, task, recipe, r, name))) for name in names]) for recipe, r in cells
+        ]
+
+    def ratios_of(self, task: str, recipe: str) -> list[float]:
+        return sorted({r for _, t, name, r, _ in self.by if (t, name) == (task, recipe)})
+
+    def worst(
+        self, task: str, recipe: str, r: float, models: Sequence[str] = (), metric: str | None = None
+    ) -> Row | None:
+        """The lowest score over the models; None unless all have one. metric: the task's own by default."""
+        asked, name = models or self.models, metric or self.judged[task]
+        rows = [self.by.get((model, task, recipe, r, name)) for model in asked]
+        known = [row for row in rows if row is not None and row.score is not None]
+        return min(known, key=lambda row: row.score or 0.0) if len(known) == len(asked) else None
+
+    def cost(self, recipe: str, r: float, metric: str) -> float | None:
+        """A cost's mean over models and tasks."""
+        found = [
+            row.score
+            for (_, _, name, ratio, what), row in self.by.items()
+            if (name, ratio, what) == (recipe, r, metric) and row.score is not None
+        ]
+        return sum(found) / len(found) if found else None
+
+    def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[charts.Point]]:
+        """Each recipe's curve: its worst scores, ratio by ratio, and what they cost on the model that has them."""
+        curves = {}
+        for recipe in self.recipes:
+            worst = (self.worst(task, recipe, r, models) for r in self.ratios_of(task, recipe))
+            curves[recipe] = [self._point(row) for row in worst if row is not None]
+        return curves
+
+    def _point(self, row: Row) -> charts.Point:
+        def mean(recipe: str, r: float, metric: str) -> float:
+            found = self.by.get((row.model, row.task, recipe, r, metric))
+            return found.score or 0.0 if found is not None else 0.0
+
+        # Full attention computes all of the context.
+        context = mean("full_attention", 1.0, "recomputed_tokens")
+        share = mean(row.recipe, row.r, "recomputed_tokens") / context if context else row.r
+        return charts.Point(row, share, mean(row.recipe, row.r, "scored_rows"))
+
+    def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
+        """Recipe, its ratio (its own where it is fixed), and its worst row in every column."""
+        lines = []
+        for recipe in self.recipes:
+            known = {ratio for task in self.tasks for ratio in self.ratios_of(task, recipe)}
+            at = r if r in known else next(iter(known)) if len(known) == 1 else None
+            if at is not None:
+                worst = [self.worst(task, recipe, at, metric=name) for task, name in self.columns]
+                lines.append((recipe, at, worst))
+        return lines
+
+    @property
+    def middle(self) -> float:
+        return min(self.ratios, key=lambda r: abs(r - _RATIO), default=_RATIO)
+
+
+def page(rows: Sequence[Row], judged: Mapping[str, str], found: Found) -> str:
+    """The report as HTML."""
+    figures = Figures.of(rows, judged)
+    sections: list[tuple[str, list[str]]] = [("Worst case over the models", [])] if len(figures.models) > 1 else []
+    sections += [(model, [model]) for model in figures.models]
+    names = figures.recipes
+    template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        resources.files(__package__).joinpath("report.html").read_text(encoding="utf-8")
+    )
+    return template.render(
+        figures=figures,
+        styles=[charts.hue(names, name) for name in names],
+        sections=[
+            (title, [(task, charts.curves(figures.lines(task, models), names)) for task in figures.tasks])
+            for title, models in sections
+        ],
+        ratios=sorted(figures.ratios, key=lambda r: r != figures.middle),
+        costs=_COSTS,
+        ends=charts.ENDS,
+        deviations=_deviations(figures),
+        pictures=list(_pictures(figures, found)),
+        n=sorted({row.n for row in rows if row.metric in judged.values()}),
+    )
+
+
+def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
+    """The table of the middle ratio, for a terminal."""
+    figures = Figures.of(rows, judged)
+    table = Table(title=f"worst case over {len(figures.models)} models, %", box=None, pad_edge=False)
+    titles = [
+        task if name == judged[task] != "answer_kl_back" else f"{task}\n{name}" for task, name in figures.columns
+    ]
+    for name in ("recipe", "r", *titles):
+        table.add_column(name, justify="left" if name == "recipe" else "right")
+    for recipe, r, cells in figures.table(figures.middle):
+        scores = ["" if row is None or row.score is None else f"{100 * row.score:.1f}" for row in cells]
+        table.add_row(recipe, f"{r:g}", *scores)
+    return table
+
+
+def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The same table for a program: recipe, ratio, score by task, and by metric what stands beside a task's own one;
+    None where a model has none."""
+    figures = Figures.of(rows, judged)
+    lines = []
+    for recipe, r, cells in figures.table(figures.middle):
+        scores, beside = dict[str, float | None](), dict[str, dict[str, float | None]]()
+        for (task, name), row in zip(figures.columns, cells, strict=True):
+            score = None if row is None else row.score
+            if name == judged[task]:
+                scores[task] = score
+            else:
+                beside.setdefault(task, {})[name] = score
+        lines.append({"recipe": recipe, "r": r, "scores": scores, "beside": beside})
+    return lines
+
+
+def _said(row: Row | None) -> str:
+    if row is None or row.score is None:
+        return ""
+    return f"{row.score:.3f}" if row.metric in _IN_NATS else charts.percent(row)
+
+
+def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:
+    """Model, recipe and KV deviation by layer, mean over the tasks, of recipes that recompute nothing."""
+    lines: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for (model, _, recipe, _, metric), row in figures.by.items():
+        if metric.startswith("kv_deviation_layer_") and row.score is not None:
+            lines.setdefault((model, recipe), {}).setdefault(metric, []).append(row.score)
+    return [(m, r, [sum(v) / len(v) for v in layers.values()]) for (m, r), layers in lines.items()]
+
+
+def _pictures(figures: Figures, found: Found) -> Iterable[tuple[str, str, list[tuple[str, dict[str, Any]]]]]:
+    """For each model, of the task on which full reuse loses most: what every recipe chose in the first sample."""
+    for model in figures.models:
+        tables = [(task, cells) for name, task, cells in found if name == model]
+
+        def lost(task: str, model: str = model) -> float:
+            top = figures.worst(task, "full_attention", 1.0, [model])
+            bottom = figures.worst(task, "full_reuse", 0.0, [model])
+            return (top.score or 0.0) - (bottom.score or 0.0) if top and bottom else 0.0
+
+        task, cells = max(tables, key=lambda pair: lost(pair[0].name))
+        shown = [(cell.recipe.name, m.picture) for cell, m in cells.items() if cell.ratio == figures.middle]
+        drawn = [(name, dict(picture)) for name, picture in shown if picture]
+        if drawn:
+            yield model, task.name, drawn

@@ -1,0 +1,117 @@
+"""From measurements to rows: one score with its interval for every model, task, recipe, ratio and metric."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from fusionkv.bench.quality import metrics
+from fusionkv.bench.quality.data.samples import Task
+from fusionkv.bench.quality.report import statistics
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.quality.report.statistics import Estimate
+
+_NAMES = {"recomputed": "recomputed_tokens", "stored": "stored_tokens"}
+_SHARES = {*metrics.SCORES, "agreement", "answer_agreement"}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure. low, high: its interval of 95%; None where a score or an interval is not defined."""
+
+    model: str
+    task: str
+    recipe: str
+    r: float
+    metric: str
+    score: float | None
+    low: float | None
+    high: float | None
+    n: int
+
+
+def primary(task: Task) -> str:
+    """How answers are scored one by one."""
+    return task.metrics[0] if task.metrics else "exact_match"
+
+
+def judged(task: Task) -> str:
+    """The figure that a recipe is judged by on the task."""
+    return "answer_kl_back" if task.metrics else primary(task)
+
+
+def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row]:
+    """All rows of a model on a task. Beside what was measured:
+
+    normalised_M            share of what full reuse lost in M that the recipe brings back (FusionRAG eq. 11)
+    answer_kl_back          1 - answer_kl / that of full reuse, of the means
+    gold_nll_back           (full reuse's gold_nll - the recipe's) / (full reuse's - full attention's), of the means
+    M_minus_full_attention  mean difference sample by sample
+    M_minus_best            the same to the best other recipe at the same ratio
+    """
+    scored = primary(task)
+    full = next((m for c, m in table.items() if c.recipe.lossless and c != NO_CONTEXT), None)
+    reuse = next((m for c, m in table.items() if c.recipe.name == "full_reuse"), None)
+    for cell, measured in table.items():
+        row = partial(_row, model, task.name, cell)
+        for name, values in measured.values.items():
+            estimate = statistics.mean if name in _SHARES else statistics.average
+            yield row(_NAMES.get(name, name), estimate(values))
+        for name, values in measured.seconds.items():
+            yield row(f"{name}_seconds", statistics.average(values))
+        for name, share in _brought_back(measured, full, reuse):
+            yield row(name, share)
+        own = measured.values[scored]
+        if full is None or full is measured:
+            continue
+        yield row(f"{scored}_minus_full_attention", statistics.difference(own, full.values[scored]))
+        if reuse is not None and reuse is not measured:
+            columns = (own, reuse.values[scored], full.values[scored])
+            yield row(f"normalised_{scored}", statistics.bootstrap(_normalised, *columns))
+        if others := _rivals(cell, scored, table):
+            best = max(others, key=lambda values: math.fsum(values))
+            yield row(f"{scored}_minus_best", statistics.difference(own, best))
+
+
+def _brought_back(
+    measured: Measured, full: Measured | None, reuse: Measured | None
+) -> Iterator[tuple[str, Estimate]]:
+    own = measured.values
+    if reuse is not None and "answer_kl" in own and "answer_kl" in reuse.values:
+        yield "answer_kl_back", statistics.bootstrap(_kl_back, own["answer_kl"], reuse.values["answer_kl"])
+    if full is not None and reuse is not None and all("gold_nll" in m.values for m in (measured, full, reuse)):
+        columns = [m.values["gold_nll"] for m in (measured, reuse, full)]
+        yield "gold_nll_back", statistics.bootstrap(_nll_back, *columns)
+
+
+def _kl_back(means: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return 1 - means[0] / means[1]
+
+
+def _nll_back(means: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (means[1] - means[0]) / (means[1] - means[2])
+
+
+def _rivals(cell: Cell, scored: str, table: Mapping[Cell, Measured]) -> list[Sequence[float]]:
+    if cell.recipe.fixed:
+        return []
+    rivals = [(c, m) for c, m in table.items() if c.ratio == cell.ratio and not c.recipe.fixed]
+    return [m.values[scored] for c, m in rivals if c.recipe.name != cell.recipe.name]
+
+
+def _normalised(means: np.ndarray) -> np.ndarray:
+    return np.vectorize(metrics.normalised)(means[0], means[1], means[2])
+
+
+def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> Row:
+    score, low, high = (_known(value) for value in (estimate.score, estimate.low, estimate.high))
+    return Row(model, task, cell.recipe.name, cell.ratio, metric, score, low, high, estimate.n)
+
+
+def _known(value: float) -> float | None:
+    """Six digits, which is more than any of these figures means."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

@@ -1,0 +1,323 @@
+"""Measures cells over a block of samples, in process and on the real engine: many samples at once."""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from fusionkv.bench.quality import metrics
+from fusionkv.bench.quality.contexts import Contexts, Encoding, encoded_tokens, encoding, encodings, hold, whole
+from fusionkv.bench.quality.data.lessons import learned
+from fusionkv.bench.quality.data.neighbours import Neighbours
+from fusionkv.bench.quality.data.prompts import Prompter
+from fusionkv.bench.quality.data.samples import Block, Sample, Task
+from fusionkv.bench.quality.deviation import deviation
+from fusionkv.bench.quality.examiner import Answer, Asked, Examiner, clock, together
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.quality.report.picture import picture as draw
+from fusionkv.bench.quality.yardstick import Given
+from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.forward_job import slots_of
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.planner import Planner, Scored
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.corrector import Corrector
+from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.load.placement import PromptLayout
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.recipes.keep import SnapKV
+from fusionkv.fusion_worker.recipes.recipes import RECIPES, Anchored, Isolated, Recipe, SimilarityGuided
+from fusionkv.fusion_worker.select.base import Selector
+from fusionkv.fusion_worker.select.choose import budget
+from fusionkv.protos.runtime.errors import ResourceExhausted
+
+_Answered = tuple[Answer, dict[Cell, dict[str, float]]]
+_Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
+# Groups of samples at once: enough rows for full steps of the engine.
+_MOST_GROUPS = 8
+# The same where neighbours come from a whole file: what the pool has left keeps them for the next samples.
+_MOST_BESIDE_LIBRARY = 2
+_MOST_DEVIATIONS = 1024
+
+
+class Runner:
+    """One model, one pool, one engine. Made and used inside one event loop."""
+
+    def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
+        self._model = model
+        # No answer is streamed to anybody: steps are as long beside decodes as without them.
+        config = replace(config, max_mixed_tokens=config.max_step_tokens)
+        self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
+        self._engine = Engine(model, self._pool, config)
+        self._loader = Loader(config, model, self._pool, self._engine, None)
+        self._corrector = Corrector(model, self._pool, self._engine, self._loader)
+        self._auxiliary = Auxiliary(config, model, auxiliary, None) if auxiliary is not None else None
+        self._fuser = Planner(model, self._engine, self._auxiliary)
+        self._examiner = Examiner(model, self._pool, self._engine)
+        self._prompter = Prompter(model, chunk_tokens)
+        self._neighbours = Neighbours(model.max_tokens, self._prompter)
+        self._deviations: dict[tuple[tuple[bytes, int], ...], dict[str, float]] = {}
+
+    async def close(self) -> None:
+        if self._auxiliary is not None:
+            await self._auxiliary.close()
+        await self._corrector.close()
+        await self._loader.close()
+        self._engine.close()
+
+    async def measure(self, block: Block, cells: Sequence[Cell], timed: bool, picture: bool) -> list[Measured]:
+        """The cells over the block's samples, in the order of `cells`.
+
+        timed: whether the first sample runs alone, one cell after the other, with a clock; the others run together.
+        picture: whether to keep what was chosen in the first sample, if it is timed.
+
+        Raises:
+            ResourceExhausted: a group of samples does not fit the pool.
+            FailedPrecondition: the model can't follow a recipe.
+        """
+        task = block.task
+        asked = [self._ask(task, sample) for sample in block.samples]
+        for cell in cells:
+            self._fuser.check(cell.recipe, max(len(a.prompt.chunks) for a in asked))
+        groups = [asked[i : i + task.group] for i in range(0, len(asked), task.group)]
+        slots = asyncio.Semaphore(self._at_once(task, groups, cells))
+        corrects = any(encode.corrected for encode in encodings(cells))
+        correction = await self._learned(task, asked[0].prompt) if corrects else None
+
+        async def one(group: list[Asked], alone: bool) -> list[list[Answer]]:
+            async with slots:
+                return await self._group(group, cells, correction, alone, picture)
+
+        # What is timed has nothing running beside it.
+        first = [await one(groups.pop(0), True)] if timed else []
+        others = await asyncio.gather(*(one(group, False) for group in groups))
+        answers = [answer for group in (*first, *others) for answer in group]
+        self._pool.check_integrity(idle=True)
+        return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
+
+    async def _learned(self, task: Task, like: Prompt) -> Correction | None:
+        """The correction of the passages of a whole file, or of all samples of a task without one."""
+        prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
+        passages = self._neighbours.among(task.library, prompts).chunks
+        return await learned(self._corrector, task.name, passages, like)
+
+    def _ask(self, task: Task, sample: Sample) -> Asked:
+        expected = self._prompter.expected(sample, task.chat)
+        prompt, left_out = self._prompter.prompt(sample, task.chat, max(task.max_tokens, len(expected) + 1))
+        return Asked(task, sample, prompt, expected, left_out)
+
+    def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
+        """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
+        prompts = [asked.prompt for group in groups for asked in group]
+        # The chunks as one for full attention; beside anchor tokens the text that is read for them, once at a time.
+        ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*encodings(cells), Isolated()})
+        held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
+        links = sum(map(len, self._model.links))
+        own = self._pool.slots_for(max(a.prompt.tokens + a.answer_tokens for group in groups for a in group) + links)
+        own += self._beside(task, encodings(cells))
+        if held + own > self._pool.capacity:
+            raise ResourceExhausted(
+                f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
+                f"{self._pool.capacity}: raise pool_bytes to {(held + own) * self._model.kv.token_bytes}"
+            )
+        most = _MOST_GROUPS if task.library is None else _MOST_BESIDE_LIBRARY
+        return max(1, min(most, (self._pool.capacity - own) // held))
+
+    def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
+        """Slots of the neighbours that a chunk is encoded behind, where they are no part of its group."""
+        count = max((encode.neighbours for encode in encodes if isinstance(encode, SimilarityGuided)), default=0)
+        if task.library is None or not count:
+            return 0
+        sizes = (self._pool.slots_for(len(chunk)) for chunk in self._neighbours.among(task.library, ()).chunks)
+        return sum(sorted(sizes)[-count:])
+
+    async def _group(
+        self,
+        group: Sequence[Asked],
+        cells: Sequence[Cell],
+        correction: Correction | None,
+        alone: bool,
+        picture: bool,
+    ) -> list[list[Answer]]:
+        prompts = [asked.prompt for asked in group]
+        library = group[0].task.library
+        ways = encodings(cells)
+        async with hold(self._loader, self._neighbours, library, prompts, ways, correction) as contexts:
+            done = []
+            if alone:
+                done.append(await self._sample(group[0], cells, contexts, True, picture))
+            rest = (self._sample(asked, cells, contexts, False, False) for asked in group[len(done) :])
+            return [*done, *await asyncio.gather(*rest)]
+
+    async def _sample(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, alone: bool, picture: bool
+    ) -> list[Answer]:
+        """Every cell of one sample; full attention first, since the others are held against it."""
+        answering = self._plain(asked, cells, contexts) if alone else self._full_attention(asked, cells, contexts)
+        full, away = await answering
+        assert full.first is not None
+        if asked.task.metrics:
+            full.values["chunks_left_out"] = asked.left_out
+
+        ratios: dict[Recipe, list[float]] = {}
+        for cell in cells:
+            if not cell.recipe.lossless:
+                ratios.setdefault(cell.recipe, []).append(cell.ratio)
+        answers = {cell: full for cell in cells if cell.recipe.lossless and cell != NO_CONTEXT}
+        if alone:
+            for cell in cells:
+                if not cell.recipe.lossless:
+                    answers[cell] = await self._alone(asked, cell, contexts, full.given, picture)
+        else:
+            scored = await self._scored(asked, ratios, contexts)
+            about = (asked, contexts, full.given)
+            recipes = (self._recipe(*about, r, ratios[r], scored.get((r.encode, r.select))) for r in ratios)
+            for found in await asyncio.gather(*recipes):
+                answers |= found
+            full.seconds = {}
+        for cell, answer in answers.items():
+            assert answer.first is not None
+            answer.values["agreement"] = float(answer.first.argmax() == full.first.argmax())
+            answer.values["kl"] = float(metrics.kl(full.first, answer.first))
+            answer.values |= self._encoded(asked, cell) | away.get(cell, {})
+        if NO_CONTEXT in cells:
+            answers[NO_CONTEXT] = await self._without_context(asked)
+        return [answers[cell] for cell in cells]
+
+    async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
+        """As `_full_attention`, every token a row, as a worker would have it."""
+        prompt, answer = asked.prompt, Answer()
+        async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
+            await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
+            return answer, await self._away(asked, cells, contexts, slots_of(placement.fresh))
+
+    async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
+        """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it.
+
+        What it makes of the context is computed once for all questions about it.
+        """
+        one, answer = whole(asked.prompt), Answer()
+        async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as placement:
+            fused = await self._fuser.fuse(placement, one, RECIPES["full_reuse"], 0.0)
+            await self._examiner.answer(asked, fused, answer, timed=False)
+            answer.values |= {"recomputed": one.context_tokens, "stored": 0}
+            slots = [slots_of(part.resident.runs)[: len(part.wanted.chunk)] for part in placement.parts]
+            return answer, await self._away(asked, cells, contexts, torch.cat(slots))
+
+    async def _away(
+        self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, full: torch.Tensor
+    ) -> dict[Cell, dict[str, float]]:
+        """How far the KV of cells that recompute nothing is away from that of full attention, in the slots `full`."""
+        away = {}
+        for cell in cells:
+            # Anchor tokens have no counterpart in full attention.
+            if not cell.recipe.lossless and cell.ratio == 0 and not cell.recipe.anchored:
+                async with contexts.placed(asked.prompt, encoding(cell.recipe), 0) as reused:
+                    away[cell] = self._deviation(reused, full)
+        return away
+
+    def _deviation(self, reused: PromptLayout, full: torch.Tensor) -> dict[str, float]:
+        """As `deviation`; the same for all questions about a context, and for all recipes that encode it alike."""
+        parts = tuple((part.wanted.key, part.wanted.position) for part in reused.parts)
+        if parts not in self._deviations:
+            if len(self._deviations) >= _MOST_DEVIATIONS:
+                self._deviations.clear()
+            self._deviations[parts] = deviation(self._pool.kv, self._model.rotations, reused, full)
+        return self._deviations[parts]
+
+    def _encoded(self, asked: Asked, cell: Cell) -> dict[str, float]:
+        """What the sample's chunks cost ahead of time."""
+        recipe = cell.recipe
+        tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), encoding(recipe))
+        return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
+
+    async def _without_context(self, asked: Asked) -> Answer:
+        """What the question alone gives: how its answer scores, and nothing that is held against full attention."""
+        bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
+        async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as placement:
+            await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, timed=False)
+        return Answer({name: answer.values[name] for name in ("gold_nll", *asked.task.metrics)})
+
+    async def _alone(
+        self, asked: Asked, cell: Cell, contexts: Contexts, given: Given | None, picture: bool
+    ) -> Answer:
+        """One cell, timed, each step as a worker would take it."""
+        answer = Answer()
+        async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
+            with clock(answer, "select"):
+                prompt = self._laid(asked, cell.recipe)
+                fused = await self._fuser.fuse(placement, prompt, cell.recipe, cell.ratio)
+            fused = await self._examiner.answer(asked, fused, answer, given, _keep(cell.recipe, prompt))
+        if picture:
+            answer.picture = draw(asked.prompt, asked.sample, fused, self._model.tokenizer)
+        return answer
+
+    async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:
+        """The recipes' scores, each once, by the chunks' encoding and the selector.
+
+        Selectors that need the same have one pass together.
+        """
+        first = {(recipe.encode, recipe.select): recipe for recipe in recipes if recipe.select is not None}
+        passes: dict[Any, list[Recipe]] = {}
+        for recipe in first.values():
+            passes.setdefault((recipe.encode, recipe.needs), []).append(recipe)
+
+        async def one(together: Sequence[Recipe]) -> list[Scored]:
+            selectors = [recipe.select for recipe in together if recipe.select is not None]
+            async with self._placed(asked, together[0], 0, contexts) as placement:
+                return await self._fuser.score(placement, asked.prompt, selectors)
+
+        found = await asyncio.gather(*map(one, passes.values()))
+        return {
+            (recipe.encode, recipe.select): scored
+            for together, all_scored in zip(passes.values(), found, strict=True)
+            for recipe, scored in zip(together, all_scored, strict=True)
+        }
+
+    async def _recipe(
+        self,
+        asked: Asked,
+        contexts: Contexts,
+        given: Given | None,
+        recipe: Recipe,
+        ratios: Sequence[float],
+        scored: Scored | None,
+    ) -> dict[Cell, Answer]:
+        """A recipe's cells, from one scoring."""
+
+        prompt = self._laid(asked, recipe)
+
+        async def one(ratio: float) -> Answer:
+            answer = Answer()
+            async with self._placed(asked, recipe, ratio, contexts) as placement:
+                fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
+                # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
+                fused.ahead = None
+                await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
+            return answer
+
+        answers = await asyncio.gather(*map(one, ratios))
+        return {Cell(recipe, ratio): answer for ratio, answer in zip(ratios, answers, strict=True)}
+
+    def _placed(
+        self, asked: Asked, recipe: Recipe, ratio: float, contexts: Contexts
+    ) -> AbstractAsyncContextManager[PromptLayout]:
+        prompt = self._laid(asked, recipe)
+        computed = budget(ratio, prompt.context_tokens, prompt.context_tokens) + recipe.links * len(prompt.chunks)
+        fresh = computed + len(prompt.question) + asked.answer_tokens + recipe.kept(prompt.context_tokens)
+        return contexts.placed(asked.prompt, encoding(recipe), fresh)
+
+    def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
+        """The prompt with what the recipe has in the place of its chunks."""
+        return self._loader.laid(asked.prompt, recipe.encode)
+
+
+def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:
+    """What stays of the context, if anything goes."""
+    return recipe.keep if recipe.kept(prompt.context_tokens) else None

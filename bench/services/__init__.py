@@ -1,0 +1,1 @@
+"""Services under load, hostile input, and for hours."""

@@ -1,0 +1,158 @@
+"""Streams at a gateway, all at once: held, shed or refused, and what it costs.
+
+`python -P bench/services/streams.py 10000`.
+
+Starts a cache service, a worker with a reference model and a gateway; then another one, whose limits let all of them
+wait. A second number takes the place of the first gateway's limit. The figures of docs/reliability.md.
+"""
+
+import asyncio
+import collections
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fusionkv.bench.services.footing import Footing
+from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.results import Summary
+from fusionkv.protos.runtime.errors import ServiceError
+
+MODEL = min(file.parent for file in (Path(__file__).parents[2] / "models").glob("*/config.json"))
+CORPUS, PAGES = "streams", 20
+# One connection for so many streams: 10,000 of them are no question of open files then.
+_STREAMS_EACH = 250
+_WATCH_SECONDS = 0.1
+# So long a caller waits at most: nobody is given up for lost before.
+DEADLINE = 240.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of streams that began together. Megabytes and open files: the gateway's; seconds: the callers'."""
+
+    streams: int
+    statuses: dict[str, int]
+    refused_without_hint: int
+    refused_p50_seconds: float
+    refused_last_seconds: float
+    answered_last_seconds: float
+    megabytes_before: float
+    megabytes_most: float
+    megabytes_after: float
+    files_before: int
+    files_most: int
+    files_after: int
+
+
+async def load(address: str, pid: int, streams: int, deadline: float = DEADLINE) -> Outcome:
+    """Asks so many questions at once; `pid` is the gateway's."""
+    clients = [AsyncClient(address, timeout=deadline) for _ in range(-(-streams // _STREAMS_EACH))]
+    for client in clients:
+        await client.stats()
+    before = most = Footing.of(pid)
+    statuses: collections.Counter[str] = collections.Counter()
+    refused: list[float] = []
+    answered: list[float] = []
+    unhinted = 0
+    began = time.perf_counter()
+
+    async def one(number: int) -> None:
+        nonlocal unhinted
+        options: dict[str, Any] = {"recipe": "full_reuse", "top_k": 2, "max_tokens": 2}
+        try:
+            events = clients[number % len(clients)].stream(CORPUS, f"page {number % PAGES}?", **options)
+            last = [event async for event in events][-1]
+        except ServiceError as error:
+            statuses[error.status.name] += 1
+            refused.append(time.perf_counter() - began)
+            unhinted += error.retry_after is None
+        else:
+            assert isinstance(last, Summary)
+            statuses["DEGRADED" if last.degraded else "OK"] += 1
+            answered.append(time.perf_counter() - began)
+
+    async def watch() -> None:
+        nonlocal most
+        while True:
+            now = Footing.of(pid)
+            most = Footing(max(most.bytes, now.bytes), max(most.files, now.files))
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    watching = asyncio.create_task(watch())
+    await asyncio.gather(*map(one, range(streams)))
+    watching.cancel()
+    for client in clients:
+        await client.close()
+    after = Footing.of(pid)
+    refused.sort()
+    megabytes = [round(each.bytes / (1 << 20), 1) for each in (before, most, after)]
+    return Outcome(
+        streams=streams,
+        statuses=dict(statuses),
+        refused_without_hint=unhinted,
+        refused_p50_seconds=round(refused[len(refused) // 2], 2) if refused else 0.0,
+        refused_last_seconds=round(max(refused, default=0.0), 2),
+        answered_last_seconds=round(max(answered, default=0.0), 2),
+        megabytes_before=megabytes[0],
+        megabytes_most=megabytes[1],
+        megabytes_after=megabytes[2],
+        files_before=before.files,
+        files_most=most.files,
+        files_after=after.files,
+    )
+
+
+async def fill(address: str) -> None:
+    """A small corpus, and one answer, so that everything is loaded."""
+    async with AsyncClient(address, timeout=DEADLINE) as client:
+        for number in range(PAGES):
+            await client.ingest(CORPUS, f"{number}.txt", f"Report on page {number}: the code is {100 + number}.")
+        await client.ask(CORPUS, "page 1?", recipe="full_reuse", top_k=2, max_tokens=2)
+
+
+@contextmanager
+def _service(module: str, *flags: str) -> Iterator[tuple[str, int]]:
+    """Address and process id of one that serves."""
+    command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = next(line for line in process.stdout if " serving on " in line)
+            yield line.split()[-1], process.pid
+        finally:
+            process.kill()
+
+
+async def _run(streams: int, places: int) -> None:
+    every = ("--max-requests", str(streams))
+    limits = {"as they come": ("--max-requests", str(places)) if places else (), "all may wait": every}
+    with tempfile.TemporaryDirectory() as folder:
+        model = ("--model", str(MODEL), "--threads", "1", "--max-queue", str(streams))
+        with (
+            _service("kvcache_service", "--data-dir", f"{folder}/kvcache") as (cache, _),
+            _service("fusion_worker", "--cache", cache, *model) as (worker, _),
+        ):
+            for name, flags in limits.items():
+                own = ("--workers", worker, "--data-dir", f"{folder}/{name}", *flags)
+                with _service("gateway", *own) as (gateway, pid):
+                    await fill(gateway)
+                    found = await load(gateway, pid, streams)
+                print(json.dumps({"limits": name, **asdict(found)}), flush=True)
+
+
+def main() -> None:
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    streams, places = (*map(int, sys.argv[1:]), 0)[:2]
+    asyncio.run(_run(streams, places))
+
+
+if __name__ == "__main__":
+    main()

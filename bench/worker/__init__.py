@@ -1,0 +1,1 @@
+"""Speed of a worker: time to first token, requests a second."""

@@ -1,0 +1,283 @@
+"""TTFT on a real shape with random weights: recipes against full attention in the same run, and the FLOP-ideal.
+
+Speed does not read the weights, so a model of the shape of Qwen2.5-0.5B stands for it. Chunks come from a real cache
+service over a unix socket, and the pool is emptied before every timed request, so fetching is part of each figure.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.fusion_worker.summary import Summary
+from fusionkv.protos.answer.v1.answer_pb2 import Explanation
+
+SYSTEM, QUESTION, CHUNK = 32, 32, 512
+# A busy machine makes a run slow, and nothing more: only a cache that is gone counts as one that failed.
+PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
+# Recipe and ratio of each row; full_attention is the baseline of the same run.
+ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), ("fusionrag", 0.15))
+
+
+def qwen_half_billion(dtype: torch.dtype) -> models.Model:
+    """The shape of Qwen2.5-0.5B, random weights."""
+    return random_model(
+        "qwen2.5-0.5b-shape",
+        dtype,
+        vocab_size=151936,
+        hidden_size=896,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+    )
+
+
+def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
+    """A model of the Qwen2 family with random weights."""
+    config = Qwen2Config(
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+        dtype=dtype,
+        **sizes,
+    )
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        network: Any = Qwen2ForCausalLM(config)
+    network = network.to(dtype=dtype).to_empty(device="cpu")
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for module in network.modules():
+        if module.__class__.__name__.endswith("RMSNorm"):
+            torch.nn.init.ones_(module.weight)
+    network.tie_weights()
+    # Buffers are not on the meta device's copy of the weights: made again from the configuration.
+    network.model.rotary_emb = type(network.model.rotary_emb)(config)
+    words = Tokenizer(WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    return models.wrap(name, network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)
+
+
+def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
+    """Floating-point operations of full attention over those of computing only the chosen tokens and the question.
+
+    chosen: positions of the recomputed tokens; each attends to what is before it.
+    """
+    config = model.network.config
+    hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
+    weights = config.num_hidden_layers * hidden * (2 * hidden + 2 * kv_width + 3 * config.intermediate_size)
+
+    def operations(rows: float, keys: float) -> float:
+        head_dim = config.hidden_size // config.num_attention_heads
+        attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * rows * keys
+        return 2 * weights * rows + attention + 2 * config.vocab_size * config.hidden_size
+
+    full = operations(prompt.tokens, prompt.tokens / 2)
+    question = operations(QUESTION, prompt.tokens)
+    recomputed = operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
+    return full / (recomputed + question)
+
+
+async def bench(model: models.Model, contexts: list[int], repeats: int, console: Console) -> list[dict[str, object]]:
+    """One row for each context length and recipe."""
+    rows: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        pool_bytes = 3 * max(contexts) * model.kv.token_bytes
+        async with (
+            cache_process(Path(directory), 2 * pool_bytes) as (address, _),
+            _servicer(model, address, pool_bytes) as servicer,
+        ):
+            with Progress(console=console) as progress:
+                task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(ROWS))))
+                for context in contexts:
+                    prompt = _prompt(context)
+                    await _ttft(servicer, prompt, "full_reuse", 0.0)  # encodes and stores every chunk
+                    await servicer.settle()
+                    progress.advance(task)
+                    chosen = {row: await _chosen(servicer, prompt, *row) for row in ROWS}
+                    pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in ROWS}
+                    for _ in range(repeats):
+                        baseline = await _ttft(servicer, prompt, "full_attention", 1.0)
+                        progress.advance(task)
+                        for row in ROWS:
+                            pairs[row].append(_Pair(baseline, await _ttft(servicer, prompt, *row)))
+                            progress.advance(task)
+                    rows += [_row(model, prompt, _middle(pairs[row]), chosen[row], *row) for row in ROWS]
+    return rows
+
+
+class _Pair(NamedTuple):
+    """A recipe's run, and full attention's of the same minute."""
+
+    baseline: Summary
+    run: Summary
+
+    @property
+    def ratio(self) -> float:
+        return self.baseline.stages.seconds["ttft"] / self.run.stages.seconds["ttft"]
+
+
+def _middle(pairs: Sequence[_Pair]) -> _Pair:
+    """That of the median ratio: a machine that others use is faster in one minute than in another."""
+    return sorted(pairs, key=lambda pair: pair.ratio)[(len(pairs) - 1) // 2]
+
+
+def _row(
+    model: models.Model,
+    prompt: Prompt,
+    pair: _Pair,
+    chosen: Sequence[int],
+    name: str,
+    ratio: float,
+) -> dict[str, object]:
+    summary = pair.run
+    seconds = summary.stages.seconds
+    return {
+        "name": name,
+        "context": prompt.context_tokens,
+        "r": ratio,
+        "baseline_s": round(pair.baseline.stages.seconds["ttft"], 4),
+        "value_s": round(seconds["ttft"], 4),
+        "ratio": round(pair.ratio, 2),
+        "ideal": round(ideal(model, prompt, chosen), 2),
+        "mean_position": round(statistics.mean(chosen)) if chosen else None,
+        "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
+        "bytes_fetched": summary.stages.bytes_fetched,
+        "tokens_recomputed": summary.recomputed,
+    }
+
+
+async def _chosen(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> list[int]:
+    """Positions of the tokens that a recipe recomputes."""
+    params = SamplingParams(max_tokens=1)
+    answering = servicer.answerer.answer(prompt, modifiers.find(name), ratio, params, explained=True)
+    async with aclosing(answering) as events:
+        async for event in events:
+            if isinstance(event, Explanation):
+                starts = zip(prompt.starts[1:], event.chunks, strict=True)
+                return [start + index for start, chunk in starts for index in chunk.recomputed]
+    raise RuntimeError("no explanation")
+
+
+async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: float) -> Summary:
+    servicer.pool.clear()
+    answering = servicer.answerer.answer(prompt, modifiers.find(name), ratio, SamplingParams(max_tokens=1))
+    async with aclosing(answering) as events:
+        async for event in events:
+            if isinstance(event, Summary):
+                if event.degraded:
+                    raise RuntimeError(f"the cache failed: {event.degraded}")
+                return event
+    raise RuntimeError("no summary")
+
+
+def _prompt(context: int) -> Prompt:
+    """Chunks in an order of their own, so that no chunk but the first is where it was encoded."""
+    chance = random.Random(context)
+    chunks = [Chunk(tuple(chance.randrange(1000) for _ in range(CHUNK))) for _ in range(context // CHUNK)]
+    system = Chunk(tuple(chance.randrange(1000) for _ in range(SYSTEM)))
+    return Prompt(system, tuple(chunks), tuple(chance.randrange(1000) for _ in range(QUESTION)))
+
+
+@asynccontextmanager
+async def _servicer(model: models.Model, address: str, pool_bytes: int) -> AsyncIterator[FusionServicer]:
+    config = WorkerConfig(cache=address, pool_bytes=pool_bytes, max_step_tokens=1 << 20, **PATIENT)
+    servicer = FusionServicer(config, model)
+    try:
+        yield servicer
+    finally:
+        await servicer.close()
+
+
+@asynccontextmanager
+async def cache_process(
+    directory: Path, memory_bytes: int, disk_bytes: int = 8 << 30
+) -> AsyncIterator[tuple[str, int]]:
+    """Address and process id of a cache service with these tiers."""
+    address = f"unix:{directory}/cache.sock"
+    command = ["-m", "fusionkv.kvcache_service", "--listen", address, "--data-dir", str(directory / "kv")]
+    command += ["--memory-bytes", str(memory_bytes), "--disk-bytes", str(disk_bytes)]
+    process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    if b"serving" not in await process.stdout.readline():
+        raise RuntimeError("the cache service did not start")
+    try:
+        yield address, process.pid
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+def _table(rows: list[dict[str, object]], seconds: float) -> Table:
+    table = Table(title=f"TTFT, Qwen2.5-0.5B shape, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)")
+    columns = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
+    for column in (*columns, "of ideal", "lookup", "load", "select", "prefill"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        stages = row["stages_s"]
+        assert isinstance(stages, dict)
+        share = float(str(row["ratio"])) / float(str(row["ideal"]))
+        table.add_row(*(str(row[c]) for c in columns), f"{share:.0%}", *(f"{v:.3f}" for v in stages.values()))
+    return table
+
+
+def show(title: str, rows: list[dict[str, object]], path: Path | None) -> None:
+    """Prints a bench's rows as a table, and writes them."""
+    table = Table(title=f"{title}; {torch.get_num_threads()} CPU threads")
+    for column in rows[0]:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    write(rows, path)
+
+
+def write(rows: list[dict[str, object]], path: Path | None) -> None:
+    """Writes a bench's rows, if somebody wants them."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.bench", description=__doc__)
+    parser.add_argument("--contexts", default="2048,4096,8192", help="context lengths, a comma between (%(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="runs of each; that of the median ratio counts (%(default)s)"
+    )
+    parser.add_argument("--dtype", choices=sorted(models.DTYPES), default="bfloat16")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    args = parser.parse_args()
+    console, started = Console(stderr=True), time.perf_counter()
+    contexts = [int(part) for part in args.contexts.split(",")]
+    rows = asyncio.run(bench(qwen_half_billion(models.DTYPES[args.dtype]), contexts, args.repeats, console))
+    Console(width=None if sys.stdout.isatty() else 140).print(_table(rows, time.perf_counter() - started))
+    write(rows, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""Requests a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
+
+Questions arrive at random (Poisson), whatever is still being answered. Each has chunks of its own choice and order,
+drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. Each
+system has a worker and a cache service of its own; a prefix cache stores all that it computes, behind whatever path.
+The rate begins at half of what a system answers one after another and rises until p99 of the time to the first token
+is over a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
+"""
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.bench.worker.bench import PATIENT, cache_process, random_model, show
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.request import Piece
+from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.fusion_worker.summary import Summary
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+
+SYSTEM, QUESTION, ANSWER = 32, 32, 16
+Systems = Sequence[tuple[str, float]]
+# Name of a recipe, and the share of tokens that it recomputes.
+SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15))
+_BOUND = 4.0
+# A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
+_LASTING = 5.0
+_FIRST, _RISE, _MOST_RATES = 0.5, 1.5, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """A knowledge base of `base` chunks and questions over it."""
+
+    base: int
+    chunk_tokens: int
+    chunks: int
+
+    def prompts(self, count: int, seed: int) -> list[Prompt]:
+        """Questions over different chunks each, the first of the base most often (Zipf, exponent 1)."""
+        chance = random.Random(seed)
+        weights = [1 / (n + 1) for n in range(self.base)]
+
+        def prompt() -> Prompt:
+            drawn: dict[int, None] = {}
+            while len(drawn) < self.chunks:
+                drawn[chance.choices(range(self.base), weights)[0]] = None
+            numbers = list(drawn)
+            chance.shuffle(numbers)
+            return self.prompt(numbers, chance.randrange(1 << 30))
+
+        return [prompt() for _ in range(count)]
+
+    def prompt(self, numbers: Iterable[int], question: int) -> Prompt:
+        """A question over these chunks."""
+        return Prompt(_text(-1, SYSTEM), tuple(self.chunk(n) for n in numbers), _text(question, QUESTION).ids)
+
+    def chunk(self, number: int) -> Chunk:
+        return _text(number, self.chunk_tokens)
+
+
+def small_model() -> models.Model:
+    """25 million parameters with random weights: large enough that computing takes longer than passing messages."""
+    return random_model(
+        "qwen2-25m-shape",
+        torch.bfloat16,
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+
+
+def _text(seed: int, tokens: int) -> Chunk:
+    chance = random.Random(seed)
+    return Chunk(tuple(chance.randrange(1000) for _ in range(tokens)))
+
+
+@dataclass(slots=True)
+class Load:
+    """What some requests took: seconds to the first token by request, and altogether."""
+
+    ttft: list[float]
+    tokens: int
+    seconds: float
+    busy: float
+
+    def percentile(self, share: float) -> float:
+        return statistics.quantiles(self.ttft, n=1000, method="inclusive")[round(1000 * share) - 1]
+
+
+class Station:
+    """A worker that is asked, and a count of the seconds in which its engine computes."""
+
+    def __init__(self, servicer: FusionServicer) -> None:
+        self._servicer = servicer
+        self._busy = 0.0
+        engine = servicer.engine
+        step = engine.step
+
+        def timed(parts: Sequence[object]) -> None:
+            started = time.perf_counter()
+            try:
+                step(parts)  # type: ignore[arg-type]
+            finally:
+                self._busy += time.perf_counter() - started
+
+        engine.step = timed  # type: ignore[method-assign]
+
+    async def ask(self, prompt: Prompt, recipe: str, ratio: float) -> tuple[float, Summary]:
+        """Seconds to the first token, and what the request took."""
+        started, first = time.perf_counter(), 0.0
+        params = SamplingParams(max_tokens=ANSWER)
+        answering = self._servicer.answerer.answer(prompt, modifiers.find(recipe), ratio, params)
+        async with aclosing(answering) as events:
+            async for event in events:
+                if isinstance(event, Piece):
+                    first = first or time.perf_counter() - started
+                elif isinstance(event, Summary):
+                    if event.degraded:
+                        raise RuntimeError(f"the cache failed: {event.degraded}")
+                    return first, event
+        raise RuntimeError("no summary")
+
+    async def alone(self, traffic: Traffic, recipe: str, ratio: float) -> tuple[float, float]:
+        """Seconds to the first token and to the last of a request with nobody beside it: the mean of a few."""
+        times = []
+        for prompt in traffic.prompts(4, seed=1 << 20):
+            started = time.perf_counter()
+            first, _ = await self.ask(prompt, recipe, ratio)
+            times.append((first, time.perf_counter() - started))
+        return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
+
+    async def load(self, prompts: Sequence[Prompt], recipe: str, ratio: float, rate: float, seed: int) -> Load:
+        """Asks everything at `rate` a second on average."""
+        chance = random.Random(seed)
+        arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
+        started, busy = time.perf_counter(), self._busy
+
+        async def one(prompt: Prompt, at: float) -> tuple[float, Summary]:
+            await asyncio.sleep(started + at - time.perf_counter())
+            return await self.ask(prompt, recipe, ratio)
+
+        done = await asyncio.gather(*map(one, prompts, arrivals))
+        seconds = time.perf_counter() - started
+        tokens = sum(summary.generated for _, summary in done)
+        return Load([first for first, _ in done], tokens, seconds, (self._busy - busy) / seconds)
+
+
+async def bench(
+    model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
+) -> list[dict[str, object]]:
+    """One row for each system and rate. The first system alone sets the bound."""
+    rows: list[dict[str, object]] = []
+    bound = 0.0
+    with Progress(console=console) as progress:
+        task = progress.add_task("throughput", total=len(systems))
+        for name, ratio in systems:
+            async with _worker(model, traffic) as servicer:
+                if name == "prefix_cache":
+                    store_at_once(servicer)
+                station = Station(servicer)
+                await fill(servicer, traffic)
+                alone = await station.alone(traffic, name, ratio)
+                bound = bound or _BOUND * alone[0]
+                for number in range(_MOST_RATES):
+                    rate = _FIRST * _RISE**number / alone[1]
+                    prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
+                    load = await station.load(prompts, name, ratio, rate, number)
+                    rows.append(_row(name, ratio, rate, load, bound))
+                    progress.console.print(rows[-1])
+                    if load.percentile(0.99) > bound:
+                        break
+            progress.advance(task)
+    return rows
+
+
+@asynccontextmanager
+async def _worker(model: models.Model, traffic: Traffic) -> AsyncIterator[FusionServicer]:
+    """A worker beside a cache service of its own, so that no system finds what another one stored."""
+    base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
+    with tempfile.TemporaryDirectory() as directory:
+        async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
+            # Half the base, and what the requests in flight need of their own.
+            config = WorkerConfig(
+                cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20, **PATIENT
+            )
+            servicer = FusionServicer(config, model)
+            try:
+                yield servicer
+            finally:
+                await servicer.close()
+
+
+def store_at_once(servicer: FusionServicer) -> None:
+    """From now on all that the worker computes is stored, as a prefix cache does.
+
+    Otherwise the cache service keeps a second replica of a chunk once its path is asked for again.
+    """
+    assert servicer.cache is not None
+    put = servicer.cache.put
+
+    async def stored(**entry: Any) -> tuple[bytes, bool]:
+        return await put(**{**entry, "offered": False})
+
+    servicer.cache.put = stored  # type: ignore[method-assign]
+
+
+async def fill(servicer: FusionServicer, traffic: Traffic) -> None:
+    """Has every chunk of the base encoded and stored, as an ingestion would."""
+    for number in range(traffic.base):
+        system, chunk = pb.Tokens(ids=_text(-1, SYSTEM).ids), pb.Tokens(ids=traffic.chunk(number).ids)
+        request = pb.EncodeRequest(system=system, chunk=chunk, mode=pb.EncodeRequest.MODE_EXACT)
+        await servicer.Encode(request, None)
+
+
+def _row(name: str, ratio: float, rate: float, load: Load, bound: float) -> dict[str, object]:
+    return {
+        "name": name,
+        "r": ratio,
+        "requests_per_s": round(rate, 3),
+        "ttft_p50_s": round(load.percentile(0.5), 3),
+        "ttft_p99_s": round(load.percentile(0.99), 3),
+        "tokens_per_s": round(load.tokens / load.seconds, 1),
+        "engine_idle": round(1 - load.busy, 3),
+        "bound_s": round(bound, 3),
+    }
+
+
+def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]:
+    """Requests a second within the bound, on a straight line between measured rates; and whether more would do."""
+    known = [(0.0, 0.0)]
+    for row in rows:
+        if row["name"] == name:
+            rate, late = float(str(row["requests_per_s"])), float(str(row["ttft_p99_s"]))
+            bound = float(str(row["bound_s"]))
+            if late > bound:
+                low, early = known[-1]
+                return low + (rate - low) * (bound - early) / (late - early), False
+            known.append((rate, late))
+    return known[-1][0], True
+
+
+def _capacities(rows: Sequence[dict[str, object]]) -> Table:
+    found = Table(title=f"requests a second with p99 TTFT within {rows[0]['bound_s']} s")
+    for column in ("name", "capacity", "of full attention's"):
+        found.add_column(column, justify="right")
+    base, _ = capacity(rows, str(rows[0]["name"]))
+    for name in dict.fromkeys(str(row["name"]) for row in rows):
+        rate, more = capacity(rows, name)
+        found.add_row(name, f"{'>= ' * more}{rate:.2f}", f"{rate / base:.2f}x")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.throughput", description=__doc__)
+    parser.add_argument("--requests", type=int, default=40, help="at each rate, at least (%(default)s)")
+    parser.add_argument("--base", type=int, default=64, help="chunks of the knowledge base (%(default)s)")
+    parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
+    parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
+    names = [name for name, _ in SYSTEMS[1:]]
+    parser.add_argument(
+        "--against", nargs="+", choices=names, default=names, help="what to compare full attention to (all)"
+    )
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    args = parser.parse_args()
+    if not 1 <= args.chunks <= args.base:
+        parser.error("--chunks must be between 1 and --base")
+    traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
+    systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
+    rows = asyncio.run(bench(small_model(), traffic, systems, args.requests, Console(stderr=True)))
+    show("TTFT and tokens a second under load", rows, args.json)
+    Console(width=None if sys.stdout.isatty() else 140).print(_capacities(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

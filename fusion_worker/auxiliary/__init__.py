@@ -1,0 +1,1 @@
+"""A small second model that says which tokens matter (CacheClip)."""

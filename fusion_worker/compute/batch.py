@@ -1,0 +1,123 @@
+"""What the engine has a model compute at once: rows of several requests, what they see, and what is looked at."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import torch
+
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import QuerySpan
+from fusionkv.kernels.tempered_attention import Temper
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """What one layer's attention was given: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    scale: float
+    window: int | None
+
+
+@dataclass(slots=True)
+class Probe:
+    """Sums up the attention of one span's rows into each position, over the given layers.
+
+    scores: float32 [last position + 1], complete when the forward is done.
+    """
+
+    span: QuerySpan
+    layers: frozenset[int]
+    scores: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
+
+
+@dataclass(slots=True)
+class Votes:
+    """The attention of one span's rows into each position, by layer and KV head.
+
+    layers: float32 [kv_heads, last position + 1] each, when the forward is done.
+    """
+
+    span: QuerySpan
+    layers: list[torch.Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
+
+    ids, positions: int64 [rows]; row i stands at positions[i].
+    slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
+    pool: [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer.
+    tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
+    wanted: of each span, in the order of their rows, how many rows at its end are looked at in the last layer or
+        behind it; None for all.
+    states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
+    """
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    spans: Spans
+    pool: torch.Tensor
+    rotations: Sequence[Rotation]
+    probes: Sequence[Probe] = ()
+    votes: Sequence[Votes] = ()
+    tempered: Sequence[tuple[QuerySpan, Temper]] = ()
+    wanted: Sequence[int] | None = None
+    states: dict[int, States | None] = field(default_factory=dict)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether less than half of the rows are wanted: for more, a pass of their own would hardly pay."""
+        return self.wanted is not None and 2 * sum(self.wanted) < len(self.ids)
+
+    def narrowed(self) -> "tuple[torch.Tensor, Batch]":
+        """int64, the rows that are wanted, and a batch of those alone, which writes no KV.
+
+        For a batch that `narrows`. What earlier layers found out about the order of keys is taken over.
+        """
+        assert self.wanted is not None
+        spans = sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
+        new: dict[int, QuerySpan] = {}  # by where the old one ends
+        at = 0
+        for span, count in zip(spans, self.wanted, strict=True):
+            if count:
+                new[span.stop] = QuerySpan(at, at + count, span.positions[-count:], span.segments)
+                known = {rotation: span.views[rotation] for rotation in self.rotations if rotation in span.views}
+                new[span.stop].views.update(known)
+                at += count
+        rows = [torch.arange(stop - span.rows, stop, device=self.ids.device) for stop, span in new.items()]
+        kept = torch.cat([self.slots[:0], *rows])
+        return kept, replace(
+            self,
+            ids=self.ids[kept],
+            positions=self.positions[kept],
+            slots=self.slots[:0],
+            spans=Spans([new[span.stop] for span in self.spans if span.stop in new]),
+            probes=[_moved(probe, new) for probe in self.probes if probe.span.stop in new],
+            votes=[_moved(votes, new) for votes in self.votes],
+            tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
+            wanted=None,
+            states={},
+        )
+
+
+_Look = TypeVar("_Look", Probe, Votes)
+
+
+def _moved(look: _Look, new: Mapping[int, QuerySpan]) -> _Look:
+    """The same look, with what it has seen so far, at rows that stand elsewhere in the batch."""
+    moved, span, to = copy.copy(look), look.span, new[look.span.stop]
+    moved.span = (
+        to if span.rows == to.rows else QuerySpan(to.stop - span.rows, to.stop, span.positions, span.segments)
+    )
+    return moved

@@ -1,0 +1,170 @@
+"""The engine: a thread that computes ragged steps, one after another."""
+
+import logging
+import threading
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from fusionkv.fusion_worker.compute.attention import forward, install, logits, shallow
+from fusionkv.fusion_worker.compute.batch import Batch, Probe, Votes
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe, settled
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import QuerySpan
+from fusionkv.protos.observe import logs
+
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    """Computes works of many requests together. `run` is called from the event loop, the rest is the thread's."""
+
+    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, crew: Crew | None = None) -> None:
+        """crew: the ranks that compute each step, when they are several."""
+        install(model)
+        self._model = model
+        self._pool = pool
+        self.crew = crew or Crew()
+        self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
+        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread.start()
+
+    async def run(self, work: ForwardJob) -> Result:
+        """Computes a work. Cancelling the caller frees nothing too early: it returns when the step is over."""
+        self._scheduler.add(work)
+        return await settled(work.future, work)
+
+    def streaming(self) -> AbstractContextManager[None]:
+        """To be held while an answer is decoded, so that steps are short."""
+        return self._scheduler.streaming()
+
+    def close(self) -> None:
+        """Ends the thread after the step it is in."""
+        self._scheduler.close()
+        self._thread.join()
+
+    def _loop(self) -> None:
+        while (parts := self._scheduler.take()) is not None:
+            if parts:
+                self._compute(parts)
+
+    def _compute(self, parts: list[ScheduledSlice]) -> None:
+        """A step. When it fails, its works are computed one by one, so that only what is at fault fails."""
+        try:
+            self.step(parts)
+        except Exception as error:
+            left = [part for part in parts if not part.work.future.done()]
+            if len(parts) > 1:
+                log.warning(
+                    "a step of %d works failed and is done again one by one: %s", len(parts), logs.kind(error)
+                )
+                for part in left:
+                    self._compute([part])
+                return
+            log.error("a work failed", exc_info=error)
+            for part in left:
+                part.work.abandoned = True
+                part.work.future.set_exception(error)
+
+    def step(self, parts: list[ScheduledSlice]) -> None:
+        """One forward over the parts' rows, and one for each that goes alone; finished works get their results."""
+        together = [part for part in parts if not part.work.alone]
+        for group in ([together] if together else []) + [[part] for part in parts if part.work.alone]:
+            if group[0].work.shallow:
+                self._look(group[0])
+            else:
+                self._advance(group)
+
+    def _advance(self, parts: list[ScheduledSlice]) -> None:
+        """Runs the parts' rows through all layers, or all that are left of them."""
+        step = self._assemble(parts)
+        with self.crew.step(step.batch):
+            hidden = forward(self._model, step.batch, parts[0].work.ahead)
+        last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
+        predicted = self._predict(last, hidden)
+        for work, span in last.items():
+            rows = predicted.get(work)
+            token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
+            result = Result(
+                token=token,
+                logits=rows if work.logits else None,
+                scores=step.probes[work].scores if work in step.probes else None,
+                mean=hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None,
+                votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
+            )
+            work.future.set_result(result)
+
+    def _predict(self, spans: dict[ForwardJob, QuerySpan], hidden: torch.Tensor) -> dict[ForwardJob, torch.Tensor]:
+        """Logits of the last rows of works that are sampled from or want some."""
+        counts = {work: max(work.logits, int(work.sampler is not None)) for work in spans}
+        wanted = {work: count for work, count in counts.items() if count}
+        if not wanted:
+            return {}
+        rows = [torch.arange(spans[work].stop - count, spans[work].stop) for work, count in wanted.items()]
+        found = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
+        return dict(zip(wanted, found.split(list(wanted.values())), strict=True))
+
+    def _look(self, part: ScheduledSlice) -> None:
+        """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
+        work, step = part.work, self._assemble([part])
+        assert isinstance(work.probe, ShallowProbe)
+        with self.crew.shallow(step.batch, work.probe):
+            found = shallow(self._model, step.batch)
+            scores = work.probe.scores(self._model, step.batch, found.second)
+        # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
+        alone = self._model.ranks.count == 1
+        work.future.set_result(Result(scores=scores, shallow=found if alone else None))
+
+    def _assemble(self, parts: list[ScheduledSlice]) -> "_Step":
+        spans: list[QuerySpan] = []
+        probes: dict[ForwardJob, Probe] = {}
+        votes: dict[ForwardJob, Votes] = {}
+        at = 0
+        for part in parts:
+            work = part.work
+            positions = work.positions[part.start : part.stop]
+            span = QuerySpan(at, at + len(positions), positions, (*work.seen, *work.own(part.stop)))
+            at = span.stop
+            spans.append(span)
+            if work.probe and not isinstance(work.probe, ShallowProbe):
+                probes[work] = Probe(span, work.probe)
+            if work.votes:
+                voters = QuerySpan(at - work.votes, at, positions[-work.votes :], span.segments)
+                votes[work] = Votes(voters)
+        tempers = [part.work.temper for part in parts]
+        batch = Batch(
+            ids=torch.cat([p.work.ids[p.start : p.stop] for p in parts]),
+            positions=torch.cat([s.positions for s in spans]),
+            slots=torch.cat([p.work.slots(p.start, p.stop) for p in parts]),
+            spans=Spans([s for s, t in zip(spans, tempers, strict=True) if t is None]),
+            pool=self._pool.kv,
+            rotations=self._model.rotations,
+            probes=tuple(probes.values()),
+            votes=tuple(votes.values()),
+            tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
+            wanted=[self._wanted(part) for part in parts],
+        )
+        return _Step(batch, spans, probes, votes)
+
+    def _wanted(self, part: ScheduledSlice) -> int:
+        """How many rows at the end of a part are looked at in the last layer or behind it."""
+        work, last = part.work, self._model.kv.layers - 1
+        probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
+        if work.mean or probed:
+            return part.stop - part.start
+        return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
+
+
+class _Step(NamedTuple):
+    """A batch and, by part or work, what belongs to it."""
+
+    batch: Batch
+    spans: list[QuerySpan]
+    probes: dict[ForwardJob, Probe]
+    votes: dict[ForwardJob, Votes]

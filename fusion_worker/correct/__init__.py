@@ -1,0 +1,1 @@
+"""Corrects reused KV by what a corpus has taught."""

@@ -1,0 +1,61 @@
+"""From logits to a token: greedy, or sampled under temperature, top-k and top-p."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from fusionkv.protos.runtime.errors import InvalidArgument
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """temperature 0 is greedy; top_k 0 and top_p 0 or 1 keep everything; no seed takes a random one."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 0.0
+    top_k: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and 0.0 <= self.temperature <= 100.0):
+            raise InvalidArgument(f"temperature {self.temperature} is outside 0..100")
+        if not 0.0 <= self.top_p <= 1.0:
+            raise InvalidArgument(f"top_p {self.top_p} is outside 0..1")
+        if len(self.stop) > 16 or any(not s or len(s) > 256 for s in self.stop):
+            raise InvalidArgument("at most 16 stop strings of 1 to 256 characters each")
+
+
+class Sampler:
+    """Draws one request's tokens."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._random = torch.Generator()
+        if params.seed is None:
+            self._random.seed()
+        else:
+            # Any 64-bit seed; the generator takes signed ones only.
+            self._random.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
+
+    def draw(self, logits: torch.Tensor) -> int:
+        """A token id from float32 logits [vocabulary]."""
+        params = self._params
+        if params.temperature == 0.0:
+            return int(logits.argmax())
+        # float64, relative to the best: below a temperature of 1e-36 float32 would give inf - inf.
+        logits = logits.cpu().double()
+        logits = (logits - logits.max()) / params.temperature
+        if 0 < params.top_k < len(logits):
+            logits = torch.where(logits < logits.topk(params.top_k).values[-1], float("-inf"), logits)
+        probabilities = logits.softmax(-1)
+        if 0.0 < params.top_p < 1.0:
+            ordered, ids = probabilities.sort(descending=True)
+            # A token stays when those before it leave room; the most likely one always does.
+            dropped = ordered.cumsum(0) - ordered >= params.top_p
+            dropped[0] = False
+            ordered[dropped] = 0.0
+            probabilities = torch.zeros_like(probabilities).scatter_(0, ids, ordered)
+        return int(torch.multinomial(probabilities, 1, generator=self._random))

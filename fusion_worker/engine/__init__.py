@@ -1,1 +1,0 @@
-"""How a batch moves: pool, loader, scheduler, engine, and the life of a request."""

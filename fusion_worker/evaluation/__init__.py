@@ -1,1 +1,0 @@
-"""`fusionkv eval`: recipes, ratios and tasks in one table, measured on the engine itself."""

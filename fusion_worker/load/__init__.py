@@ -1,0 +1,1 @@
+"""Brings a prompt's chunks into the pool: looked up, fetched, encoded here, and written back."""

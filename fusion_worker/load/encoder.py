@@ -1,0 +1,71 @@
+"""Encoding ahead of time: a chunk by its exact path, or after its neighbours (FusionRAG 3.1)."""
+
+from dataclasses import dataclass
+
+from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.load.lookup import CacheFault
+from fusionkv.fusion_worker.load.placement import ChunkSource
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.recipes.recipes import InPlace
+from fusionkv.kvcache_service import keys
+from fusionkv.protos.runtime.errors import Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    key: bytes
+    variant: bytes
+    existed: bool
+
+
+class Encoder:
+    """Makes entries before any question asks for them. The last chunk of the prompt is the one to encode."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    async def exact(self, prompt: Prompt) -> Encoded:
+        """Full attention over the whole path; every chunk of it is stored under its exact path.
+
+        Raises:
+            Unavailable: the cache service can't be reached or refused the bytes.
+        """
+        namespace = self._loader.namespace(prompt.tenant)
+        try:
+            async with self._loader.locator.prompt(prompt, namespace, InPlace()) as wanted:
+                return await self._store(wanted, namespace)
+        except CacheFault as fault:
+            raise Unavailable(str(fault)) from fault
+
+    async def after_neighbours(self, prompt: Prompt) -> Encoded:
+        """The last chunk after all others, each of those reused as encoded alone; stored as a variant.
+
+        Raises:
+            Unavailable: as for `exact`.
+        """
+        namespace = self._loader.namespace(prompt.tenant)
+        *neighbours, chunk = prompt.chunks
+        before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
+        variant = keys.neighbours_variant(n.digest for n in neighbours)
+        path = (prompt.system.digest, chunk.digest)
+        key = keys.entry_key(namespace, path, variant)
+        try:
+            async with self._loader.locator.stored(path, variant, namespace) as known:
+                if known:
+                    return Encoded(key, variant, existed=True)
+            async with self._loader.locator.isolated(before, namespace) as wanted:
+                position = before.tokens
+                new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
+                return await self._store([*wanted, new], namespace)
+        except CacheFault as fault:
+            raise Unavailable(str(fault)) from fault
+
+    async def _store(self, wanted: list[ChunkSource], namespace: bytes) -> Encoded:
+        """Computes what is missing and waits until the cache service has all of it."""
+        async with self._loader.parts(wanted) as placement:
+            for part in placement.parts:
+                if part.wanted.entry is None:
+                    await self._loader.put(part, namespace)
+        last = wanted[-1]
+        key = last.key if last.entry is None else last.entry.key
+        return Encoded(key, last.variant, existed=last.entry is not None)

@@ -1,0 +1,331 @@
+"""Brings a prompt's parts into the pool: fetched from the cache service, or encoded here and put back there."""
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import lru_cache, partial
+
+import torch
+from opentelemetry import trace
+
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.forward_job import ForwardJob
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.correct.correcting import Correcting
+from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.load.anchors import AnchoredChunk, laid
+from fusionkv.fusion_worker.load.deadline import Deadline
+from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups
+from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk, PromptLayout, Stages
+from fusionkv.fusion_worker.load.priority_semaphore import PrioritySemaphore
+from fusionkv.fusion_worker.load.spans import LoadSpans
+from fusionkv.fusion_worker.load.write_back import WriteBack
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.prompt import Prompt, stretch
+from fusionkv.fusion_worker.recipes.recipes import ISOLATED, Encode
+from fusionkv.fusion_worker.transfer import shared_memory
+from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
+from fusionkv.fusion_worker.transfer.signatures import Signer
+from fusionkv.fusion_worker.transfer.storage import Storage
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.runtime.errors import NotFound, ServiceError, Unavailable
+
+log = logging.getLogger(__name__)
+tracer = trace.get_tracer(__name__)
+Fresh = Callable[[int], int]
+
+
+class Loader:
+    """The worker's use of the cache service. Belongs to the event loop's thread."""
+
+    def __init__(
+        self, config: WorkerConfig, model: Model, pool: KVPool, engine: Engine, cache: CacheClient | None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._pool = pool
+        self._engine = engine
+        self._cache = cache
+        self._fetch_timeout = min(config.fetch_timeout, config.cache_seconds)
+        self._loads: dict[PooledChunk, asyncio.Task[None]] = {}
+        self._spans = LoadSpans()
+        self.turns = PrioritySemaphore(config.max_loads)
+        self._admitted = itertools.count()
+        self.storage = Storage(pool, config.store, engine.crew)
+        self._correcting = Correcting(model, pool, engine.crew)
+        self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
+        # In host memory signatures are verified, and ranks get their heads from there.
+        direct = cache and signer is None and engine.crew.ranks.count == 1
+        self._direct = DirectReader.find(self.storage) if direct else None
+        self.locator = Lookups(self.storage, cache, config.lookup_timeout, signer)
+        limits = config.max_puts, config.fetch_timeout
+        self.putter = WriteBack(pool, self.storage, cache, *limits, signer) if cache else None
+        settings = model.settings | self.storage.settings
+        self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
+
+    def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
+        """The prompt with what stands for its chunks when they are encoded so."""
+        return laid(prompt, encode, self._model.anchors)
+
+    async def settle(self) -> None:
+        """Waits until nothing is being loaded or put."""
+        if self._loads:
+            await asyncio.wait(self._loads.values())
+        if self.putter is not None:
+            await self.putter.settle()
+
+    async def close(self) -> None:
+        """Settles, then ends the writers."""
+        await self.settle()
+        if self.putter is not None:
+            self.putter.close()
+        if self._direct is not None:
+            self._direct.close()
+
+    @asynccontextmanager
+    async def plain(self, tokens: int) -> AsyncIterator[PromptLayout]:
+        """Fresh slots for `tokens` tokens, nothing reused.
+
+        Raises:
+            ResourceExhausted: they don't fit the pool.
+        """
+        async with self._admit([], tokens, Stages(), b"") as placement:
+            yield placement
+
+    @asynccontextmanager
+    async def prompt(
+        self,
+        prompt: Prompt,
+        fresh: Fresh,
+        stages: Stages,
+        encode: Encode = ISOLATED,
+        correction: Correction | None = None,
+    ) -> AsyncIterator[PromptLayout]:
+        """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
+
+        prompt: as `laid` for `encode`. encode, correction: as for `Lookups.prompt`.
+
+        Raises:
+            CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
+            ResourceExhausted: the prompt does not fit the pool.
+        """
+        budget = Deadline(self._config.cache_seconds)
+        how = prompt, fresh, stages, encode, correction, budget
+        async with AsyncExitStack() as stack:
+            try:
+                placement = await self._bring(stack, *how)
+            except EntryGone as gone:
+                log.debug("looked up once more: %s", gone)
+                await stack.aclose()
+                stages.start_over()
+                placement = await self._bring(stack, *how)
+            yield placement
+
+    async def _bring(
+        self,
+        stack: AsyncExitStack,
+        prompt: Prompt,
+        fresh: Fresh,
+        stages: Stages,
+        encode: Encode,
+        correction: Correction | None,
+        budget: Deadline,
+    ) -> PromptLayout:
+        """As `prompt`, for as long as `stack` is open."""
+        namespace = self.namespace(prompt.tenant)
+        leased = await stack.enter_async_context(AsyncExitStack())
+        with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
+            with budget.spending():
+                asking = self.locator.prompt(prompt, namespace, encode, budget.left, stages, correction)
+                wanted = await leased.enter_async_context(asking)
+            span.set_attributes({"fusionkv.chunks": len(prompt.chunks), "fusionkv.rejected": stages.rejected})
+        stale = sum(len(w.chunk) for w in wanted if not w.lossless)
+        with tracer.start_as_current_span("fusionkv.load") as span, stages.clock("load"):
+            placement = await stack.enter_async_context(self._admit(wanted, fresh(stale), stages, namespace))
+            with budget.spending():
+                await self._fetched(placement, budget.left)
+            span.set_attribute("fusionkv.bytes", stages.bytes_fetched)
+        await leased.aclose()
+        with tracer.start_as_current_span("fusionkv.encode") as span, stages.clock("encode"):
+            span.set_attribute("fusionkv.tokens", stages.encoded_tokens)
+            await _ready(part.resident for part in placement.parts)
+        return placement
+
+    async def _fetched(self, placement: PromptLayout, left: float) -> None:
+        """Waits for what is fetched; a cache that is slow over all of it costs no more than is allowed."""
+        most = min(self._fetch_timeout, left)
+        try:
+            async with asyncio.timeout(most):
+                await _ready(part.resident for part in placement.parts if part.wanted.entry is not None)
+        except TimeoutError as error:
+            raise CacheFault(f"fetches took longer than {most:.3g} s together") from error
+
+    @asynccontextmanager
+    async def parts(self, wanted: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
+        """These parts in the pool, ready, for the caller to store; given back on leaving. Raises as `prompt` does."""
+        async with self._admit(wanted, 0, Stages(), b"") as placement:
+            await _ready(part.resident for part in placement.parts)
+            yield placement
+
+    async def put(self, part: LoadedChunk, namespace: bytes) -> None:
+        """Stores a part now and waits for the commit.
+
+        Raises:
+            Unavailable: there is no cache service, or it can't be reached or refused the bytes.
+        """
+        if self.putter is None:
+            raise Unavailable("this worker has no cache service: start it with --cache ADDRESS")
+        try:
+            await self.putter.put(namespace, part)
+        except ServiceError as error:
+            raise Unavailable(str(error)) from error
+
+    @asynccontextmanager
+    async def _admit(
+        self, wanted: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
+    ) -> AsyncIterator[PromptLayout]:
+        """Takes room for all at once, pins what is there, starts what is not.
+
+        What is encoded is stored in the background under `namespace`, unless that is empty.
+        """
+        pool = self._pool
+        residents: dict[bytes, PooledChunk] = {}
+        placed: list[LoadedChunk] = []
+
+        def let_go() -> None:
+            for part in placed:
+                if not part.wanted.is_system and part.wanted.key in residents:
+                    pool.unpin(residents.pop(part.wanted.key))
+
+        try:
+            async with pool.admission():
+                number = next(self._admitted)
+                for key in dict.fromkeys(w.key for w in wanted):
+                    if (found := pool.find(key)) is not None:
+                        residents[key] = found
+                missing = {w.key: w for w in wanted if w.key not in residents}
+                new = [tokens for w in missing.values() for tokens in (len(w.chunk), w.scratch)]
+                await pool.room([*new, fresh], [r.tokens for r in residents.values()])
+                for w in wanted:
+                    stages.count(w, w.key in residents)
+                    if w.key in residents:
+                        self._spans.join(residents[w.key])
+                        placed.append(LoadedChunk(w, residents[w.key]))
+                    else:
+                        residents[w.key] = pool.add(w.key, len(w.chunk), w.base)
+                        part = LoadedChunk(w, residents[w.key])
+                        before = [p for p in placed if p.wanted.is_system or not w.alone]
+                        placed.append(part)
+                        self._start(part, before, stages, namespace, number)
+                runs = pool.reserve(fresh)
+            try:
+                yield PromptLayout(tuple(placed), runs, let_go)
+            finally:
+                pool.release(runs)
+        finally:
+            for resident in residents.values():
+                self._unpin(resident)
+
+    def _start(
+        self, part: LoadedChunk, before: Sequence[LoadedChunk], stages: Stages, namespace: bytes, number: int
+    ) -> None:
+        """Loads a part in a task of its own: other requests may wait for it when this one is gone."""
+        for p in (part, *before):
+            self._pool.pin(p.resident)
+        self._spans.begin(part)
+        scratch = self._pool.reserve(part.wanted.scratch)
+        task = asyncio.create_task(self._load(part, before, stages, namespace, number, scratch))
+        self._loads[part.resident] = task
+        task.add_done_callback(lambda _: self._ended(part, before, scratch))
+
+    def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
+        """Lets go of what a load held: here, since one that is cancelled before its first step does nothing."""
+        del self._loads[part.resident]
+        self._pool.release(scratch)
+        self._spans.end(part.resident)
+        if not part.resident.ready.done():
+            part.resident.ready.set_exception(CacheFault("nobody waits any more"))
+        self._pool.unpin(part.resident)
+        for p in before:
+            self._unpin(p.resident)
+
+    def _unpin(self, resident: PooledChunk) -> None:
+        """Ends a use; the load of what nobody else waits for is ended with it."""
+        self._pool.unpin(resident)
+        load = self._loads.get(resident)
+        if resident.pins == 1 and load is not None and not resident.ready.done():
+            # Its slots stay taken until the load has let go of them.
+            self._pool.hide(resident)
+            load.cancel()
+
+    async def _load(
+        self,
+        part: LoadedChunk,
+        before: Sequence[LoadedChunk],
+        stages: Stages,
+        namespace: bytes,
+        number: int,
+        scratch: Sequence[SlotRange],
+    ) -> None:
+        ready = part.resident.ready
+        try:
+            with self._spans.within(part.resident):
+                if await self._correcting.from_pool(part):
+                    ready.set_result(None)
+                    return
+                if part.wanted.entry is not None:
+                    async with self.turns.turn(number):
+                        await self.fetch(part, stages)
+                else:
+                    await _ready(p.resident for p in before)
+                    await self._encode(part, before, scratch)
+                    if self.putter is not None and namespace:
+                        await self.putter.offer(namespace, part)
+                await self._correcting.in_place(part)
+            ready.set_result(None)
+        except ServiceError as error:
+            entry = part.wanted.entry
+            # A lease keeps what the cache service has itself: that such an entry is gone is a fault.
+            gone = isinstance(error, NotFound) and entry is not None and entry.holders
+            ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
+        except Exception as error:
+            ready.set_exception(error)
+
+    async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
+        """Brings a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
+        entry = part.wanted.entry
+        assert entry is not None
+        assert self._cache is not None
+        buffer = await self._direct.fetch(self._cache, entry, self._fetch_timeout) if self._direct else None
+        trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
+        # What is verified has to be a copy: the service may write to its memory at any time.
+        near = buffer is None and self._signer is None
+        if not near or not await shared_memory.copied(self._cache, entry, self.storage, part.resident):
+            if buffer is None:
+                buffer = torch.empty(entry.size, dtype=torch.uint8, pin_memory=self._pool.kv.is_cuda)
+                await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
+                if self._signer is not None:
+                    await self._signer.verify(self._cache, entry, buffer.numpy().data)
+            # Also when this task is cancelled: its slots are not to be given away while they are written to.
+            await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
+        stages.bytes_fetched += entry.size
+
+    async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
+        """Computes a part's KV behind the parts before it, straight into its pages."""
+        if isinstance(part.wanted.chunk, AnchoredChunk):
+            await part.wanted.chunk.encode(part.resident, before, scratch, self._engine, self._model)
+            return
+        ids, positions = stretch(part.resident.base, part.wanted.chunk.ids)
+        seen = tuple(segment for p in before for segment in p.segments())
+        device = self._model.device
+        await self._engine.run(ForwardJob(ids.to(device), positions.to(device), part.resident.runs, seen))
+
+
+async def _ready(residents: Iterable[PooledChunk]) -> None:
+    for resident in residents:
+        await asyncio.shield(resident.ready)

@@ -1,0 +1,136 @@
+"""Puts what was encoded here back to the cache service, in the background and within bounds."""
+
+import asyncio
+import logging
+
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Link, NonRecordingSpan, SpanContext
+
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.load.placement import ChunkSource, LoadedChunk
+from fusionkv.fusion_worker.transfer.signatures import Signer
+from fusionkv.fusion_worker.transfer.storage import Storage
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.runtime.errors import DeadlineExceeded, ServiceError, Unavailable
+
+log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
+tracer = trace.get_tracer(__name__)
+_dropped = metrics.get_meter(__name__).create_counter(
+    "fusionkv.worker.puts_dropped", description="Encoded chunks that did not reach the cache service"
+)
+# Enough to overlap one copy out of the pool with one stream; more only compete for the same bandwidth.
+_WRITERS = 2
+
+
+class WriteBack:
+    """Copies chunks out of the pool and stores them. A chunk stays pinned until it is copied."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        storage: Storage,
+        cache: CacheClient,
+        max_waiting: int,
+        timeout: float,
+        signer: Signer | None = None,
+    ) -> None:
+        self._signer = signer
+        self._pool = pool
+        self._storage = storage
+        self._cache = cache
+        self._timeout = timeout
+        self._max_waiting = max_waiting
+        self._waiting: asyncio.Queue[tuple[bytes, LoadedChunk, SpanContext, memoryview | None]] = asyncio.Queue()
+        self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
+
+    async def offer(self, namespace: bytes, part: LoadedChunk) -> None:
+        """Queues a part; drops it when too many wait, since a miss costs time and no answer.
+
+        What is corrected afterwards is copied first: it is stored as it was computed.
+        """
+        if self._waiting.qsize() >= self._max_waiting:
+            _dropped.add(1, {"fusionkv.reason": "queue full"})
+            return
+        self._pool.pin(part.resident)
+        copy = None
+        if part.wanted.correction is not None:
+            try:
+                copy = await to_the_end(asyncio.to_thread(self._storage.take_out, part.resident))
+            except BaseException:
+                self._pool.unpin(part.resident)
+                raise
+        self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
+
+    async def put(self, namespace: bytes, part: LoadedChunk) -> None:
+        """Stores a part and waits for the commit.
+
+        Raises:
+            ServiceError: the cache service refused it or can't be reached.
+        """
+        await self._send(
+            namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.resident), offered=False
+        )
+
+    async def _send(self, namespace: bytes, wanted: ChunkSource, data: memoryview, offered: bool) -> None:
+        tokens, base, signature = len(wanted.chunk), wanted.base, b""
+        if self._signer is not None:
+            names = (namespace, wanted.path, wanted.variant)
+            signature = await asyncio.to_thread(self._signer.sign, *names, data, tokens=tokens, base=base)
+        await self._cache.put(
+            namespace=namespace,
+            path=wanted.path,
+            variant=wanted.variant,
+            tokens=tokens,
+            base=base,
+            data=data,
+            offered=offered,
+            signature=signature,
+            timeout=self._timeout,
+        )
+
+    async def settle(self) -> None:
+        """Waits until nothing is queued or being written."""
+        await self._waiting.join()
+
+    def close(self) -> None:
+        """Ends the writers."""
+        for writer in self._writers:
+            writer.cancel()
+
+    async def _write(self) -> None:
+        while True:
+            namespace, part, origin, data = await self._waiting.get()
+            try:
+                try:
+                    if data is None:
+                        data = await asyncio.to_thread(self._storage.take_out, part.resident)
+                finally:
+                    self._pool.unpin(part.resident)
+                # A trace of its own: the request that it leads back to has its answer, and waits for nothing here.
+                # It is sampled as that one was: below a span that is dropped, it is dropped too.
+                dropped = origin.is_valid and not origin.trace_flags.sampled
+                parent = trace.set_span_in_context(NonRecordingSpan(origin)) if dropped else None
+                links = [Link(origin)] if origin.is_valid else []
+                with tracer.start_as_current_span("fusionkv.put", parent, links=links) as span:
+                    span.set_attributes({"fusionkv.tokens": len(part.wanted.chunk), "fusionkv.bytes": len(data)})
+                    await self._send(namespace, part.wanted, data, offered=True)
+            except ServiceError as error:
+                _dropped.add(1, {"fusionkv.reason": type(error).__name__})
+                _faults.warning("a chunk was not stored", error)
+                if isinstance(error, Unavailable | DeadlineExceeded):
+                    self._drop_waiting()
+            except Exception:
+                log.exception("a chunk was not stored")
+            finally:
+                self._waiting.task_done()
+
+    def _drop_waiting(self) -> None:
+        """Lets go of what waits: behind a service out of reach, each would hold its pages for one more timeout."""
+        while not self._waiting.empty():
+            _, part, *_ = self._waiting.get_nowait()
+            self._pool.unpin(part.resident)
+            self._waiting.task_done()
+            _dropped.add(1, {"fusionkv.reason": "cache out of reach"})

@@ -1,1 +1,0 @@
-"""What the papers say: recipes, and the slots they are made of."""

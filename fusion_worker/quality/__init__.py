@@ -1,0 +1,1 @@
+"""Watches what recipes do to answers, explains them, and falls back to full attention."""

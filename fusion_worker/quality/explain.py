@@ -1,0 +1,58 @@
+"""How the KV of every token of a prompt came about, token by token, for people to look at."""
+
+from collections.abc import Iterator
+
+import torch
+from tokenizers import Tokenizer
+
+from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.load.placement import Stages
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
+
+
+def explain(prompt: Prompt, fused: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
+    """What was chosen, and why."""
+    placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
+    lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
+    origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
+    chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
+    # What no other part stands before is as full attention has it, unless nothing at all is reused.
+    reused = bool(fused.placement.parts)
+    explained = [
+        ExplainedChunk(
+            texts=texts(tokenizer, chunk.ids), kind=kind, tier=tier, lossless=exact, recomputed=found, scores=scores
+        )
+        for chunk, (found, scores), (kind, tier), exact in chunks
+    ]
+    return Explanation(
+        chunks=explained,
+        system=_around(texts(tokenizer, prompt.system.ids), reused),
+        question=_around(texts(tokenizer, prompt.question), False),
+    )
+
+
+def _around(texts: list[str], lossless: bool) -> ExplainedChunk:
+    """What is no chunk: reused without loss, or computed."""
+    return ExplainedChunk(texts=texts, lossless=lossless, recomputed=[] if lossless else range(len(texts)))
+
+
+def chosen(prompt: Prompt, fused: PrefillPlan) -> Iterator[tuple[list[int], list[float]]]:
+    """For each chunk the indices of its recomputed tokens, and the scores of all as ranks from 0 to 1, none if
+    there was nothing to choose.
+    """
+    recomputed = torch.zeros(prompt.question_start, dtype=torch.bool)
+    recomputed[fused.chosen] = True
+    ranks = torch.zeros(prompt.question_start)
+    if fused.scores is not None and (stale := fused.stale).any():
+        order = fused.scores[stale].argsort().argsort().float()
+        ranks[stale] = order / max(1, len(order) - 1)
+    for start, chunk in zip(prompt.starts[1:], prompt.chunks, strict=True):
+        inside = slice(start, start + len(chunk))
+        scores = [round(s, 2) for s in ranks[inside].tolist()] if fused.scores is not None else []
+        yield recomputed[inside].nonzero()[:, 0].tolist(), scores
+
+
+def texts(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
+    """The text of every token by itself."""
+    return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]

@@ -1,0 +1,126 @@
+"""Answers some requests again by full attention while nobody waits, and reports how far the recipe was off."""
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+import torch
+from opentelemetry import metrics
+
+from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.planner import Planner
+from fusionkv.fusion_worker.load.loader import Loader
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.protos.observe import telemetry
+
+log = logging.getLogger(__name__)
+meter = metrics.get_meter(__name__)
+_answers = meter.create_counter("fusionkv.worker.shadow.answers", description="Answers held against full attention's")
+_kl = meter.create_histogram(
+    "fusionkv.worker.shadow.kl",
+    unit="nat",
+    description="KL of the first token's logits",
+    explicit_bucket_boundaries_advisory=telemetry.NATS,
+)
+_skipped = meter.create_counter("fusionkv.worker.shadow.skipped", description="Samples dropped, by reason")
+# Samples are small (ids and one row of logits), but old ones say little.
+_MOST_WAITING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A greedy answer. logits: float32 [vocabulary], what its first token was drawn from. allowed: its ratio."""
+
+    prompt: Prompt
+    recipe: Recipe
+    corpus: str
+    tokens: tuple[int, ...]
+    logits: torch.Tensor
+    allowed: Allowed
+
+
+class Shadow:
+    """Takes a share of the answers; makes them again one by one when the worker is idle."""
+
+    def __init__(
+        self, share: float, guard: Fallback, pool: KVPool, engine: Engine, loader: Loader, fuser: Planner
+    ) -> None:
+        self._share = share
+        self._guard = guard
+        self._pool = pool
+        self._engine = engine
+        self._loader = loader
+        self._fuser = fuser
+        self._random = random.Random()
+        self._waiting: asyncio.Queue[Sample] = asyncio.Queue()
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._task = asyncio.create_task(self._loop()) if share else None
+
+    def wants(self) -> bool:
+        """Whether the next answer should be offered."""
+        return self._random.random() < self._share
+
+    def offer(self, sample: Sample) -> None:
+        """Queues an answer, or drops it when many wait."""
+        if self._waiting.qsize() >= _MOST_WAITING:
+            _skipped.add(1, {"fusionkv.reason": "queue full"})
+        else:
+            self._waiting.put_nowait(sample)
+
+    async def settle(self) -> None:
+        """Waits until every answer offered so far was looked at or dropped."""
+        await self._waiting.join()
+
+    async def close(self) -> None:
+        """Drops what waits, and returns when nothing is computed any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _loop(self) -> None:
+        while True:
+            sample = await self._waiting.get()
+            try:
+                await self.idle.wait()
+                await self._compare(sample)
+            except Exception:
+                log.exception("an answer was not made again")
+                _skipped.add(1, {"fusionkv.reason": "error"})
+            finally:
+                self._waiting.task_done()
+
+    async def _compare(self, sample: Sample) -> None:
+        tokens = sample.prompt.tokens + len(sample.tokens)
+        if self._pool.slots_for(tokens) > self._pool.free + self._pool.idle:
+            _skipped.add(1, {"fusionkv.reason": "no room"})
+            return
+        logits = (await self._again(sample)).cpu()
+        # What full attention would have answered: up to the first other token both read the same.
+        same = logits.argmax(-1).tolist() == list(sample.tokens)
+        first = int(logits[0].argmax()) == sample.tokens[0]
+        log_p, log_q = logits[0].log_softmax(-1), sample.logits.cpu().log_softmax(-1)
+        attributes = {"fusionkv.recipe": sample.recipe.name, "fusionkv.corpus": sample.corpus}
+        _kl.record(float((log_p.exp() * (log_p - log_q)).sum()), attributes)
+        _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
+        self._guard.record(sample.allowed, same)
+
+    async def _again(self, sample: Sample) -> torch.Tensor:
+        """float32 [answer tokens, vocabulary]: full attention's logits for every token of the answer."""
+        prompt, answer = sample.prompt, sample.tokens
+        # All but the last token first: a prefill without logits can be split, and lets others go before it.
+        *question, last = prompt.question
+        head = Prompt(prompt.system, prompt.chunks, tuple(question), prompt.tenant)
+        async with self._loader.plain(prompt.tokens + len(answer)) as placement:
+            fused = self._fuser.plain(placement, head)
+            if head.tokens:
+                work = fused.prefill()
+                work.background = True
+                await self._engine.run(work)
+            result = await self._engine.run(fused.next([last, *answer[:-1]], logits=len(answer)))
+        assert result.logits is not None
+        return result.logits

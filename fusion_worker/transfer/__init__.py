@@ -1,0 +1,1 @@
+"""Moves KV bytes between host and device: shared memory, GPUDirect, storage formats, signatures."""

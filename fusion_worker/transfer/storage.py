@@ -1,0 +1,180 @@
+"""The form in which chunks' KV leaves the pool and comes back: as computed, or in one byte a number."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
+from fusionkv.fusion_worker.models import KVShape
+from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.transfer.side_stream import SideStream
+from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
+
+
+class Storage:
+    """Copies chunks between the pool's slots and bytes.
+
+    kind: plain, int8 or fp8. Plain bytes are [layer, 2, token, kv_head, head_dim]; the other two hold the same in one
+    byte a number, then the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
+    so that it is the same however many ranks a worker has; a part has one rank's heads, in the same arrays.
+    """
+
+    def __init__(self, pool: KVPool, kind: str, crew: Crew | None = None) -> None:
+        """crew: the ranks that have the other heads; a rank that is told what to do needs none."""
+        self._crew = crew or Crew()
+        self._pool = pool
+        self.beside = SideStream(pool.kv.device)
+        self._kind = KINDS.get(kind)
+        self.settings = {} if self._kind is None else {"store": kind}
+
+    @property
+    def device(self) -> torch.device:
+        """Of the pool."""
+        return self._pool.kv.device
+
+    @property
+    def lossless(self) -> bool:
+        """Whether what comes back is what was stored."""
+        return self._kind is None
+
+    def size(self, tokens: int) -> int:
+        """Bytes of an entry of `tokens` tokens."""
+        return self.part_size(tokens) * self._crew.ranks.count
+
+    def part_size(self, tokens: int) -> int:
+        """Bytes of one rank's part of it."""
+        return self._pool.shape.kv_heads * sum(blocks * each for blocks, each in self._arrays(tokens))
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """uint8 [size] on the device, for use within `beside`."""
+        with self.beside():
+            return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def take_out(self, resident: PooledChunk) -> memoryview:
+        """A copy of a chunk's KV."""
+        runs, tokens = resident.runs, resident.tokens
+        parts = self._crew.take(resident, lambda: self.read(runs, tokens))
+        return self._join(parts, tokens).numpy().data
+
+    def put_in(self, resident: PooledChunk, data: torch.Tensor) -> None:
+        """Writes a chunk's KV to its slots. data: uint8 [size], in host memory or on the device."""
+        runs, tokens = resident.runs, resident.tokens
+        self._crew.put(resident, self._split(data, tokens), lambda part: self.write(runs, tokens, part))
+
+    def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
+        """A copy of this rank's part of a chunk, uint8 [part_size] in host memory."""
+        with self.beside():
+            kv = self._read(runs, tokens)
+            if self._kind is not None:
+                kv = self._pack(kv)
+            return kv.cpu().view(torch.uint8).reshape(-1)
+
+    def write(self, runs: Sequence[SlotRange], tokens: int, part: torch.Tensor) -> None:
+        """Writes this rank's part, uint8 [part_size] in host memory or on the device, to the chunk's slots."""
+        shape = self._pool.shape
+        with self.beside():
+            if self._kind is None:
+                self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
+            else:
+                # Restored where it is needed: half the bytes cross to the device.
+                self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
+
+    def pass_through(self, resident: PooledChunk) -> None:
+        """Leaves in the slots of this rank what storing and fetching would."""
+        if self._kind is not None:
+            runs, tokens = resident.runs, resident.tokens
+            self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
+
+    def rewrite(
+        self, resident: PooledChunk, change: Callable[[torch.Tensor], torch.Tensor], source: PooledChunk
+    ) -> None:
+        """Puts in a chunk's place what `change` makes of `source`, which may be the same.
+
+        change: of [layers, 2, tokens, kv_heads of all ranks, head_dim]. For plain storage alone.
+        """
+        if self._crew.ranks.count == 1:
+            with self.beside():
+                self._write(resident.runs, change(self._read(source.runs, source.tokens)))
+        else:
+            changed = change(self.numbers(self.take_out(source), source.tokens))
+            self.put_in(resident, changed.contiguous().view(-1).view(torch.uint8))
+
+    def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
+        """A plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
+        shape = self._pool.shape
+        flat = torch.frombuffer(data, dtype=torch.uint8).view(shape.dtype)
+        return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._crew.ranks.count, shape.head_dim)
+
+    def _arrays(self, tokens: int) -> list[tuple[int, int]]:
+        """The arrays of an entry, each [blocks, kv_heads, bytes]: blocks and bytes."""
+        shape = self._pool.shape
+        blocks = 2 * shape.layers * tokens
+        if self._kind is None:
+            return [(blocks, shape.head_dim * shape.dtype.itemsize)]
+        groups = -(-tokens // GROUP)
+        return [(blocks, shape.head_dim), (shape.layers * groups, 2 * shape.head_dim), (shape.layers * tokens, 2)]
+
+    def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
+        """An entry out of all ranks' parts."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
+        cut = [part.split([blocks * heads * each for blocks, each in arrays]) for part in parts]
+        joined = [
+            torch.cat([piece.view(blocks, heads, each) for piece in pieces], dim=1).view(-1)
+            for pieces, (blocks, each) in zip(zip(*cut, strict=True), arrays, strict=True)
+        ]
+        return joined[0] if len(joined) == 1 else torch.cat(joined)
+
+    def _split(self, entry: torch.Tensor, tokens: int) -> list[torch.Tensor]:
+        """All ranks' parts of an entry."""
+        count = self._crew.ranks.count
+        if count == 1:
+            return [entry]
+        arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads * count
+        cut = entry.split([blocks * heads * each for blocks, each in arrays])
+        shared = [array.view(blocks, count, -1) for array, (blocks, _) in zip(cut, arrays, strict=True)]
+        return [torch.cat([array[:, rank].reshape(-1) for array in shared]) for rank in range(count)]
+
+    def _read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
+        pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in runs]
+        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+        return whole[:, :, :tokens].contiguous()
+
+    def _write(self, runs: Sequence[SlotRange], kv: torch.Tensor) -> None:
+        at, tokens = 0, kv.shape[2]
+        for run in runs:
+            count = min(run.length, tokens - at)
+            self._pool.kv[:, :, run.start : run.start + count].copy_(kv[:, :, at : at + count])
+            at += count
+
+    def _pack(self, kv: torch.Tensor) -> torch.Tensor:
+        assert self._kind is not None
+        stored = quantise(kv, self._kind)
+        parts = (stored.numbers, stored.key_scales, stored.value_scales)
+        return torch.cat([part.contiguous().view(torch.uint8).reshape(-1) for part in parts])
+
+    def _unpack(self, data: torch.Tensor, tokens: int) -> torch.Tensor:
+        assert self._kind is not None
+        shape = self._pool.shape
+        numbers, scales = _numbers(shape, tokens), _scales(shape, tokens)
+        # The scales begin anywhere, and a view needs its own alignment.
+        parts = data.split([_numel(numbers), *(2 * _numel(scale) for scale in scales)])
+        keys, values = (
+            part.clone().view(torch.bfloat16).view(scale) for part, scale in zip(parts[1:], scales, strict=True)
+        )
+        return restore(Quantised(parts[0].view(self._kind).view(numbers), keys, values), shape.dtype)
+
+
+def _numbers(shape: KVShape, tokens: int) -> tuple[int, ...]:
+    return (shape.layers, 2, tokens, shape.kv_heads, shape.head_dim)
+
+
+def _scales(shape: KVShape, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of keys and of values."""
+    groups = -(-tokens // GROUP)
+    return (shape.layers, groups, shape.kv_heads, shape.head_dim), (shape.layers, tokens, shape.kv_heads)
+
+
+def _numel(sizes: tuple[int, ...]) -> int:
+    return torch.Size(sizes).numel()

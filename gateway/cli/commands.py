@@ -1,0 +1,290 @@
+"""The commands of `fusionkv` that talk to a gateway; each takes its parsed flags and returns the exit code."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from fusionkv.gateway import explain
+from fusionkv.gateway.cli import connect, encode
+from fusionkv.gateway.cli.console import patiently, print_json, progress_bar
+from fusionkv.gateway.cli.files import find
+from fusionkv.gateway.client.results import Answer, Explanation, Item, Passage, Sources, Summary, Token, fields
+from fusionkv.gateway.ingest import brief
+from fusionkv.protos.runtime.errors import InvalidArgument, ServiceError
+from fusionkv.protos.runtime.tls import ClientTLS
+
+_FALLBACK_CACHE = "127.0.0.1:7070"
+_STATS_SECONDS = 5.0
+
+
+async def ingest(args: argparse.Namespace) -> int:
+    """Stores files, several at once; one that fails is named and does not stop the others."""
+    files = await asyncio.to_thread(find, args.paths, args.media_type)
+    total = _Total()
+    began = time.perf_counter()
+    slots = asyncio.Semaphore(args.concurrency)
+    async with connect.client(args) as client:
+        with progress_bar(args.json) as progress:
+            bar = progress.add_task("ingest", total=len(files))
+
+            async def one(name: str, path: Path) -> None:
+                async with slots:
+                    try:
+                        content, kind = await _content(name, path, args)
+                        done = await patiently(
+                            lambda: client.ingest(args.corpus, name, content, media_type=kind),
+                            args.timeout,
+                        )
+                    except (InvalidArgument, OSError) as error:
+                        # It is this file's own fault; whatever else goes wrong would hit the next one as well.
+                        total.failed += 1
+                        print(f"fusionkv: {path}: {error}", file=sys.stderr)
+                    else:
+                        total.documents += 1
+                        total.replaced += done.replaced
+                        total.chunks += done.chunks
+                        total.tokens += done.tokens
+                        if args.json:
+                            print_json({"event": "document", **asdict(done)})
+                    progress.advance(bar)
+
+            await _all(one(name, path) for name, path in files.items())
+        total.seconds = round(time.perf_counter() - began, 3)
+        if args.precompute is not None and total.documents:
+            done = await encode.corpus(client, args.json, args.corpus, args.precompute)
+            total.encoded, total.encoded_before = done.done - done.skipped, done.skipped
+    if args.json:
+        print_json({"event": "summary", **asdict(total)})
+    else:
+        print(total.line(args.corpus))
+    return 1 if total.failed else 0
+
+
+async def _content(name: str, path: Path, args: argparse.Namespace) -> tuple[Path | str, str]:
+    """What is stored of a file, and its media type."""
+    if not args.compress:
+        return path, args.media_type
+    return await asyncio.to_thread(brief.document, name, path.read_bytes, args.media_type, args.compress)
+
+
+@dataclass
+class _Total:
+    documents: int = 0
+    replaced: int = 0
+    failed: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    encoded: int = 0
+    encoded_before: int = 0
+
+    def line(self, corpus: str) -> str:
+        rate = self.documents / self.seconds if self.seconds else 0.0
+        line = (
+            f"{corpus}: {self.documents} documents ({self.replaced} replaced, {self.failed} failed), "
+            f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f} documents/s)"
+        )
+        encoded = self.encoded + self.encoded_before
+        return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} were already" if encoded else line
+
+
+async def ask(args: argparse.Namespace) -> int:
+    """Streams the answer to standard output and its figures to standard error."""
+    names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
+    options = {name: getattr(args, name) for name in names.split()}
+    page = explain.template() if args.explain is not None else None
+    explanation: Explanation | None = None
+    text = ""
+    sources: tuple[Passage, ...] = ()
+    summary: Summary | None = None
+    async with connect.client(args) as client:
+        events = client.stream(args.corpus, args.question, **options, explain=page is not None)
+        async with contextlib.aclosing(events):
+            async for event in events:
+                if isinstance(event, Sources):
+                    sources = event.passages
+                elif isinstance(event, Explanation):
+                    explanation = event
+                elif isinstance(event, Summary):
+                    summary = event
+                elif isinstance(event, Token):
+                    text += event.text
+                    if not args.json:
+                        print(event.text, end="", flush=True)
+        if summary is None:
+            raise ServiceError("the answer ended without its summary")
+        if page is not None:
+            if explanation is None:
+                raise ServiceError(
+                    f"the answer came without its explanation, so {args.explain} is not written: bring gateway and "
+                    "workers to the version of this command"
+                )
+            full = await client.ask(
+                args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}
+            )
+            answer = Answer(text, sources, summary)
+            args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
+    if args.json:
+        print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": fields(summary)})
+        return 0
+    print(flush=True)
+    console = Console(stderr=True, highlight=False)
+    for source in sources:
+        console.print(f"  {source.document}#{source.position}  {source.score:.3f}", style="dim", markup=False)
+    console.print(_figures(summary))
+    if summary.degraded:
+        console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
+    if summary.ratio_raised:
+        console.print(f"ratio raised: {summary.ratio_raised}", style="yellow", markup=False)
+    return 0
+
+
+def _figures(summary: Summary) -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    stages = fields(summary.seconds)
+    first, total = stages.pop("ttft"), stages.pop("total")
+    named = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
+    table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {named}")
+    hits = [f"{h.chunks} {h.kind} from {h.tier}" for h in summary.hits]
+    if summary.chunks_missed:
+        hits.append(f"{summary.chunks_missed} missed")
+    if summary.entries_rejected:
+        hits.append(f"{summary.entries_rejected} rejected, of no worker's signature")
+    corrected = f"; {summary.chunks_corrected} corrected" if summary.chunks_corrected else ""
+    found = f"{', '.join(hits) or 'cache not asked'}{corrected}"
+    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {found}")
+    table.add_row(
+        "tokens",
+        f"{summary.context_tokens} context: {summary.tokens_lossless} lossless, {summary.tokens_reused} reused, "
+        f"{summary.tokens_recomputed} recomputed, {summary.tokens_encoded} encoded; "
+        f"{summary.tokens_generated} generated",
+    )
+    table.add_row("recipe", f"{summary.recipe}, ratio {summary.ratio:g}; ended by {summary.finish_reason}")
+    return table
+
+
+async def delete(args: argparse.Namespace) -> int:
+    async with connect.client(args) as client:
+        gone = await client.delete(args.corpus, args.document)
+    if args.json:
+        print_json(asdict(gone))
+    else:
+        print(f"{args.corpus}: {gone.documents} documents, {gone.chunks} chunks deleted")
+    return 0
+
+
+async def show(args: argparse.Namespace) -> int:
+    """Lists corpora or documents."""
+    async with connect.client(args) as client:
+        items: list[Item] = await client.list(args.corpus)
+    if args.json:
+        for item in items:
+            print_json(asdict(item))
+        return 0
+    sizes = ["chunks", "tokens", "bytes"]
+    columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes]
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
+    for item in items:
+        table.add_row(item.name, *[str(getattr(item, c)) for c in columns[1:]])
+    Console(highlight=False, markup=False).print(table)
+    return 0
+
+
+async def stats(args: argparse.Namespace) -> int:
+    """Asks gateway, worker and cache; only the gateway must answer."""
+    async with connect.client(args) as client:
+        found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
+    worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
+    found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "the gateway reaches none"}
+    found["cache"] = await _reported(args.cache or _cache_address(), tls, _cache_stats)
+    if args.json:
+        print_json(found)
+        return 0
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for service, values in found.items():
+        table.add_row(f"[bold]{service}[/bold]", "")
+        for name, value in values.items():
+            table.add_row(f"  {name}", _shown(value))
+    Console(highlight=False).print(table)
+    return 0
+
+
+async def _reported(
+    address: str, tls: ClientTLS | None, ask: Callable[[str, ClientTLS | None], Awaitable[dict[str, Any]]]
+) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(_STATS_SECONDS):
+            return {"address": address, **await ask(address, tls)}
+    except (ServiceError, TimeoutError) as error:
+        return {"address": address, "error": str(error) or "no answer"}
+
+
+async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
+    from fusionkv.fusion_worker.client import WorkerClient
+
+    client = WorkerClient(address, tls)
+    try:
+        model = await client.model()
+    finally:
+        await client.close()
+    plain = "name family device dtype max_tokens embedding_dim kv_bytes_per_token"
+    recipes = [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in model.recipes]
+    return {
+        **{name: getattr(model, name) for name in plain.split()},
+        "fingerprint": model.fingerprint.hex(),
+        "recipes": recipes,
+        "modifiers": [m.name for m in model.modifiers],
+    }
+
+
+async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
+    from fusionkv.kvcache_service.client import CacheClient
+
+    client = CacheClient(address, tls)
+    try:
+        return MessageToDict(
+            await client.stats(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+    finally:
+        await client.close()
+
+
+def _cache_address() -> str:
+    """Where `fusionkv serve` with its default folder has the cache service, if it runs."""
+    socket = Path(".fusionkv/run/kvcache.sock").absolute()
+    return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, list):
+        return "\n".join(i if isinstance(i, str) else _shown(i) for i in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
+async def _all(work: Any) -> None:
+    """Runs all coroutines; the first error cancels the rest and is raised."""
+    tasks = [asyncio.ensure_future(w) for w in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+COMMANDS = {"ingest": ingest, "encode": encode.run, "ask": ask, "delete": delete, "list": show, "stats": stats}

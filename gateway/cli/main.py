@@ -1,0 +1,213 @@
+"""`fusionkv`: runs the services, talks to a gateway, and starts the evaluation."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli.files import UsageError
+from fusionkv.gateway.client.client import DEFAULT_ADDRESS
+from fusionkv.gateway.client.requests import ORDERS
+from fusionkv.gateway.ingest.parse import ENDINGS, MEDIA_TYPES
+from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.settings import SettingsError, positive, share
+
+MODULES = {
+    "kvcache": "fusionkv.kvcache_service",
+    "worker": "fusionkv.fusion_worker",
+    "gateway": "fusionkv.gateway",
+}
+# They compute with the worker's engine, which this process does not load.
+APART = {
+    "eval": "fusionkv.bench.quality",
+    "check": "fusionkv.bench.quality.check",
+    "model": "fusionkv.fusion_worker.library",
+}
+_USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 after an error, 2 for wrong usage."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
+        # The service reads its own flags, and is this process from here on.
+        # -P: a folder `kernels` in the working directory would be taken for another package of that name.
+        os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
+    if given and given[0] in APART:
+        os.execv(sys.executable, [sys.executable, "-P", "-m", APART[given[0]], *given[1:]])
+    args = _parser().parse_args(given)
+    from fusionkv.gateway.cli import commands, supervisor
+
+    run = supervisor.serve if args.command == "serve" else commands.COMMANDS[args.command]
+    try:
+        return asyncio.run(run(args))
+    except UsageError as error:
+        print(f"fusionkv: {error}", file=sys.stderr)
+        return _USAGE
+    except (ServiceError, SettingsError, OSError) as error:
+        print(f"fusionkv: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fusionkv", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run one service, or all of them on this machine")
+    serve.add_argument(
+        "service",
+        nargs="?",
+        default="all",
+        choices=["all", *MODULES],
+        help="all (default), or one: `fusionkv serve worker --help` shows its own flags",
+    )
+    serve.add_argument("--model", help="model directory, *.gguf file, hub id, or a name of `fusionkv model list`")
+    serve.add_argument(
+        "--data-dir", type=Path, default=Path(".fusionkv"), help="where everything is kept (default: %(default)s)"
+    )
+    serve.add_argument("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
+    serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
+    serve.add_argument("--json", action="store_true", help="one JSON object a line on standard output")
+
+    client = argparse.ArgumentParser(add_help=False)
+    connect.add_flags(client)
+    client.add_argument("--json", action="store_true", help="print JSON: one document, or one object a line")
+
+    ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")
+    ingest.add_argument("corpus", metavar="CORPUS")
+    ingest.add_argument(
+        "paths", nargs="+", metavar="PATH", help=f"file, glob, or directory (searched for {' '.join(ENDINGS)})"
+    )
+    ingest.add_argument(
+        "--media-type",
+        default="",
+        choices=MEDIA_TYPES,
+        metavar="TYPE",
+        help=f"of all files, instead of by ending: {', '.join(MEDIA_TYPES)}",
+    )
+    ingest.add_argument(
+        "--concurrency", type=positive, default=8, metavar="N", help="documents in flight (default: %(default)s)"
+    )
+    ingest.add_argument(
+        "--compress",
+        type=share,
+        default=0.0,
+        metavar="SHARE",
+        help="of every document's text to leave out, in whole sentences (default: none; needs fusionkv[compress])",
+    )
+    ingest.add_argument(
+        "--precompute",
+        nargs="?",
+        const="",
+        metavar="RECIPE",
+        help="then encode the corpus ahead of time; without RECIPE, for the first that wants it",
+    )
+
+    encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
+    encode.add_argument("corpora", nargs="+", metavar="CORPUS")
+    encode.add_argument(
+        "--recipe", default="", help="whose neighbours to encode with (default: the first recipe that wants any)"
+    )
+    encode.add_argument(
+        "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
+    )
+    encode.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="for gateway, workers and corpora that are not there yet (default: not at all)",
+    )
+    shared = encode.add_argument_group(
+        "sharing", "any number of processes on any machines take the documents of a run from a queue in Redis"
+    )
+    shared.add_argument("--queue", metavar="URL", help="redis://host:port, 6.2 or later; rediss:// for TLS")
+    shared.add_argument("--run", default="", metavar="NAME", help="this pass over the corpora, the same for all")
+    shared.add_argument("--queue-password", type=Path, metavar="PATH", help="file, if the URL does not hold it")
+    shared.add_argument("--queue-cluster", action="store_true", help="the URL is a node of a Redis Cluster")
+    shared.add_argument(
+        "--concurrency", type=positive, default=2, metavar="N", help="documents at once (default: %(default)s)"
+    )
+    shared.add_argument(
+        "--attempts",
+        type=positive,
+        default=5,
+        metavar="N",
+        help="a document that failed so often is set aside (default: %(default)s)",
+    )
+    shared.add_argument(
+        "--min-idle",
+        type=_seconds,
+        default=60.0,
+        metavar="SECONDS",
+        help="silence after which a document is taken from its process (default: %(default)g)",
+    )
+
+    ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
+    ask.add_argument("corpus", metavar="CORPUS")
+    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument(
+        "--recipe",
+        default="",
+        help="how cached chunks are fused: fusionrag, a3+window, default, ... (default: the gateway's)",
+    )
+    ask.add_argument(
+        "--ratio", type=float, metavar="R", help="share of context tokens to recompute, 0..1 (default: the recipe's)"
+    )
+    ask.add_argument("--top-k", type=int, default=0, metavar="N", help="chunks to retrieve (default: the gateway's)")
+    ask.add_argument(
+        "--order", choices=[*ORDERS], default="document", help="of the chunks in the prompt (default: %(default)s)"
+    )
+    ask.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of the answer (default: the worker's)")
+    ask.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    ask.add_argument(
+        "--top-p",
+        type=float,
+        default=0.0,
+        metavar="P",
+        help="likeliest tokens of this total probability (default: all)",
+    )
+    ask.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    ask.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the answer; may be repeated")
+
+    ask.add_argument(
+        "--explain",
+        type=Path,
+        metavar="FILE",
+        help="write a page (HTML) on what was reused and recomputed; asks again with full attention for that",
+    )
+
+    delete = commands.add_parser("delete", parents=[client], help="delete a document, or a whole corpus")
+    delete.add_argument("corpus", metavar="CORPUS")
+    delete.add_argument("document", nargs="?", default="", metavar="DOCUMENT", help="without it the corpus goes")
+
+    listing = commands.add_parser("list", parents=[client], help="list the corpora, or the documents of one")
+    listing.add_argument("corpus", nargs="?", default="", metavar="CORPUS")
+
+    stats = commands.add_parser("stats", parents=[client], help="what gateway, worker and cache report of themselves")
+    stats.add_argument("--worker", default="", metavar="ADDRESS", help="(default: the one the gateway names)")
+    stats.add_argument(
+        "--cache", default="", metavar="ADDRESS", help="(default: that of `fusionkv serve`, else 127.0.0.1:7070)"
+    )
+
+    # These run by themselves, see `main`; here for the list of commands.
+    commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
+    commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
+    commands.add_parser("model", help="fetches models by name, and lists them")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be 0.1 to 86400")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+"""`fusionkv serve all`: the three services as child processes of one, on one machine."""
+
+import argparse
+import asyncio
+import contextlib
+import ctypes
+import json
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.protos.runtime import rpc, settings
+
+_SERVING = re.compile(r"^\S+ serving on (.+)$")
+# A unix socket's path has at most 107 bytes.
+_LONGEST_SOCKET = 107
+_LONGEST_LINE = 16 << 20
+_HEALTH_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """One service process; `plain`: without TLS. Its output goes to standard error, each line under its name."""
+
+    def __init__(self, name: str, module: str, flags: Sequence[str], *, plain: bool = True) -> None:
+        self.name = name
+        self._plain = plain
+        self._argv = [sys.executable, "-P", "-m", module, *flags]
+        self._process: asyncio.subprocess.Process | None = None
+        self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
+        self._reading: asyncio.Task[None] | None = None
+
+    async def start(self) -> list[str]:
+        """Starts the process and waits until it reports itself healthy; returns its addresses.
+
+        Raises:
+            ChildEnded: the process ended before.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            limit=_LONGEST_LINE,
+            # Ctrl-C reaches the parent alone, which ends the children in order.
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+        self._reading = asyncio.create_task(self._read())
+        ended = asyncio.create_task(self.ended())
+        futures: list[asyncio.Future[Any]] = [self._addresses, ended]
+        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
+        if not self._addresses.done():
+            raise ChildEnded(self.name, await ended)
+        ended.cancel()
+        addresses = self._addresses.result()
+        # With TLS nobody says here whose certificate to trust: that the service says it serves has to do.
+        if self._plain:
+            await _healthy(addresses[0])
+        return addresses
+
+    async def ended(self) -> int:
+        """Waits for the end of the process and its output; returns its exit status."""
+        assert self._process is not None
+        assert self._reading is not None
+        status = await self._process.wait()
+        await asyncio.shield(self._reading)
+        return status
+
+    async def stop(self) -> None:
+        """SIGTERM, on which the service drains, and waits for the end."""
+        if self._process is not None:
+            self.signal(signal.SIGTERM)
+            await self.ended()
+
+    def signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        async for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip("\n")
+            match = _SERVING.match(line)
+            if match and not self._addresses.done():
+                self._addresses.set_result(match[1].split())
+            else:
+                print(f"{self.name:8}| {line}", file=sys.stderr, flush=True)
+
+
+class ChildEnded(Exception):
+    """A service ended that should run on."""
+
+    def __init__(self, name: str, status: int) -> None:
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        super().__init__(f"{name} {how}; its last lines above say why")
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Starts cache service, worker and gateway in this order, and stops them in the reverse order."""
+    stop = asyncio.Event()
+    children: list[Child] = []
+
+    def stopped() -> None:
+        if stop.is_set():  # asked twice
+            for child in children:
+                child.signal(signal.SIGKILL)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped)
+    with contextlib.ExitStack() as stack:
+        children.extend(_children(args, stack))
+        running = asyncio.create_task(_run(children, args.json))
+        asked = asyncio.create_task(stop.wait())
+        await asyncio.wait([running, asked], return_when=asyncio.FIRST_COMPLETED)
+        failure = running.exception() if running.done() else None
+        asked.cancel()
+        running.cancel()
+        _report(args.json, "stopping", "stopping")
+        for child in reversed(children):
+            await child.stop()
+        if failure is not None:
+            if not isinstance(failure, (ChildEnded, OSError)):
+                raise failure
+            print(f"fusionkv: {failure}", file=sys.stderr)
+            return 1
+    return 0
+
+
+async def _run(children: Sequence[Child], as_json: bool) -> None:
+    """Starts all, then waits for one to end, which is a failure."""
+    watched: dict[asyncio.Task[int], Child] = {}
+    starting: asyncio.Task[list[str]] | None = None
+    try:
+        for child in children:
+            began = time.monotonic()
+            starting = asyncio.create_task(child.start())
+            await asyncio.wait({starting, *watched}, return_when=asyncio.FIRST_COMPLETED)
+            _raise_if_ended(watched)
+            addresses = await starting
+            watched[asyncio.create_task(child.ended())] = child
+            seconds = round(time.monotonic() - began, 1)
+            line = f"{child.name:8}up on {' '.join(addresses)} after {seconds} s"
+            _report(as_json, "up", line, service=child.name, addresses=addresses, seconds=seconds)
+        _report(as_json, "ready", "ready: stop with Ctrl-C")
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        _raise_if_ended(watched)
+    finally:
+        for task in (*watched, *([starting] if starting else [])):
+            task.cancel()
+
+
+def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:
+    for task, child in watched.items():
+        if task.done():
+            raise ChildEnded(child.name, task.result())
+
+
+def _children(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
+    data = args.data_dir.expanduser().absolute()
+    sockets = data / "run"
+    if len(bytes(sockets / "kvcache.sock")) > _LONGEST_SOCKET:
+        sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusionkv-")))
+    sockets.mkdir(parents=True, exist_ok=True)
+    cache, worker = (f"unix:{sockets / name}.sock" for name in ("kvcache", "worker"))
+    config = ["--config", str(args.config.absolute())] if args.config else []
+    model = ["--model", str(args.model)] if args.model else []
+    listen = ["--listen", args.listen] if args.listen else []
+    return [
+        Child(
+            "kvcache", "fusionkv.kvcache_service", [*config, "--listen", cache, "--data-dir", str(data / "kvcache")]
+        ),
+        Child("worker", "fusionkv.fusion_worker", [*config, *model, "--listen", worker, "--cache", cache]),
+        Child(
+            "gateway",
+            "fusionkv.gateway",
+            [*config, *listen, "--workers", worker, "--data-dir", str(data / "gateway")],
+            plain=settings.load(GatewayConfig, "gateway", file=args.config).server_tls is None,
+        ),
+    ]
+
+
+async def _healthy(address: str) -> None:
+    channel = rpc.dial(address)
+    try:
+        stub = health_pb2_grpc.HealthStub(channel)
+        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_SECONDS, wait_for_ready=True)
+        if reply.status != health_pb2.HealthCheckResponse.SERVING:
+            raise OSError(f"{address} accepts calls but does not report itself healthy")
+    finally:
+        await channel.close()
+
+
+def _report(as_json: bool, event: str, line: str, **values: object) -> None:
+    print(json.dumps({"event": event, **values}) if as_json else line, flush=True)
+
+
+def _die_with_parent() -> None:
+    # A killed parent leaves no orphans that hold ports and data.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,5 @@
+"""The Python clients."""
+
+from fusionkv.gateway.client.client import AsyncClient, Client
+
+__all__ = ["AsyncClient", "Client"]

@@ -1,0 +1,271 @@
+"""`Client` blocks, `AsyncClient` awaits; both raise the errors of fusionkv.protos.runtime.errors."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from fusionkv.gateway.client import requests, results
+from fusionkv.gateway.client.credentials import Credentials
+from fusionkv.gateway.client.results import (
+    Answer,
+    Deleted,
+    Event,
+    Ingested,
+    Item,
+    Passage,
+    Progress,
+    Sources,
+    Stats,
+    Summary,
+    Token,
+)
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
+from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime.tls import ClientTLS
+
+DEFAULT_ADDRESS = "127.0.0.1:7072"
+_PAGE = 1000
+T = TypeVar("T")
+BearerToken = str | os.PathLike[str] | None
+TLS = ClientTLS | None
+
+
+class AsyncClient:
+    """Calls a gateway at `host:port` or `unix:/path`. Make it inside a running event loop; `async with` closes it.
+
+    Every call takes `timeout` in seconds, the client's default when it is None, and raises a subclass of
+    `errors.ServiceError` that carries the gRPC status. All but `delete` are made again, up to four times within about
+    three seconds, when they fail as UNAVAILABLE before anything came back. `token` is a bearer token, or the path of
+    a file that holds one and may change; `tls` says whom to trust, and without it nothing is encrypted.
+    """
+
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+    ) -> None:
+        self.address = address
+        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._channel = rpc.dial(address, tls=tls, retries=True)
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+
+    async def __aenter__(self) -> "AsyncClient":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def ingest(
+        self,
+        corpus: str,
+        name: str,
+        content: bytes | str | os.PathLike[str],
+        *,
+        media_type: str = "",
+        timeout: float | None = None,
+    ) -> Ingested:
+        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
+
+        An empty media type is guessed from the name's ending.
+        """
+        request = await asyncio.to_thread(requests.ingest, corpus, name, content, media_type)
+        with _errors(self.address):
+            r = await self._stub.Ingest(request, **self._with.options(timeout))
+        return Ingested(name, r.chunks, r.tokens, r.replaced)
+
+    async def stream(
+        self, corpus: str, question: str, *, timeout: float | None = None, **options: Any
+    ) -> AsyncGenerator[Event]:
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
+        try:
+            with _errors(self.address):
+                async for response in call:
+                    yield results.event(response)
+        finally:
+            call.cancel()
+
+    async def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
+        """A whole answer. Options: `requests.generate`."""
+        async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
+            return _answer([event async for event in events])
+
+    async def retrieve(
+        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+    ) -> tuple[Passage, ...]:
+        """The passages for a question, without answering it."""
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
+        with _errors(self.address):
+            return results.passages(await self._stub.Retrieve(wanted, **self._with.options(timeout)))
+
+    async def precompute(
+        self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
+    ) -> AsyncGenerator[Progress]:
+        """Encodes a corpus, or one document, ahead of time, with progress.
+
+        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
+        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
+        goes on from there.
+        """
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
+        call = self._stub.Precompute(request, metadata=self._with.metadata())
+        try:
+            with _errors(self.address):
+                async for p in call:
+                    yield Progress(p.done, p.total, p.skipped)
+        finally:
+            call.cancel()
+
+    async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
+        """Deletes one document, or without a name the whole corpus."""
+        with _errors(self.address):
+            r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
+        return Deleted(r.documents, r.chunks)
+
+    async def page(
+        self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
+    ) -> tuple[list[Item], str]:
+        """A part of what `list` gives, from where `token` says, and the token of the next part; empty at the end."""
+        wanted = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
+        with _errors(self.address):
+            r = await self._stub.List(wanted, **self._with.options(timeout))
+        return [Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items], r.next_page_token
+
+    async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
+        """All corpora, or all documents of one corpus, by name."""
+        items: list[Item] = []
+        token = ""
+        while True:
+            some, token = await self.page(corpus, token, timeout=timeout)
+            items.extend(some)
+            if not token:
+                return items
+
+    async def stats(self, *, timeout: float | None = None) -> Stats:
+        """What the gateway reports of itself."""
+        with _errors(self.address):
+            return results.stats(await self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
+
+
+class Client:
+    """As AsyncClient, but blocking. Safe for use from several threads; `with` closes it."""
+
+    def __init__(
+        self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
+    ) -> None:
+        self.address = address
+        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._channel = rpc.dial_sync(address, tls=tls, retries=True)
+        self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def ingest(
+        self,
+        corpus: str,
+        name: str,
+        content: bytes | str | os.PathLike[str],
+        *,
+        media_type: str = "",
+        timeout: float | None = None,
+    ) -> Ingested:
+        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
+
+        An empty media type is guessed from the name's ending.
+        """
+        with _errors(self.address):
+            r = self._stub.Ingest(requests.ingest(corpus, name, content, media_type), **self._with.options(timeout))
+        return Ingested(name, r.chunks, r.tokens, r.replaced)
+
+    def stream(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Iterator[Event]:
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
+        try:
+            with _errors(self.address):
+                for response in call:
+                    yield results.event(response)
+        finally:
+            call.cancel()
+
+    def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
+        """A whole answer. Options: `requests.generate`."""
+        return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
+
+    def retrieve(
+        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+    ) -> tuple[Passage, ...]:
+        """The passages for a question, without answering it."""
+        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
+        with _errors(self.address):
+            return results.passages(self._stub.Retrieve(wanted, **self._with.options(timeout)))
+
+    def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
+        """Deletes one document, or without a name the whole corpus."""
+        with _errors(self.address):
+            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
+        return Deleted(r.documents, r.chunks)
+
+    def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = "") -> Iterator[Progress]:
+        """Encodes a corpus, or one document, ahead of time, with progress.
+
+        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
+        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
+        goes on from there.
+        """
+        request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
+        call = self._stub.Precompute(request, metadata=self._with.metadata())
+        try:
+            with _errors(self.address):
+                for p in call:
+                    yield Progress(p.done, p.total, p.skipped)
+        finally:
+            call.cancel()
+
+    def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
+        """All corpora, or all documents of one corpus, by name."""
+        items: list[Item] = []
+        token = ""
+        while True:
+            page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
+            with _errors(self.address):
+                r = self._stub.List(page, **self._with.options(timeout))
+            items.extend(Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items)
+            token = r.next_page_token
+            if not token:
+                return items
+
+    def stats(self, *, timeout: float | None = None) -> Stats:
+        """What the gateway reports of itself."""
+        with _errors(self.address):
+            return results.stats(self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
+
+
+def _answer(events: Sequence[Event]) -> Answer:
+    sources = next((e.passages for e in events if isinstance(e, Sources)), ())
+    summary = next((e for e in events if isinstance(e, Summary)), None)
+    if summary is None:
+        raise errors.ServiceError("the answer ended without its summary")
+    return Answer("".join(e.text for e in events if isinstance(e, Token)), sources, summary)
+
+
+@contextlib.contextmanager
+def _errors(address: str) -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        # What the gateway says of itself is whole; only a gateway that does not answer must be named.
+        lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        raise errors.from_rpc(error, f"gateway {address}" if lost else "gateway") from error

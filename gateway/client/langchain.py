@@ -1,0 +1,173 @@
+"""FusionKV for LangChain: a retriever over a corpus, and a chat model whose answers come from one."""
+
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForLLMRun,
+    CallbackManagerForRetrieverRun,
+)
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.language_models.chat_models import agenerate_from_stream, generate_from_stream
+from langchain_core.messages import AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import UsageMetadata
+from langchain_core.outputs import ChatGenerationChunk, ChatResult
+from langchain_core.retrievers import BaseRetriever
+from pydantic import ConfigDict, Field
+
+from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
+from fusionkv.protos.runtime.errors import InvalidArgument
+from fusionkv.protos.runtime.tls import ClientTLS
+
+
+class _Gateway:
+    """How a gateway is reached; each call has a connection of its own, so nothing is to be closed."""
+
+    address: str
+    token: str | None
+    tls: ClientTLS | None
+    timeout: float
+
+    def _client(self) -> Client:
+        return Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
+
+    def _async_client(self) -> AsyncClient:
+        return AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
+
+
+class FusionKVRetriever(_Gateway, BaseRetriever):
+    """The passages of a corpus for a question, best first. top_k 0 takes the gateway's number.
+
+    Raises the errors of `fusionkv.protos.runtime.errors`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    corpus: str
+    top_k: int = 0
+    address: str = DEFAULT_ADDRESS
+    token: str | None = Field(default=None, repr=False)
+    tls: ClientTLS | None = None
+    timeout: float = 300.0
+
+    def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
+        with self._client() as client:
+            return [_document(p) for p in client.retrieve(self.corpus, query, top_k=self.top_k)]
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        async with self._async_client() as client:
+            return [_document(p) for p in await client.retrieve(self.corpus, query, top_k=self.top_k)]
+
+
+class ChatFusionKV(_Gateway, BaseChatModel):
+    """Answers the last message over a corpus: retrieval, reuse and all happen in the gateway.
+
+    options: of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens. The messages
+    before the last one become part of the question, and chunks are searched for by the last one. `response_metadata`
+    of an answer holds its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    corpus: str
+    options: dict[str, Any] = Field(default_factory=dict)
+    address: str = DEFAULT_ADDRESS
+    token: str | None = Field(default=None, repr=False)
+    tls: ClientTLS | None = None
+    timeout: float = 300.0
+
+    @property
+    def _llm_type(self) -> str:
+        return "fusionkv"
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        question, options = self._asked(messages, stop, kwargs)
+        with self._client() as client:
+            for event in client.stream(self.corpus, question, **options):
+                if (chunk := _chunk(event)) is not None:
+                    if run_manager is not None and chunk.text:
+                        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        question, options = self._asked(messages, stop, kwargs)
+        async with self._async_client() as client:
+            async for event in client.stream(self.corpus, question, **options):
+                if (chunk := _chunk(event)) is not None:
+                    if run_manager is not None and chunk.text:
+                        await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+                    yield chunk
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return generate_from_stream(self._stream(messages, stop, run_manager, **kwargs))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
+
+    def _asked(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
+    ) -> tuple[str, dict[str, Any]]:
+        """The question and the options of a call."""
+        if not messages or messages[-1].type != "human":
+            raise InvalidArgument("the last message must be the user's: it is the question")
+        options = {**self.options, **given, **({"stop": stop} if stop else {})}
+        last = messages[-1].text
+        if len(messages) == 1:
+            return last, options
+        named = {"human": "User", "ai": "Assistant"}
+        said = [f"{named[m.type]}: {m.text}" if m.type in named else m.text for m in messages]
+        return "\n\n".join(said), {"query": last, **options}
+
+
+def _document(passage: Passage) -> Document:
+    known = {"document": passage.document, "position": passage.position, "score": passage.score}
+    return Document(passage.text, metadata=known)
+
+
+def _chunk(event: Event) -> ChatGenerationChunk | None:
+    """What LangChain is told of an event; nothing of a token that is still open."""
+    if isinstance(event, Token):
+        return ChatGenerationChunk(message=AIMessageChunk(content=event.text)) if event.text else None
+    if isinstance(event, Sources):
+        sources = [asdict(passage) for passage in event.passages]
+        return ChatGenerationChunk(message=AIMessageChunk(content="", response_metadata={"sources": sources}))
+    if isinstance(event, Summary):
+        usage = UsageMetadata(
+            input_tokens=event.prompt_tokens,
+            output_tokens=event.tokens_generated,
+            total_tokens=event.prompt_tokens + event.tokens_generated,
+            input_token_details={"cache_read": cached_tokens(event)},
+        )
+        told = {"summary": fields(event), "finish_reason": event.finish_reason}
+        message = AIMessageChunk(content="", response_metadata=told, usage_metadata=usage, chunk_position="last")
+        return ChatGenerationChunk(message=message)
+    return None

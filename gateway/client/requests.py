@@ -1,0 +1,73 @@
+"""What the clients send, from plain values."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import errors
+
+ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
+
+
+def generate(
+    corpus: str,
+    question: str,
+    *,
+    recipe: str = "",
+    ratio: float | None = None,
+    top_k: int = 0,
+    order: str = "document",
+    max_tokens: int = 0,
+    temperature: float = 0.0,
+    top_p: float = 0.0,
+    sample_top_k: int = 0,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    query: str = "",
+    explain: bool = False,
+) -> pb.GenerateRequest:
+    """A question with its options; each left out takes the default of the gateway or the worker.
+
+    `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
+    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`;
+    chunks are searched for by `query` where that is not the question; `explain` asks for an Explanation.
+
+    Raises:
+        InvalidArgument: a value that can't be sent.
+    """
+    try:
+        sampling = pb.Sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=sample_top_k,
+            seed=seed,
+            stop=stop,
+        )
+        return pb.GenerateRequest(
+            corpus=corpus,
+            question=question,
+            recipe=recipe,
+            ratio=ratio,
+            top_k=top_k,
+            order=order_of(order),
+            sampling=sampling,
+            query=query,
+            explain=explain,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise errors.InvalidArgument(f"bad option: {error}") from error
+
+
+def order_of(name: str) -> pb.Order:
+    if name not in ORDERS:
+        raise errors.InvalidArgument(f"unknown order {name!r}; known: {', '.join(ORDERS)}")
+    return ORDERS[name]
+
+
+def ingest(corpus: str, name: str, content: bytes | str | os.PathLike[str], media_type: str) -> pb.IngestRequest:
+    if isinstance(content, os.PathLike):
+        content = Path(content).read_bytes()
+    raw = content.encode() if isinstance(content, str) else content
+    return pb.IngestRequest(corpus=corpus, name=name, media_type=media_type, content=raw)

@@ -1,0 +1,1 @@
+"""Documents in: parsed, split, embedded, stored, and encoded ahead of time."""

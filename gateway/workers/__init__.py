@@ -1,0 +1,1 @@
+"""The fusion workers behind a gateway, and which one answers what."""

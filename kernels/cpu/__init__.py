@@ -1,0 +1,1 @@
+"""The same operations on a CPU."""

@@ -1,0 +1,281 @@
+"""`sparse_attention` on a GPU: a program for each tile of rows, KV head and part of the keys.
+
+The rows of a tile are turned back once a segment; no key is turned, copied or masked ahead of time. Where tiles are
+too few to fill the GPU (decoding, short questions) the keys are cut into parts, and a second kernel merges their
+results, as flash-decoding does. What several decoding requests look at is read once for all of them, by a kernel of
+its own (shared_decode_triton.py), before they are merged.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from fusionkv.kernels.gpu.segment_table import Grid, Launch, SegmentTable, Spans
+from fusionkv.kernels.gpu.shared_decode_triton import attend_shared
+from fusionkv.kernels.gpu.tile_shapes import Tile, shared_tile, tile_for
+from fusionkv.kernels.gpu.tiles_triton import (
+    LOG2E,
+    constants,
+    key_positions,
+    load_turned,
+    processors,
+    product,
+    update,
+    visible,
+)
+from fusionkv.kernels.rope import Rotation
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    q_ptr,  # [rows, q_heads, head_dim]
+    k_ptr,  # [slots, kv_heads, head_dim]
+    v_ptr,  # [slots, kv_heads, head_dim]
+    out_ptr,  # [rows, q_heads, head_dim], or float32 [parts, partial rows, q_heads, head_dim]
+    lse_ptr,  # float32 [parts, partial rows, q_heads], to base 2
+    items_ptr,
+    segments_ptr,
+    positions_ptr,
+    bias_ptr,
+    row_positions_ptr,
+    turns_ptr,
+    scale,  # times log2(e)
+    partial_rows,
+    q_row_stride,
+    q_head_stride,
+    out_row_stride,
+    out_head_stride,
+    SLOT_STRIDE: tl.constexpr,  # known when compiling: addresses then need no registers of their own
+    KV_HEAD_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,  # HEAD_DIM rounded up to a power of two
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,  # TILE * GROUPS rounded up to a power of two, at least 16
+    BLOCK_KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    PARTIAL: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    head = tl.program_id(1)
+    item_ptr = items_ptr + 6 * tl.program_id(0)
+    first_row, rows = tl.load(item_ptr), tl.load(item_ptr + 1)
+    first_segment, segments = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+
+    # A group's heads share one pass over the keys: row m is query row m // GROUPS, head m % GROUPS of the group.
+    m = tl.arange(0, ROWS)
+    valid = (m < TILE * GROUPS) & (m // GROUPS < rows)
+    row = (first_row + m // GROUPS).to(tl.int64)
+    q_head = head * GROUPS + m % GROUPS
+    q_position = tl.load(row_positions_ptr + row, mask=valid, other=-1)
+    last = tl.max(q_position, 0)
+    lowest = tl.load(row_positions_ptr + first_row)
+    q_rows = q_ptr + row * q_row_stride + q_head * q_head_stride
+    d = tl.arange(0, DIM)
+    n = tl.arange(0, BLOCK_KEYS)
+    channel = (d < HEAD_DIM)[None, :]
+
+    high = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    for segment in range(first_segment, first_segment + segments):
+        segment_ptr = segments_ptr + 6 * segment
+        slot, length = tl.load(segment_ptr), tl.load(segment_ptr + 1)
+        first, turn, own = tl.load(segment_ptr + 2), tl.load(segment_ptr + 3), tl.load(segment_ptr + 4)
+        end = first + length - 1
+        if tl.load(segment_ptr + 5) == 1:
+            first = tl.load(positions_ptr + own)
+            end = tl.load(positions_ptr + own + length - 1)
+        if first > last:
+            length = length * 0
+        q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
+        at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
+        # Whole blocks below every row of the tile: only what is hidden needs a mask there, and a sum is one.
+        below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest, length, 0))
+        whole = tl.where(WINDOW > 0, 0, tl.maximum(below, 0) // BLOCK_KEYS * BLOCK_KEYS)
+        bias = tl.load(bias_ptr + own + n, mask=(own >= 0) & (n < whole), other=0.0)
+        for start in range(0, whole, BLOCK_KEYS):
+            k = tl.load(k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None]), mask=(d < HEAD_DIM)[:, None], other=0.0)
+            scores = product(q, k, WIDEN) * scale + bias[None, :]
+            # Loaded a block ahead: no product waits for it.
+            stop = start + BLOCK_KEYS
+            bias = tl.load(bias_ptr + own + stop + n, mask=(own >= 0) & (stop + n < whole), other=0.0)
+            v = tl.load(v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=channel, other=0.0)
+            high, total, acc = update(scores, v, high, total, acc, WIDEN)
+            at += BLOCK_KEYS * SLOT_STRIDE
+        for start in range(whole, length, BLOCK_KEYS):
+            there = start + n < length
+            position = key_positions(positions_ptr, own, first, start + n, length)
+            k_at = k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None])
+            k = tl.load(k_at, mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
+            scores = product(q, k, WIDEN) * scale
+            scores = tl.where(visible(position, q_position, WINDOW), scores, float("-inf"))
+            v_at = v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :])
+            v = tl.load(v_at, mask=there[:, None] & channel, other=0.0)
+            high, total, acc = update(scores, v, high, total, acc, WIDEN)
+            at += BLOCK_KEYS * SLOT_STRIDE
+
+    inside = valid[:, None] & channel
+    acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    if PARTIAL:
+        part, partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
+        to = (part * partial_rows + partial + m // GROUPS).to(tl.int64)
+        heads = tl.num_programs(1) * GROUPS
+        tl.store(lse_ptr + to * heads + q_head, high + tl.log2(total), mask=valid)
+        tl.store(out_ptr + ((to * heads + q_head) * HEAD_DIM)[:, None] + d[None, :], acc, mask=inside)
+    else:
+        out_rows = out_ptr + row * out_row_stride + q_head * out_head_stride
+        tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+# Not specialised: how many parts there are changes with who shares what, and each new number would compile anew.
+@triton.jit(do_not_specialize=["parts"])
+def _merge(  # type: ignore[no-untyped-def]
+    partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
+    lse_ptr,  # float32 [parts, partial rows, q_heads]
+    rows_ptr,  # int64 [partial rows]
+    out_ptr,
+    partial_rows,
+    out_row_stride,
+    out_head_stride,
+    parts,
+    PARTS_CEIL: tl.constexpr,  # parts rounded up to a power of two
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    partial, head = tl.program_id(0), tl.program_id(1)
+    p, d = tl.arange(0, PARTS_CEIL), tl.arange(0, DIM)
+    at = (p * partial_rows + partial).to(tl.int64) * tl.num_programs(1) + head
+    lse = tl.load(lse_ptr + at, mask=p < parts, other=float("-inf"))
+    weights = tl.exp2(lse - tl.max(lse, 0))
+    weights = weights / tl.sum(weights, 0)
+    # Parts that no key of the row lies in were never written.
+    inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
+    values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
+    out = tl.sum(values * weights[:, None], 0)
+    row = tl.load(rows_ptr + partial)
+    to = out_ptr + row * out_row_stride + head * out_head_stride + d
+    tl.store(to, out.to(out_ptr.dtype.element_ty), mask=d < HEAD_DIM)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Spans,
+    rotation: Rotation,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
+    where keys are cut into parts."""
+    tile = tile_for(q.device, q.shape[2], q.dtype)
+    return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype))
+
+
+def attend(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    spans: Spans,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+    tile: Tile,
+    shared: Tile | None = None,
+) -> torch.Tensor:
+    """`sparse_attention` with tiles of a given shape. shared: of decoding requests together; None: each by itself."""
+    heads, kv_heads = q.shape[1], k_pool.shape[1]
+    assert k_pool.stride() == v_pool.stride()
+    assert q.stride(2) == k_pool.stride(2) == 1
+    grid = Grid.of(heads, kv_heads, tile.rows, processors(q.device), shared.rows if shared else 0)
+    table = spans.table(rotation, grid, q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    for launch in table.launches:
+        _launch(launch, table, tile, shared, q, k_pool, v_pool, out, rotation, scale, window)
+    return out
+
+
+def _launch(
+    launch: Launch,
+    table: SegmentTable,
+    tile: Tile,
+    shared: Tile | None,
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    out: torch.Tensor,
+    rotation: Rotation,
+    scale: float,
+    window: int | None,
+) -> None:
+    heads, kv_heads, dim = q.shape[1], k_pool.shape[1], q.shape[2]
+    partial_rows = len(launch.rows)
+    lse = partial = out
+    if launch.parts > 1:
+        # -inf: a part that a short span does not have counts nothing.
+        lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
+        partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
+    shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)
+    few = shape["ROWS"] < tile.rows
+    _attend[len(launch.items), kv_heads](
+        q,
+        k_pool,
+        v_pool,
+        partial,
+        lse,
+        launch.items,
+        table.segments,
+        table.positions,
+        table.bias,
+        table.row_positions,
+        table.turns,
+        scale * LOG2E,
+        partial_rows,
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        **shape,
+        PARTIAL=launch.parts > 1,
+        num_warps=4 if few else tile.warps,
+        num_stages=tile.stages,
+    )
+    if launch.shared is not None:
+        assert shared is not None
+        shape = constants(q, k_pool, rotation, launch.shared.tile, shared.keys, window)
+        attend_shared[len(launch.shared.items), kv_heads](
+            q,
+            k_pool,
+            v_pool,
+            partial,
+            lse,
+            launch.shared.items,
+            launch.shared.members,
+            table.segments,
+            table.positions,
+            table.row_positions,
+            table.turns,
+            scale * LOG2E,
+            q.stride(0),
+            q.stride(1),
+            **shape,
+            num_warps=shared.warps,
+            num_stages=shared.stages,
+        )
+    if launch.parts > 1:
+        _merge[partial_rows, heads](
+            partial,
+            lse,
+            launch.rows,
+            out,
+            partial_rows,
+            out.stride(0),
+            out.stride(1),
+            launch.parts,
+            PARTS_CEIL=triton.next_power_of_2(launch.parts),
+            HEAD_DIM=dim,
+            DIM=triton.next_power_of_2(dim),
+        )

@@ -1,0 +1,127 @@
+"""What the Triton kernels share: loading a tile of query rows, turned back for a segment, and scoring keys."""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fusionkv.kernels.gpu.segment_table import NEVER
+from fusionkv.kernels.rope import Rotation
+
+_NEVER = tl.constexpr(NEVER)
+LOG2E = 1.4426950408889634
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def load_turned(  # type: ignore[no-untyped-def]
+    q_rows,  # pointers [ROWS] to the first channel of each row
+    valid,  # [ROWS]
+    turn_ptr,  # cosines, then sines, of the segment's turn; or pointers [ROWS, 1] to each row's own
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Query rows [ROWS, DIM] turned back by a segment's shift, in their own dtype.
+
+    Loaded anew for every segment, from the cache: keeping them in float32 would cost half of a program's registers.
+    """
+    d = tl.arange(0, DIM)
+    rotary = d < ROTARY_DIM
+    if INTERLEAVED:
+        partner = d ^ 1
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+        frequency = d // 2
+    else:
+        partner = tl.where(d < ROTARY_DIM // 2, d + ROTARY_DIM // 2, d - ROTARY_DIM // 2)
+        sign = tl.where(d < ROTARY_DIM // 2, -1.0, 1.0)
+        frequency = d % (ROTARY_DIM // 2)
+    inside = valid[:, None] & (d < HEAD_DIM)[None, :]
+    paired = valid[:, None] & rotary[None, :]
+    at = turn_ptr + frequency[None, :]
+    cos = tl.load(at, mask=rotary[None, :], other=1.0)
+    sin = tl.load(at + ROTARY_DIM // 2, mask=rotary[None, :], other=0.0) * sign[None, :]
+    q = tl.load(q_rows[:, None] + d[None, :], mask=inside, other=0.0)
+    other = tl.load(q_rows[:, None] + partner[None, :], mask=paired, other=0.0)
+    return (q.to(tl.float32) * cos + other.to(tl.float32) * sin).to(q.dtype)
+
+
+@triton.jit
+def product(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a @ b in float32. WIDEN: the interpreter's bfloat16 products are wrong, so it multiplies in float32."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Online softmax: takes in a block of scores, to base 2, and its values."""
+    higher = tl.maximum(high, tl.max(scores, 1))
+    # A row that has seen nothing yet has no maximum to subtract.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    weights = tl.exp2(scores - anchor[:, None])
+    fade = tl.exp2(high - anchor)
+    return higher, total * fade + tl.sum(weights, 1), acc * fade[:, None] + product(weights.to(v.dtype), v, WIDEN)
+
+
+@triton.jit
+def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
+    """Positions [keys] of slots n of a segment; "never" for hidden ones and those behind its end."""
+    there = n < length
+    position = tl.load(positions_ptr + own + n, mask=there & (own >= 0), other=_NEVER)
+    return tl.where(there & (own < 0), first + n, position)
+
+
+@triton.jit
+def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bool [rows, keys]: which keys a row sees. A stale slot's position is above every row's."""
+    return seen_by_row(position[None, :], q_position, WINDOW)
+
+
+@triton.jit
+def row_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
+    """As `key_positions`, [rows, keys]: every row has a segment of its own over the same slots."""
+    there = (n < length)[None, :]
+    at = own[:, None] + n[None, :]
+    position = tl.load(positions_ptr + at, mask=there & (own >= 0)[:, None], other=_NEVER)
+    return tl.where(there & (own < 0)[:, None], first[:, None] + n[None, :], position)
+
+
+@triton.jit
+def seen_by_row(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `visible`, for positions [rows, keys]."""
+    seen = position <= q_position[:, None]
+    if WINDOW > 0:
+        seen = seen & (position > q_position[:, None] - WINDOW)
+    return seen
+
+
+def constants(
+    q: torch.Tensor, k_pool: torch.Tensor, rotation: Rotation, tile: int, keys: int, window: int | None
+) -> dict[str, Any]:
+    """What every kernel over a batch is compiled for. tile: query rows of a tile; keys: of a block."""
+    groups, dim = q.shape[1] // k_pool.shape[1], q.shape[2]
+    return {
+        "SLOT_STRIDE": k_pool.stride(0),
+        "KV_HEAD_STRIDE": k_pool.stride(1),
+        "HEAD_DIM": dim,
+        "DIM": triton.next_power_of_2(dim),
+        "ROTARY_DIM": rotation.rotary_dim,
+        "INTERLEAVED": rotation.interleaved,
+        "GROUPS": groups,
+        "TILE": tile,
+        "ROWS": max(16, triton.next_power_of_2(tile * groups)),
+        "BLOCK_KEYS": keys,
+        "WINDOW": window or 0,
+        "WIDEN": INTERPRETED,
+    }
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a device; four in the interpreter, so that keys are cut into parts there too."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,0 +1,87 @@
+"""Measures the tile shapes of the Triton kernels on this machine's GPU, and stores the fastest.
+
+`python -m fusionkv.kernels.gpu.tuning`
+"""
+
+import argparse
+import itertools
+import logging
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+
+from fusionkv.kernels.gpu import sparse_attention_triton
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.gpu.tile_shapes import Tile, remember, tile_for, tile_key
+from fusionkv.kernels.rope import Rotation
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+
+log = logging.getLogger(__name__)
+
+
+def candidates(head_dim: int) -> Iterator[Tile]:
+    """What is tried; what does not fit the GPU fails to start and is left out."""
+    for rows, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+        if (rows * keys >= 64 * 64 or head_dim > 128) and not (rows == 64 and warps == 8):
+            yield Tile(rows, keys, warps, stages)
+
+
+def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
+    """Measures every candidate on 15% of 16k tokens in chunks of 512, 28/4 heads, and stores the fastest."""
+    context, chunk, heads, kv_heads = 16384, 512, 28, 4
+    chosen = torch.randperm(context, device=device)[: context * 15 // 100].sort().values
+    hidden = torch.zeros(context, dtype=torch.bool, device=device).index_fill_(0, chosen, True)
+    segments = [KVSegment(i, chunk, i, shift=i, hidden=hidden[i : i + chunk]) for i in range(0, context, chunk)]
+    segments.append(KVSegment(context, len(chosen), int(chosen[0]), positions=chosen))
+    rotation = Rotation(1e6 ** (-torch.arange(head_dim // 2) / (head_dim // 2)), interleaved=False)
+    pool = torch.randn(2, context + len(chosen), kv_heads, head_dim, device=device, dtype=dtype)
+    q = torch.randn(len(chosen), heads, head_dim, device=device, dtype=dtype)
+    times: dict[Tile, float] = {}
+    for tile in candidates(head_dim):
+        spans = Spans([QuerySpan(0, len(chosen), chosen, tuple(segments))])
+
+        def call(tile: Tile = tile, spans: Spans = spans) -> torch.Tensor:
+            return sparse_attention_triton.attend(q, pool[0], pool[1], spans, rotation, head_dim**-0.5, None, tile)
+
+        try:
+            times[tile] = _milliseconds(call)
+        except Exception as error:
+            # Out of shared memory or registers: Triton's own class for it has moved between its versions.
+            log.info("%s does not run: %s", tile, error)
+    if not times:
+        raise RuntimeError(f"no tile runs on {torch.cuda.get_device_name(device)} with head size {head_dim}")
+    best = min(times, key=times.__getitem__)
+    remember(tile_key(device, head_dim, dtype), best)
+    tile_for.cache_clear()
+    print(f"{tile_key(device, head_dim, dtype)}: {best} in {times[best]:.3f} ms; {len(times)} tried", flush=True)
+    return best
+
+
+def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
+    """Median of 5 after a warm-up that compiles."""
+    call()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(5)]
+    for start, stop in events:
+        start.record()
+        call()
+        stop.record()
+    torch.cuda.synchronize()
+    return float(sorted(start.elapsed_time(stop) for start, stop in events)[2])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.kernels.gpu.tuning", description=__doc__)
+    parser.add_argument("--head-dims", default="64,128", help="head sizes, a comma between (%(default)s)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("there is no GPU to measure", file=sys.stderr)
+        return 2
+    for head_dim in map(int, args.head_dims.split(",")):
+        tune(head_dim, getattr(torch, args.dtype), torch.device("cuda", torch.cuda.current_device()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

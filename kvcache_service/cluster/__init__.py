@@ -1,0 +1,1 @@
+"""An index that several cache services share."""

@@ -1,0 +1,71 @@
+"""The better of what this service has and what others have, for every element of a path."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fusionkv.kvcache_service.cluster.shared_index import Member
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index.index import common, likeness
+from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.keys import VERSIONS, entry_key, path_keys
+
+Rank = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """An entry that others hold."""
+
+    kind: HitKind
+    record: Record
+    holders: tuple[Member, ...]
+    group: bytes
+
+
+class Choice:
+    """Judges entries for the element at the end of a path, as `Index.find` does."""
+
+    def __init__(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> None:
+        self._namespace = namespace
+        self._exact = path_keys(namespace, path)[-1]
+        self._near = b"".join(reversed(path))
+        self._ends = (path[-1], path[0])
+        self._first = len(path) == 1
+        self._variants = {variant: -i for i, variant in reversed(list(enumerate(variants)))}
+
+    def rank(self, record: Record) -> Rank:
+        """Higher is better: exact, then the first variant asked for, then the longest common suffix; () is no use."""
+        if record.key == self._exact:
+            return (2,)
+        if self._first or record.depth == 1:
+            return ()
+        if record.variant and record.variant not in self._variants:
+            return ()
+        if record.variant in VERSIONS:
+            alike, shared = likeness(record.trail, self._near)
+            return (True, self._variants[record.variant], alike, shared) if alike else ()
+        shared = common(record.trail, self._near)
+        # Where nothing but the chunk is shared, one encoded without other chunks before it carries nothing of theirs.
+        alone = shared == 1 and record.depth == 2
+        return (bool(record.variant), self._variants.get(record.variant, 0), shared, alone)
+
+    def kind(self, record: Record) -> HitKind:
+        return HitKind.EXACT if record.key == self._exact else HitKind.ALTERNATIVE
+
+    def best(
+        self, own: Record | None, group: bytes, entries: Iterable[tuple[Record, list[Member]]]
+    ) -> Elsewhere | None:
+        """The best of `entries` if it is better than `own`."""
+        least = self.rank(own) if own is not None else ()
+        for record, holders in sorted(entries, key=lambda entry: self.rank(entry[0]), reverse=True):
+            if self.rank(record) <= least:
+                return None
+            if self._genuine(record):
+                return Elsewhere(self.kind(record), record, tuple(holders), group)
+        return None
+
+    def _genuine(self, record: Record) -> bool:
+        """Whether an entry is what its key says: what is read from Redis never leads to another tenant's KV."""
+        path = [record.trail[at - 32 : at] for at in range(len(record.trail), 0, -32)]
+        names = (record.chunk, record.system) == self._ends and record.namespace == self._namespace
+        return names and entry_key(record.namespace, path, record.variant) == record.key

@@ -1,0 +1,197 @@
+"""The index: from a prompt's path to the entries that serve it, exact, alternative or none."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.rows import Rows
+from fusionkv.kvcache_service.index.table import Table
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, path_keys, replica_key, variant_key
+
+
+class Index:
+    """All visible entries, by row. In memory, one thread; the disk tier's index refills it at start.
+
+    The alternative path of the paper drops the earlier chunks of a path one at a time until an entry is found: n
+    hashes for the n-th chunk, and only entries stored behind a suffix of the present path are found. Here all entries
+    of one chunk behind one system prompt, encoded in one way (plain, or as one variant), form a group, found by one
+    hash whatever path they were stored with.
+
+    Nearly all groups have one member, which a table finds. A group of several is sorted by its members' paths read
+    backwards: the member with the longest common beginning is a neighbour of the place where the present path would
+    stand, so two comparisons find the entry that shares the longest suffix, at any depth.
+    """
+
+    def __init__(self, tiers: int = 0) -> None:
+        self.rows = Rows(tiers)
+        self._keys = Table()
+        # Groups of one: the row by the group's digest. Groups of several: (trail, row), sorted.
+        self._single = Table()
+        self._crowds: dict[bytes, list[tuple[bytes, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self.rows.record, self.rows)
+
+    def row(self, key: bytes) -> int | None:
+        return next((row for row in self._keys.rows(key) if self.rows.key(row) == key), None)
+
+    def get(self, key: bytes) -> Record | None:
+        row = self.row(key)
+        return None if row is None else self.rows.record(row)
+
+    def namespace_keys(self, namespace: bytes) -> list[bytes]:
+        return [self.rows.key(row) for row in self.rows.in_namespace(namespace)]
+
+    def add(self, record: Record, heat: float = 0.0) -> int:
+        """Makes an entry visible and gives its row; its key must not be there yet."""
+        if self.row(record.key) is not None:
+            raise KeyError(record.key.hex())
+        row = self.rows.add(record, heat)
+        self._keys.add(record.key, row)
+        if record.depth > 1:
+            group = group_key(record)
+            if group not in self._crowds:
+                other = self._only(group, record.namespace, record.system, record.chunk, record.variant)
+                if other is None:
+                    self._single.add(group, row)
+                    return row
+                self._single.remove(group, other)
+                self._crowds[group] = [(self.rows.record(other).trail, other)]
+            insort(self._crowds[group], (record.trail, row))
+        return row
+
+    def remove(self, key: bytes) -> None:
+        """Makes an entry invisible; it must be there."""
+        row = self.row(key)
+        if row is None:
+            raise KeyError(key.hex())
+        record = self.rows.record(row)
+        self._keys.remove(key, row)
+        if record.depth > 1:
+            group = group_key(record)
+            crowd = self._crowds.get(group)
+            if crowd is None:
+                self._single.remove(group, row)
+            else:
+                del crowd[bisect_left(crowd, (record.trail, row))]
+                if len(crowd) == 1:
+                    del self._crowds[group]
+                    self._single.add(group, crowd[0][1])
+        self.rows.remove(row)
+
+    def find(
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
+    ) -> list[tuple[HitKind, int | None, bytes]]:
+        """What there is for each element of `path`: how it was found, its row, and the key of an exact entry.
+
+        `variants[i]` are those preferred for element i, best first. An exact entry comes first, then the variants,
+        then the plain entry with the longest common suffix. Of versions, which are few, the one whose earlier chunks
+        are most alike is found, and none that shares no earlier chunk. The system prompt, element 0, is found exactly
+        or not at all.
+        """
+        found: list[tuple[HitKind, int | None, bytes]] = []
+        for i, key in enumerate(path_keys(namespace, path)):
+            row = self.row(key)
+            if row is not None:
+                found.append((HitKind.EXACT, row, key))
+                continue
+            other = self._alternative(namespace, path[: i + 1], variants[i]) if i else None
+            found.append((HitKind.MISS if other is None else HitKind.ALTERNATIVE, other, key))
+        return found
+
+    def replicas(self, record: Record) -> list[int]:
+        """The rows of all entries of a record's chunk behind its system prompt, encoded in the same way."""
+        group = group_key(record)
+        if group in self._crowds:
+            return [row for _, row in self._crowds[group]]
+        row = self._only(group, record.namespace, record.system, record.chunk, record.variant)
+        return [] if row is None else [row]
+
+    def _alternative(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> int | None:
+        for variant in (*variants, b""):
+            group = _group_of(namespace, path[0], path[-1], variant)
+            crowd = self._crowds.get(group)
+            row = _nearest(crowd, path) if crowd else self._only(group, namespace, path[0], path[-1], variant)
+            if row is not None and variant in VERSIONS:
+                row = _most_alike(crowd or [(self.rows.record(row).trail, row)], path)
+            if row is not None:
+                return row
+        return None
+
+    def _only(self, group: bytes, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> int | None:
+        rows = self._single.rows(group)
+        return next((row for row in rows if self.rows.belongs(row, namespace, system, chunk, variant)), None)
+
+    def check_integrity(self) -> None:
+        """Every entry is found by its key, is in exactly the group that it belongs to, and no group holds more."""
+        for part in (self.rows, self._keys, self._single):
+            part.check_integrity()
+        records = {row: self.rows.record(row) for row in self.rows}
+        assert len(records) == len(self._keys) == len(self.rows)
+        assert all(self.row(record.key) == row for row, record in records.items())
+        assert all(len(crowd) > 1 and crowd == sorted(crowd) for crowd in self._crowds.values())
+        chunks = {row: record for row, record in records.items() if record.depth > 1}
+        assert len(self._single) + sum(map(len, self._crowds.values())) == len(chunks)
+        for row, record in chunks.items():
+            group = group_key(record)
+            crowd = self._crowds.get(group)
+            if crowd is None:
+                assert row in self._single.rows(group)
+            else:
+                assert (record.trail, row) in crowd
+
+
+def group_key(record: Record) -> bytes:
+    """Names the group that a record's entry belongs to."""
+    return _group_of(record.namespace, record.system, record.chunk, record.variant)
+
+
+def _group_of(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bytes:
+    return variant_key(replica_key(namespace, system, chunk), variant)
+
+
+def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
+    """The row of a sorted group that shares the longest suffix with a path.
+
+    Where nothing but the chunk is shared, the entry encoded without other chunks before it comes first: it carries
+    nothing of theirs.
+    """
+    near = b"".join(reversed(path))
+    at = bisect_left(crowd, (near, -1))
+    trail, row = max(crowd[max(at - 1, 0) : at + 1], key=lambda member: common(member[0], near))
+    if common(trail, near) == 1:
+        alone = path[-1] + path[0]
+        at = bisect_left(crowd, (alone, -1))
+        if at < len(crowd) and crowd[at][0] == alone:
+            row = crowd[at][1]
+    return row
+
+
+def _most_alike(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
+    near = b"".join(reversed(path))
+    (shared, _), row = max((likeness(trail, near), row) for trail, row in versions)
+    return row if shared else None
+
+
+def likeness(a: bytes, b: bytes) -> tuple[float, int]:
+    """How alike the chunks before the last are in two trails: the share of all that are in both, and `common`."""
+    one, other = ({trail[i : i + DIGEST_BYTES] for i in _between(trail)} for trail in (a, b))
+    return len(one & other) / max(1, len(one | other)), common(a, b)
+
+
+def _between(trail: bytes) -> range:
+    """Where digests begin that are neither the chunk's nor the system prompt's."""
+    return range(DIGEST_BYTES, len(trail) - DIGEST_BYTES, DIGEST_BYTES)
+
+
+def common(a: bytes, b: bytes) -> int:
+    """Number of digests that two trails begin with in common."""
+    limit = min(len(a), len(b))
+    at = 0
+    while at < limit and a[at : at + DIGEST_BYTES] == b[at : at + DIGEST_BYTES]:
+        at += DIGEST_BYTES
+    return at // DIGEST_BYTES

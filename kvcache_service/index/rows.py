@@ -1,0 +1,177 @@
+"""What is known of every visible entry, in columns: 160 bytes an entry instead of a kilobyte of objects, and 64 more
+where entries are signed.
+"""
+
+import struct
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fusionkv.kvcache_service.index.record import MOST_SIGNATURE_BYTES, Record
+from fusionkv.kvcache_service.keys import DIGEST_BYTES
+
+# key, chunk, variant, checksum, size, tokens, base, flags
+_FIXED = struct.Struct("<32s32s32s16sIIIB3x")
+# Its length, then its bytes.
+_SIGNATURE = struct.Struct(f"{1 + MOST_SIGNATURE_BYTES}p")
+_VARIANT, _OFFERED = 1, 2
+_NOWHERE = -1
+
+
+class PrefixTable:
+    """What entries share: a namespace and what stands before the chunk, numbered from 1, counted.
+
+    Nearly all entries are encoded right after a system prompt, so there are few.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[tuple[bytes, bytes], int] = {}
+        self._values: list[tuple[bytes, bytes]] = [(b"", b"")]
+        self._uses = array("Q", [0])
+        self._free: list[int] = []
+
+    def __getitem__(self, number: int) -> tuple[bytes, bytes]:
+        """Namespace, and digests from the chunk before to the system prompt."""
+        return self._values[number]
+
+    def take(self, namespace: bytes, trail: bytes) -> int:
+        value = (namespace, trail)
+        number = self._numbers.get(value)
+        if number is None:
+            if self._free:
+                number = self._free.pop()
+                self._values[number] = value
+            else:
+                number = len(self._values)
+                self._values.append(value)
+                self._uses.append(0)
+            self._numbers[value] = number
+        self._uses[number] += 1
+        return number
+
+    def drop(self, number: int) -> None:
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            del self._numbers[self._values[number]]
+            self._values[number] = (b"", b"")
+            self._free.append(number)
+
+    def of(self, namespace: bytes) -> list[int]:
+        return [number for (name, _), number in self._numbers.items() if name == namespace]
+
+    def check_integrity(self, used: Sequence[int]) -> None:
+        numbers, counts = np.unique(np.asarray(used, np.int64), return_counts=True)
+        known = {n: self._uses[n] for n in self._numbers.values()}
+        assert known == dict(zip(numbers.tolist(), counts.tolist(), strict=True))
+        assert len(known) + len(self._free) == len(self._values) - 1
+
+
+class Rows:
+    """Records, heats and places by row number. A removed row's number is given to a later one.
+
+    `heats` and `places` (one column a tier, offset or -1) are written by their owner, all else here.
+    """
+
+    def __init__(self, tiers: int) -> None:
+        self.heats = array("d")
+        self.places = tuple(array("q") for _ in range(tiers))
+        self._fixed = bytearray()
+        self._signatures = bytearray()  # as far as the last row that ever had one
+        self._behind = array("I")  # 0: no row
+        self._behinds = PrefixTable()
+        self._free = array("I")
+
+    def __len__(self) -> int:
+        return len(self._behind) - len(self._free)
+
+    def __iter__(self) -> Iterator[int]:
+        return (row for row, behind in enumerate(self._behind) if behind)
+
+    @property
+    def end(self) -> int:
+        """Rows have numbers below this."""
+        return len(self._behind)
+
+    def __contains__(self, row: int) -> bool:
+        return self._behind[row] != 0
+
+    def add(self, record: Record, heat: float) -> int:
+        flags = _VARIANT * bool(record.variant) | _OFFERED * record.offered
+        fixed = _FIXED.pack(
+            record.key, record.chunk, record.variant, record.checksum, record.size, record.tokens, record.base, flags
+        )
+        behind = self._behinds.take(record.namespace, record.trail[DIGEST_BYTES:])
+        if self._free:
+            row = self._free.pop()
+            self._fixed[row * _FIXED.size : (row + 1) * _FIXED.size] = fixed
+            self._behind[row] = behind
+            self.heats[row] = heat
+        else:
+            row = len(self._behind)
+            self._fixed += fixed
+            self._behind.append(behind)
+            self.heats.append(heat)
+            for column in self.places:
+                column.append(_NOWHERE)
+        self._sign(row, record.signature)
+        return row
+
+    def _sign(self, row: int, signature: bytes) -> None:
+        at = row * _SIGNATURE.size
+        if signature and (missing := at + _SIGNATURE.size - len(self._signatures)) > 0:
+            self._signatures += bytes(missing)
+        if at < len(self._signatures):
+            _SIGNATURE.pack_into(self._signatures, at, signature)
+
+    def _signature(self, row: int) -> bytes:
+        at = row * _SIGNATURE.size
+        found: bytes = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
+        return found
+
+    def remove(self, row: int) -> None:
+        self._behinds.drop(self._behind[row])
+        self._behind[row] = 0
+        for column in self.places:
+            column[row] = _NOWHERE
+        self._free.append(row)
+
+    def key(self, row: int) -> bytes:
+        at = row * _FIXED.size
+        return bytes(self._fixed[at : at + DIGEST_BYTES])
+
+    def size(self, row: int) -> int:
+        return int.from_bytes(self._fixed[row * _FIXED.size + 112 : row * _FIXED.size + 116], "little")
+
+    def record(self, row: int) -> Record:
+        key, chunk, variant, checksum, size, tokens, base, flags = _FIXED.unpack_from(self._fixed, row * _FIXED.size)
+        namespace, behind = self._behinds[self._behind[row]]
+        return Record(
+            key, namespace, chunk + behind, variant if flags & _VARIANT else b"", size, tokens, base, checksum,
+            offered=bool(flags & _OFFERED), signature=self._signature(row),
+        )  # fmt: skip
+
+    def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
+        """Whether a row is of this chunk behind this system prompt, encoded in this way."""
+        at = row * _FIXED.size + DIGEST_BYTES
+        names, (known, behind) = self._fixed[at : at + 2 * DIGEST_BYTES], self._behinds[self._behind[row]]
+        wanted = chunk + (variant or bytes(DIGEST_BYTES))
+        return names == wanted and known == namespace and behind.endswith(system)
+
+    def in_namespace(self, namespace: bytes) -> list[int]:
+        """The rows of a namespace; 10 ms at 10 million rows."""
+        numbers = self._behinds.of(namespace)
+        rows = np.flatnonzero(np.isin(np.frombuffer(self._behind, np.uint32), np.array(numbers, np.uint32)))
+        return [int(row) for row in rows]
+
+    def check_integrity(self) -> None:
+        """Free rows are free, columns are of one length, and what is shared is counted right."""
+        assert len(set(self._free)) == len(self._free)
+        assert all(self._behind[row] == 0 for row in self._free)
+        assert all(len(column) == len(self._behind) for column in self.places)
+        assert len(self.heats) == len(self._behind)
+        assert len(self._fixed) == _FIXED.size * len(self._behind)
+        assert len(self._signatures) <= _SIGNATURE.size * len(self._behind)
+        assert len(self._signatures) % _SIGNATURE.size == 0
+        assert sum(1 for behind in self._behind if behind) == len(self)
+        self._behinds.check_integrity([behind for behind in self._behind if behind])

@@ -1,0 +1,1 @@
+"""Entries for processes on the same machine, by shared memory and files."""

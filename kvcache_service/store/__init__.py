@@ -1,0 +1,1 @@
+"""An entry's life: written, read, promoted, evicted."""

@@ -1,0 +1,93 @@
+"""The store: an entry's life, from reservation through lookups, leases and fetches to its end."""
+
+import asyncio
+import contextlib
+import math
+from typing import Any
+
+from fusionkv.kvcache_service.index import heat
+from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.store.core import StoreCore
+from fusionkv.kvcache_service.store.prefetcher import Prefetcher
+from fusionkv.kvcache_service.store.reading import Reader
+from fusionkv.kvcache_service.store.writing import Writer
+from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import NoSpace
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
+
+
+class Store(StoreCore):
+    """All entries of one process, with readers, writers and a prefetcher."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        """As `StoreCore`."""
+        super().__init__(*args, **more)
+        self.prefetcher = Prefetcher(self.rise)
+
+    async def close(self) -> None:
+        """Waits for work under way, saves heat, closes the tiers."""
+        self.prefetcher.close()
+        while pending := [*self.tasks, *self.loading.values(), *self.prefetcher.running]:
+            await asyncio.gather(*pending, return_exceptions=True)
+        await self.save_heat()
+        self.threads.shutdown(wait=True)
+        for tier in self.residents.tiers:
+            tier.close()
+
+    def write(self, record: Record, accesses: float = 1.0, asked: int = 0) -> Writer | None:
+        """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
+
+        `accesses`: how often it was asked for so far, older accesses counting less. `asked`: how often its exact path
+        was looked up at another service of late.
+
+        The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
+        are colder than the new one.
+
+        Raises:
+            ResourceExhausted: there is no room, or the entry is over the limit.
+        """
+        if record.depth > 2 and (unknown := asked - self.demand.count(record.key)) > 0:
+            self.demand.ask(record.key, unknown)
+        if (there := self.residents.get(record.key)) is not None:
+            self.residents.put_again(there)
+            return None
+        if not self.wanted(record):
+            return None
+        if record.size > self.config.max_entry_bytes:
+            raise ResourceExhausted(
+                f"an entry of {record.size} bytes is over the limit of {self.config.max_entry_bytes}: "
+                "raise max_entry_bytes in [kvcache]"
+            )
+        self.leases.expire()
+        home = self.residents.home
+        try:
+            place, evicted = self.residents.reserve(home, record.size)
+        except NoSpace:
+            raise ResourceExhausted(
+                f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: what is there is "
+                f"leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
+            ) from None
+        warmth = heat.first(self.now, self.config.half_life_seconds) + math.log2(max(accesses, 1.0))
+        places: dict[Tier, Place] = {home: place}
+        for tier in self.residents.tiers[:-1]:
+            with contextlib.suppress(NoSpace):
+                places[tier] = self.residents.reserve(tier, record.size, warmth)[0]
+        return Writer(self, record, warmth, places, evicted)
+
+    def read(self, key: bytes) -> Reader:
+        """Pins an entry for reading.
+
+        Raises:
+            NotFound: there is no such entry.
+        """
+        entry = self.residents.get(key) or self.residents.replaced.get(key)
+        if entry is None or not (entry.visible or entry.leases):
+            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
+        return Reader(self, entry)
+
+    async def rise(self, key: bytes) -> bool:
+        """Brings an entry up to a fast tier; whether it is there then."""
+        if self.residents.get(key) is None:
+            return False
+        with contextlib.closing(self.read(key)) as reader:
+            return await reader.rise()

@@ -1,0 +1,165 @@
+"""OpenTelemetry: code elsewhere calls only its API; the SDK is attached here, at launch, when somebody is to be told.
+
+Standard environment variables decide: an OTLP endpoint switches export on, OTEL_TRACES_EXPORTER and
+OTEL_METRICS_EXPORTER switch one of the two off again; what samplers, processors and exporters are told is read by the
+SDK itself. Prometheus scrapes the same metrics where a service has an address for that. docs/telemetry.yaml lists all
+names.
+"""
+
+import logging
+import os
+import re
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
+
+from opentelemetry import metrics, trace
+from opentelemetry.trace import Status, StatusCode
+
+from fusionkv.protos.observe import logs, rejected
+from fusionkv.protos.runtime.errors import details
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricReader
+
+log = logging.getLogger(__name__)
+# Bounds of histograms. The SDK's own begin at 5, and are meant for milliseconds.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+# Time for a scraper's request to come in.
+_SCRAPE_SECONDS = 10.0
+# A name that gRPC sends, and a value as the SDK reads it.
+_HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
+_PRINTABLE = re.compile(r"[\x20-\x7e]*")
+
+
+def attach(service: str, scraped_at: str = "") -> None:
+    """Sets up logging; exports to an OTLP endpoint when one is configured, and serves Prometheus at `scraped_at`.
+
+    service: its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
+
+    Raises:
+        ValueError: a setting is wrong, or a package is missing.
+        OSError: the address can't be bound.
+    """
+    logs.attach(service)
+    rejected.attach()
+    traces, measures = _exported("TRACES"), _exported("METRICS")
+    if not traces and not measures and not scraped_at:
+        return
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
+    # What the environment says goes over ours: `create` puts it below.
+    ours = Resource.create({"service.name": service, "service.namespace": "fusionkv"})
+    resource = ours.merge(OTELResourceDetector().detect())
+    if traces:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        tracing = TracerProvider(resource=resource)
+        tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        trace.set_tracer_provider(tracing)
+    if not measures and not scraped_at:
+        return
+    from opentelemetry.sdk.metrics import MeterProvider
+
+    readers: list[MetricReader] = []
+    if measures:
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        readers.append(PeriodicExportingMetricReader(OTLPMetricExporter()))
+    if scraped_at:
+        readers.append(_scraped(service, scraped_at))
+    metrics.set_meter_provider(MeterProvider(readers, resource))
+
+
+def _exported(signal: str) -> bool:
+    """Whether TRACES or METRICS go to an OTLP endpoint. Raises ValueError where they would have to go another way."""
+
+    def told(name: str) -> str:
+        return os.environ.get(name, "").strip()
+
+    def otlp(name: str) -> str:
+        return told(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or told(f"OTEL_EXPORTER_OTLP_{name}")
+
+    exporter = told(f"OTEL_{signal}_EXPORTER") or "otlp"
+    if not otlp("ENDPOINT") or exporter == "none":
+        return False
+    if exporter != "otlp":
+        raise ValueError(f"OTEL_{signal}_EXPORTER is {exporter!r}: otlp or none")
+    if (protocol := otlp("PROTOCOL") or "grpc") != "grpc":
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is spoken, to which a "
+            "collector listens on port 4317"
+        )
+    if not all(map(_sendable, otlp("HEADERS").split(","))):
+        raise ValueError(
+            f"OTEL_EXPORTER_OTLP_HEADERS has for {signal.lower()} what is no header: name=value, the value "
+            "URL-encoded (%22 for a quotation mark) and without line ends, several with commas between them"
+        )
+    return True
+
+
+def _sendable(header: str) -> bool:
+    """Whether the SDK can read a header, and gRPC can send it: both log one that they refuse, with its value."""
+    read = _HEADER.fullmatch(header.strip())
+    return not header.strip() or (read is not None and _PRINTABLE.fullmatch(unquote(read[1])) is not None)
+
+
+def _scraped(service: str, address: str) -> "MetricReader":
+    """Serves the metrics at http://address/metrics, in a thread of its own."""
+    try:
+        from prometheus_client import start_http_server
+
+        from fusionkv.protos.observe.exemplars import Exemplified
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"metrics_listen needs the package {error.name}: pip install 'fusionkv[prometheus]'"
+        ) from None
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal():
+        raise ValueError(f"metrics_listen is {address!r}: host:port")
+    registry = Exemplified()
+    server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
+    # Python's own prints a traceback for each connection that breaks, and waits for ever for one that says nothing.
+    server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
+    setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - to mypy it is any callable
+    log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
+    return registry.reader
+
+
+def detach() -> None:
+    """Sends what is still buffered; called once, before the process ends."""
+    for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
+        shutdown = getattr(provider, "shutdown", None)
+        if shutdown is not None:
+            shutdown()
+
+
+def server_interceptors() -> list[Any]:
+    """Interceptors that continue the caller's trace, one span an RPC."""
+    from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
+
+    return [aio_server_interceptor(filter_=filters.negate(filters.health_check()))]
+
+
+def client_interceptors() -> list[Any]:
+    """Interceptors that hand the current trace on, one span an RPC."""
+    from opentelemetry.instrumentation.grpc import aio_client_interceptors
+
+    return list(aio_client_interceptors())
+
+
+def record_error(error: Exception) -> None:
+    """Marks the current span as failed."""
+    span = trace.get_current_span()
+    span.record_exception(error, {"exception.message": details(error)})
+    span.set_status(Status(StatusCode.ERROR, details(error)))
+
+
+def trace_id() -> str:
+    """The current trace's id in hexadecimal, empty outside a recording trace."""
+    context = trace.get_current_span().get_span_context()
+    return f"{context.trace_id:032x}" if context.is_valid else ""

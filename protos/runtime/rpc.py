@@ -1,0 +1,310 @@
+"""Serving and dialling: one way for all services, with limits, health, reflection, status mapping and drain."""
+
+import asyncio
+import inspect
+import json
+import logging
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import grpc
+from google.protobuf import descriptor, message_factory
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health, health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
+
+from fusionkv.protos.observe import logs, rejected, telemetry
+from fusionkv.protos.runtime import errors, process
+from fusionkv.protos.runtime.errors import InvalidArgument, ServiceError
+from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+
+log = logging.getLogger(__name__)
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
+_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
+
+# The largest single message: a document on its way in. KV travels in frames of 1 MiB.
+MAX_MESSAGE_BYTES = 64 << 20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+_CLIENT_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # A dead peer comes back within a second, not after gRPC's backoff of up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+# What an application's calls to a gateway get: one that fails as UNAVAILABLE before anything came back is made again,
+# up to four times within about three seconds: what a connection to another gateway takes, or to one that was just
+# started. Where half of the last hundred calls failed so, each is made once. Delete is not among them: the second one
+# would say that there is no such thing.
+_RETRIED = ("Ingest", "Precompute", "List", "Retrieve", "Generate", "Stats")
+_RETRIES = {
+    "methodConfig": [
+        {
+            "name": [{"service": "gateway.v1.GatewayService", "method": method} for method in _RETRIED],
+            "retryPolicy": {
+                "maxAttempts": 5,
+                "initialBackoff": "0.2s",
+                "backoffMultiplier": 2,
+                "maxBackoff": "2s",
+                "retryableStatusCodes": ["UNAVAILABLE"],
+            },
+        }
+    ],
+    "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
+}
+_RETRYING_OPTIONS = [
+    *_CLIENT_OPTIONS,
+    ("grpc.service_config", json.dumps(_RETRIES)),
+    # A request that is larger than this is sent once; documents are the largest.
+    ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
+]
+_SERVER_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # A caller whose machine vanished in the middle of a stream must not hold what was reserved for it.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Calls that wait for the event loop: gRPC's default is to cancel some from 1,000 on and all from 3,000, without a
+    # hint. A service refuses by its own limits, and says when to try again.
+    ("grpc.server.max_pending_requests", 32_768),
+    ("grpc.server.max_pending_requests_hard_limit", 65_536),
+    # Nor are they dropped for waiting: after 30 s by default, as INTERNAL. Their callers' deadlines end them.
+    ("grpc.server_max_unrequested_time_in_server", 86_400),
+    # Without it two servers could share one port unnoticed.
+    ("grpc.so_reuseport", 0),
+]
+# A caller whose certificate is trusted no more keeps its connection for so long; its calls in flight end first.
+_TLS_OPTIONS = [("grpc.max_connection_age_ms", 3_600_000)]
+
+Serialiser = Callable[[Any], bytes]
+Deserialiser = Callable[[bytes], Any]
+
+
+def dial(
+    address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "", retries: bool = False
+) -> grpc.aio.Channel:
+    """An asynchronous channel to `host:port` or `unix:/path`; a unix socket is never encrypted.
+
+    With `name` the certificate has to name that, and not the address. `retries`: calls of a gateway that could not be
+    delivered are made again.
+    Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
+    """
+    interceptors = telemetry.client_interceptors() if traced else None
+    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    if tls is None or address.startswith("unix:"):
+        return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
+    options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
+    return tls.channel(
+        lambda credentials: grpc.aio.secure_channel(address, credentials, options=options, interceptors=interceptors)
+    )
+
+
+def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:
+    """A blocking channel as `dial` makes them."""
+    options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    if tls is None or address.startswith("unix:"):
+        return grpc.insecure_channel(address, options=options)
+    return tls.channel(lambda credentials: grpc.secure_channel(address, credentials, options=options))
+
+
+def handlers(
+    service: descriptor.ServiceDescriptor,
+    servicer: object,
+    deserialisers: Mapping[str, Deserialiser] | None = None,
+    serialisers: Mapping[str, Serialiser] | None = None,
+) -> grpc.GenericRpcHandler:
+    """Binds a servicer's methods to a service by name; the two maps override (de)serialisation by method name."""
+    table = {}
+    for method in service.methods:
+        request = message_factory.GetMessageClass(method.input_type)
+        response = message_factory.GetMessageClass(method.output_type)
+        kind = (
+            ("stream" if method.client_streaming else "unary")
+            + "_"
+            + ("stream" if method.server_streaming else "unary")
+        )
+        table[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
+            _with_status(getattr(servicer, method.name), method.client_streaming, method.server_streaming),
+            request_deserializer=_reader((deserialisers or {}).get(method.name, request.FromString)),
+            response_serializer=(serialisers or {}).get(method.name, response.SerializeToString),
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+class _Unreadable:
+    """What stands for a message that is none: a deserialiser that raises would make it UNKNOWN, with a traceback."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def refuse(self) -> NoReturn:
+        raise InvalidArgument(f"the request is no message of the method: {self._error}")
+
+
+def _reader(parse: Deserialiser) -> Deserialiser:
+    def read(data: bytes) -> Any:
+        try:
+            return parse(data)
+        except (DecodeError, ValueError) as error:
+            rejected.note("grpc_message")
+            return _Unreadable(error)
+
+    return read
+
+
+async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        if isinstance(request, _Unreadable):
+            request.refuse()
+        yield request
+
+
+def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
+    """Turns a ServiceError into its status, and anything unforeseen into INTERNAL with a line in the log."""
+
+    async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
+        telemetry.record_error(error)
+        if isinstance(error, ServiceError):
+            await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
+        log.exception("unforeseen error in %s", method.__qualname__)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+    def readable(request: Any) -> Any:
+        if isinstance(request, _Unreadable):
+            request.refuse()
+        return _readable(request) if takes_stream else request
+
+    async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return await method(readable(request), context)
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(error, context)
+
+    async def stream(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for response in method(readable(request), context):
+                yield response
+        except (grpc.aio.AbortError, asyncio.CancelledError):
+            raise
+        except Exception as error:
+            await abort(error, context)
+
+    # A coroutine that streams writes to the context itself.
+    return stream if streams and not inspect.iscoroutinefunction(method) else unary
+
+
+class _Health(health.aio.HealthServicer):
+    """The library's, which has no List."""
+
+    async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
+        """The status of every service that Check knows."""
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=status) for name, status in self._server_status.items()
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
+class Beside(Protocol):
+    """Another listener of the process, which serves and drains as its gRPC server does."""
+
+    name: str
+
+    async def start(self) -> list[str]:
+        """Listens, and returns the addresses, a port 0 resolved. Raises OSError."""
+
+    async def stop(self, seconds: float) -> None:
+        """Takes no more calls; those in flight get `seconds`."""
+
+
+async def serve(
+    name: str,
+    addresses: Sequence[str],
+    services: Mapping[str, grpc.GenericRpcHandler],
+    *,
+    drain_seconds: float,
+    on_start: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+    on_stop: Callable[[float], Awaitable[None]] | None = None,
+    on_drain: Callable[[], Awaitable[None]] | None = None,
+    max_concurrent: int | None = None,
+    tls: ServerTLS | None = None,
+    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    beside: Sequence[Beside] = (),
+    failure: "asyncio.Future[None] | None" = None,
+) -> None:
+    """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
+
+    Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
+    With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
+    `beside` has a line of its own, after that one.
+    `on_start` gets these addresses before that. `on_stop` is given half of the drain's seconds, in which new calls
+    are still taken; `on_drain` runs when all calls have ended. Once `failure` has failed nothing can be served any
+    more: health turns NOT_SERVING, calls in flight end with UNAVAILABLE, neither of the two runs, and its error is
+    raised.
+
+    Raises:
+        OSError: an address can't be bound, or a certificate can't be used.
+    """
+    credentials = tls.credentials() if tls else None
+    server = grpc.aio.server(
+        options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
+        interceptors=[*telemetry.server_interceptors(), *interceptors],
+        maximum_concurrent_rpcs=max_concurrent,
+    )
+    checks = _Health()
+    names = [*services, health.SERVICE_NAME]
+    reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
+    server.add_generic_rpc_handlers((*services.values(), handlers(_HEALTH, checks), handlers(_REFLECTION, reflected)))
+    bound = [_bind(server, address, credentials) for address in addresses]
+    others = [(other.name, await other.start()) for other in beside]
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(logs.unhandled)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await server.start()
+    if on_start is not None:
+        await on_start(bound)
+    for service in ("", *names):
+        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+    for listener, where in ((name, bound), *others):
+        process.say(f"{listener} serving on {' '.join(where)}", sys.stdout)
+    stopping = asyncio.create_task(stop.wait())
+    waited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    if failure is not None and failure.done():
+        stopping.cancel()
+        await checks.enter_graceful_shutdown()
+        await asyncio.gather(server.stop(0), *(other.stop(0) for other in beside))
+        failure.result()
+    log.info("%s drains for up to %g s", name, drain_seconds)
+    await checks.enter_graceful_shutdown()
+    if on_stop is not None:
+        started = loop.time()
+        await on_stop(drain_seconds / 2)
+        drain_seconds -= loop.time() - started
+    drain_seconds = max(drain_seconds, 0.0)
+    others_stop = asyncio.gather(*[other.stop(drain_seconds) for other in beside])
+    await server.stop(drain_seconds)
+    await others_stop
+    if on_drain is not None:
+        await on_drain()
+    process.say(f"{name} stopped", sys.stderr)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredentials | None) -> str:
+    try:
+        if credentials is None or address.startswith("unix:"):
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"can't listen on {address}: is the address taken by another process?") from error
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
