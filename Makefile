@@ -88,6 +88,10 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.bench.worker.layerwise --json build/bench/layerwise.json
 	@$(PY) -m fusionkv.bench.worker.mixing --json build/bench/mixing.json
 
+.PHONY: figures
+figures: setup ## Lines of the product and of its tests, and how many files answer a question
+	@$(PY) bench/figures.py $(ARGS)
+
 .PHONY: soak
 soak: setup ## Half an hour of mixed traffic over tiers that are too small: answers right, nothing left behind; build/soak.json
 	@$(PY) -m fusionkv.bench.services.soak --json build/soak.json $(ARGS)
