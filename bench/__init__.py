@@ -1,1 +1,1 @@
-"""What the product takes on a GPU, measured against what the same GPU can do and against other attention kernels."""
+"""Benchmarks and evaluation: speed and quality, measured against baselines of the same run."""

@@ -19,14 +19,23 @@ def files_of(package: Path) -> list[Path]:
     return sorted(f for f in package.rglob("*.py") if f.name != "__init__.py" and "_pb2" not in f.name)
 
 
+def table(folder: Path) -> str:
+    """One line a file of a folder, and the same of its folders."""
+    files = [file for file in files_of(folder) if file.parent == folder]
+    rows = "".join(f"| `{file.name}` | {sentence(file)} |\n" for file in files)
+    found = [f"| file | what it is |\n|---|---|\n{rows}"] if rows else []
+    for inner in sorted({file.parent for file in files_of(folder)} - {folder}):
+        if inner.parent == folder:
+            found.append(f"**{inner.relative_to(ROOT)}/** {sentence(inner / '__init__.py')}\n\n{table(inner)}")
+    return "\n".join(found)
+
+
 def page() -> str:
     before, _, _ = (ROOT / "docs/structure.md").read_text().partition(HEADING)
     parts = [before, HEADING]
     for name in PACKAGES:
-        package = ROOT / name
-        about = sentence(package / "__init__.py")
-        parts.append(f"\n### {name}\n\n" + (f"{about}\n\n" if about else "") + "| file | what it is |\n|---|---|\n")
-        parts += [f"| `{file.relative_to(package)}` | {sentence(file)} |\n" for file in files_of(package)]
+        about = sentence(ROOT / name / "__init__.py")
+        parts.append(f"\n### {name}\n\n" + (f"{about}\n\n" if about else "") + table(ROOT / name))
     return "".join(parts)
 
 

@@ -1,0 +1,1 @@
+"""HTTP beside gRPC: an OpenAI-compatible endpoint, and pages for operators."""

@@ -1,0 +1,1 @@
+"""Retrieval engines behind one contract: embedded, or Milvus."""
