@@ -1,4 +1,4 @@
-"""PrioritySemaphore: some at a time, those with the lowest number first."""
+"""A semaphore that lets in whoever has the lowest number first."""
 
 import asyncio
 import heapq

@@ -1,4 +1,4 @@
-"""FrequencySketch: which exact paths were asked for more than once of late."""
+"""Which exact paths were asked for more than once of late."""
 
 
 class FrequencySketch:
