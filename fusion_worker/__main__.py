@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,8 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
+
+log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -60,6 +63,8 @@ async def _serve(config: WorkerConfig) -> None:
         # On the CPU, whose threads are idle while a GPU works.
         auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
+        for line in judged.lines():
+            log.info("fusionkv check: %s", line)
         servicer = FusionServicer(config, model, auxiliary, judged, crew)
         await rpc.serve(
             "fusionkv-worker",

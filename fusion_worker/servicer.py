@@ -46,7 +46,7 @@ class FusionServicer:
     ) -> None:
         self._config = config
         self._model = model
-        self._verdict = verdict
+        self._verdict = verdict or Verdict(model.fingerprint.hex(), {})
         self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self.engine = Engine(model, self.pool, config, crew)
@@ -104,6 +104,7 @@ class FusionServicer:
             ],
             device=str(model.device),
             dtype=str(model.kv.dtype).removeprefix("torch."),
+            verdicts=self._verdicts(),
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
@@ -111,8 +112,8 @@ class FusionServicer:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
         ratio = recipe.ratio_for(request.ratio if request.HasField("ratio") else None)
-        if self._verdict is not None:
-            self._verdict.check(recipe, ratio)
+        if replaced := self._verdict.unsafe(recipe, ratio):
+            recipe, ratio = recipes.RECIPES["prefix_cache"], 0.0
         self._check_model(request.model_fingerprint)
         chunks = tuple(self._chunk(c.ids, f"chunk {i}", c.variants) for i, c in enumerate(request.chunks))
         if not request.question.ids:
@@ -134,9 +135,12 @@ class FusionServicer:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=answer_pb2.Token(id=event.token, text=event.text))
                 elif isinstance(event, answer_pb2.Explanation):
+                    event.verdicts.extend(self._verdicts())
                     yield pb.GenerateResponse(explanation=event)
                 else:
-                    yield pb.GenerateResponse(summary=_summary(event), pool_tokens=self.pool.capacity)
+                    summary = _summary(event)
+                    summary.recipe_replaced = replaced
+                    yield pb.GenerateResponse(summary=summary, pool_tokens=self.pool.capacity)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -161,6 +165,10 @@ class FusionServicer:
             raise InvalidArgument(f"the texts have {length} characters together; at most {_MAX_EMBED} are taken")
         vectors = await self._embedder.embed(request.texts)
         return pb.EmbedResponse(vectors=[pb.Vector(values=v.tolist()) for v in vectors])
+
+    def _verdicts(self) -> list[answer_pb2.Verdict]:
+        judged = self._verdict.recipes.items()
+        return [answer_pb2.Verdict(recipe=name, ratio=j.ratio, verdict=j.verdict, why=j.why) for name, j in judged]
 
     def _check_model(self, fingerprint: bytes) -> None:
         if fingerprint and fingerprint != self._model.fingerprint:

@@ -74,6 +74,7 @@ def render(
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
         seconds=[fields(a.summary.seconds) for _, a in named],
+        verdicts=explanation.verdicts,
         ends=ENDS,
         longest=longest,
         pieces=[

@@ -58,6 +58,8 @@ def answered(summary: Summary, model: str) -> Attributes:
         made["fusionkv.degraded"] = summary.degraded_reason
     if summary.ratio_raised:
         made["fusionkv.ratio.raised"] = summary.ratio_raised
+    if summary.recipe_replaced:
+        made["fusionkv.recipe.replaced"] = summary.recipe_replaced
     return made
 
 

@@ -1,9 +1,10 @@
-"""`fusionkv check`: holds a model to the oracles and to small needle sets, and says which recipes are safe on it.
+"""`fusionkv check`: holds a model to the oracles, and says which recipes are safe on it, by natural text.
 
-Writes fusionkv-check.json beside the model; a worker that serves the model refuses recipes that failed, and ratios
-below the one that was checked where full reuse failed. A recipe is safe when it keeps 90% of the answers that full
-attention gets right at the recipe's own ratio, on the tasks that the model answers at all; when it answers none, when
-90% of the first tokens are full attention's.
+Full attention answers questions over passages, and its answers are fed to every recipe. A recipe is safe if its
+next-token distributions are at most 0.1 nats (KL) from full attention's, by an interval of 95%; unsafe if they are
+further; otherwise the evidence is not enough. The questions are those that come with this program, or those of --data
+or --corpus. The verdicts are written to fusionkv-check.json beside the model: a worker that serves it answers with
+full attention in the place of an unsafe recipe.
 """
 
 import argparse
@@ -11,50 +12,33 @@ import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fusionkv.bench.quality.data.needles import KINDS, needles
+from fusionkv.bench.quality.data import datasets
 from fusionkv.bench.quality.data.samples import Task
-from fusionkv.bench.quality.data.tasks import reference
+from fusionkv.bench.quality.judge import judge
 from fusionkv.bench.quality.oracles import Oracles, compare
-from fusionkv.bench.quality.report.cells import Cell, Measured
-from fusionkv.bench.quality.report.rows import primary
 from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+from fusionkv.fusion_worker.compute.packed_linear import computes_bfloat16
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.quality.verdict import FILE, Judged, Verdict
+from fusionkv.fusion_worker.models import Model, on_cpu
+from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, Verdict
+from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
 from fusionkv.fusion_worker.select.base import SecondModel
-from fusionkv.models.tasks import TASKS
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import SettingsError, parse_bytes, positive
 
-KEPT = 0.9
-_ANSWERED = 0.8  # share that full attention must get right for a task to count
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """A recipe on the tasks that count: answers kept of those full attention got right; first tokens that agree."""
-
-    kept: int
-    right: int
-    agreed: int
-    samples: int
-
-    def judge(self, ratio: float) -> Judged:
-        if self.right:
-            why = f"it keeps {self.kept} of {self.right} right answers"
-            return Judged(self.kept >= KEPT * self.right, ratio, why)
-        why = f"the model answers no task; {self.agreed} of {self.samples} first tokens are full attention's"
-        return Judged(self.agreed >= KEPT * self.samples, ratio, why)
+PASSAGES = Path(__file__).parent / "data/passages.json"
+_CHUNK_TOKENS = 512
 
 
 def main() -> int:
@@ -65,19 +49,35 @@ def main() -> int:
     except (ServiceError, SettingsError, OSError, ValueError) as error:
         print(f"fusionkv check: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="fusionkv check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="fusionkv check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="--corpus NAME takes a gateway's corpus (--gateway ADDRESS ...): `--corpus NAME --help` says how.",
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="directory of a Hugging Face causal language model")
+    add(
+        "--data",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="own questions and their passages, in a form that `fusionkv eval` takes (default: this program's)",
+    )
     add("--auxiliary", type=Path, metavar="MODEL", help="small second model, to check the recipe cacheclip with")
-    add("--n", type=positive, default=20, help="samples a task (default: %(default)s)")
+    add("--n", type=positive, default=24, help="questions of a file, at most (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
-    add("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    add("--pool-bytes", type=parse_bytes, default=1 << 30, metavar="SIZE", help="KV on the device (default: 1GiB)")
+    add(
+        "--dtype",
+        default="auto",
+        help="float32, bfloat16, float16 or auto: the model's, where the device computes in it",
+    )
+    add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV on the device (default: 2GiB)")
     add(
         "--out",
         type=Path,
@@ -90,17 +90,23 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _check(args: argparse.Namespace, console: Console) -> int:
     args.model, args.auxiliary = resolve(args.model), args.auxiliary and resolve(args.auxiliary)
+    tasks = [
+        replace(task.first(args.n), graded=False) for path in args.data or [PASSAGES] for task in datasets.load(path)
+    ]
+    if args.dtype == "auto" and on_cpu(args.device) and not computes_bfloat16():
+        args.dtype = "float32"  # the same weights, and 8 times as fast where bfloat16 is emulated
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None
     oracles = await compare(args.model, model, config)
-    recipes = [r for r in RECIPES.values() if not r.lossless and r.links <= max(map(len, model.links), default=0)]
-    recipes = [r for r in recipes if auxiliary is not None or r.needs != SecondModel()]
+    recipes = _recipes(model, auxiliary)
     if oracles.held:
-        judged = await _judge(Runner(model, config, 512, auxiliary), recipes, args.n, console)
+        judged = {r.name: Judged(SAFE, r.ratio, "full attention by construction") for r in recipes if r.lossless}
+        reusing = [recipe for recipe in recipes if not recipe.lossless]
+        judged |= await _judge(Runner(model, config, _CHUNK_TOKENS, auxiliary), tasks, reusing, console)
     else:
         why = f"the engine is off by {max(oracles.full_attention, oracles.full_reuse):.1e} from the model's own code"
-        judged = {recipe.name: Judged(False, recipe.ratio, why) for recipe in recipes}
+        judged = {recipe.name: Judged(UNSAFE, recipe.ratio, why) for recipe in recipes}
     verdict = Verdict(model.fingerprint.hex(), judged, auxiliary.fingerprint.hex() if auxiliary else "")
     # Before it is written, which fails where the model is mounted to be read only: what was measured is said then.
     if args.json:
@@ -119,43 +125,47 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     return 0 if oracles.held else 1
 
 
-async def _judge(runner: Runner, recipes: Sequence[Recipe], count: int, console: Console) -> dict[str, Judged]:
-    tasks = [*(needles(kind, count) for kind in KINDS), *(reference(name, count) for name in TASKS)]
-    cells = [Cell(RECIPES["full_attention"], 1.0), *(Cell(recipe, recipe.ratio) for recipe in recipes)]
-    found: list[tuple[Task, list[Measured]]] = []
+def _recipes(model: Model, auxiliary: Model | None) -> list[Recipe]:
+    """What the model can follow of the table, and the gateway's default with and without its modifiers."""
+    base = DEFAULT_RECIPE.partition("+")[0]
+    named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE, f"{base}+corrected"])
+    found = [recipe for recipe in map(modifiers.find, named) if recipe.links <= max(map(len, model.links), default=0)]
+    return [recipe for recipe in found if auxiliary is not None or recipe.needs != SecondModel()]
+
+
+async def _judge(
+    runner: Runner, tasks: Sequence[Task], recipes: Sequence[Recipe], console: Console
+) -> dict[str, Judged]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        with Progress(console=console, disable=not console.is_terminal) as progress:
-            for task in progress.track(tasks, description="check"):
-                (block,) = task.blocks(count)
-                full = (await runner.measure(block, cells[:1], picture=False, timed=False))[0].values[primary(task)]
-                if sum(full) >= _ANSWERED * count or task is tasks[0]:
-                    found.append((task, await runner.measure(block, cells, picture=False, timed=False)))
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            bar = progress.add_task("questions", total=sum(len(task.samples) for task in tasks))
+
+            def on_round(asked: int, doubtful: int) -> None:
+                progress.update(bar, completed=asked, description=f"questions, {doubtful} recipes in doubt")
+
+            return await judge(runner, tasks, recipes, on_round)
     finally:
         await runner.close()
-    return {cell.recipe.name: _score(found, i).judge(cell.ratio) for i, cell in enumerate(cells) if i}
-
-
-def _score(found: Sequence[tuple[Task, Sequence[Measured]]], cell: int) -> Score:
-    kept = right = agreed = samples = 0
-    for task, measured in found:
-        full, own = (measured[i].values[primary(task)] for i in (0, cell))
-        if sum(full) >= _ANSWERED * len(full):
-            right += sum(value == 1.0 for value in full)
-            kept += sum(a == b == 1.0 for a, b in zip(full, own, strict=True))
-        agreed += sum(value == 1.0 for value in measured[cell].values["agreement"])
-        samples += len(full)
-    return Score(kept, right, agreed, samples)
 
 
 def _table(model: Model, oracles: Oracles, judged: dict[str, Judged]) -> Table:
     table = Table(
+        box=None,
+        pad_edge=False,
         title=f"{model.name}: off from its own code by {oracles.full_attention:.1e} with all recomputed, "
-        f"{oracles.full_reuse:.1e} with nothing"
+        f"{oracles.full_reuse:.1e} with nothing",
     )
-    for column in ("recipe", "ratio", "safe", "because"):
-        table.add_column(column, justify="right" if column == "ratio" else "left")
+    for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n"):
+        table.add_column(column, justify="left" if column in ("recipe", "verdict") else "right")
     for name, found in judged.items():
-        table.add_row(name, f"{found.ratio:g}", "yes" if found.safe else "no", found.why)
+        figures = []
+        if found.agreement is not None:
+            figures = [f"{found.kl:.3f}", f"{found.low:.3f}-{found.high:.3f}", f"{found.agreement:.0%}"]
+            figures.append(str(found.answers))
+        table.add_row(name, f"{found.ratio:g}", found.verdict, *figures)
+    if not oracles.held:
+        table.caption = next(iter(judged.values())).why
     return table
 
 

@@ -98,20 +98,30 @@ class Examiner:
     async def _measure(
         self, asked: Asked, fused: PrefillPlan, first: torch.Tensor | None, answer: Answer, given: Given | None
     ) -> PrefillPlan:
-        """Feeds in the expected answer and the given one, then generates; what each says goes into `answer`."""
+        """Feeds in the expected answer and the given one, then generates; what each says goes into `answer`.
+
+        Where the task is not graded, the given answer alone is fed in.
+        """
         task, measure = asked.task, self._yardstick
-        _, logits = await measure.feed(fused, first, asked.expected[:-1])
-        answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), asked.expected)
-        first = logits[:1].cpu() if first is None else first
+        if task.graded or given is None:
+            expected = asked.expected if task.graded else ()
+            _, logits = await measure.feed(fused, first, expected[:-1])
+            if expected:
+                answer.values["gold_nll"] = metrics.nll(logits.cpu().numpy(), expected)
+            first = logits[:1].cpu() if first is None else first
         if given is None:
+            assert first is not None
             fused, answer.given = await measure.give(task, fused, first)
             given, tokens, found = answer.given, answer.given.tokens, answer.given.logits
         else:
             fused, logits = await measure.feed(fused, first, given.tokens[:-1])
-            fused, tokens = await measure.follow(task, fused, given, logits)
-            found = logits.cpu().numpy()
+            found, tokens = logits.cpu().numpy(), given.tokens
+            if task.graded:
+                fused, tokens = await measure.follow(task, fused, given, logits)
         answer.first = found[0]
         answer.values |= compared(given, found)
+        if not task.graded:
+            return fused
         text, known = measure.text(task, tokens), (asked.sample.answers, task.classes)
         answer.values |= {name: metrics.text_score(name, text, *known) for name in task.metrics}
         return fused

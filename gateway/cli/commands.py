@@ -146,6 +146,8 @@ async def ask(args: argparse.Namespace) -> int:
         console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
     if summary.ratio_raised:
         console.print(f"ratio raised: {summary.ratio_raised}", style="yellow", markup=False)
+    if summary.recipe_replaced:
+        console.print(f"recipe replaced: {summary.recipe_replaced}", style="yellow", markup=False)
     return 0
 
 
@@ -248,6 +250,9 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
         "fingerprint": model.fingerprint.hex(),
         "recipes": recipes,
         "modifiers": [m.name for m in model.modifiers],
+        "verdicts": [
+            {"recipe": v.recipe, "ratio": v.ratio, "verdict": v.verdict, "why": v.why} for v in model.verdicts
+        ],
     }
 
 

@@ -26,6 +26,7 @@ APART = {
     "check": "fusionkv.bench.quality.check",
     "model": "fusionkv.fusion_worker.library",
 }
+_CHECK_CORPUS = "fusionkv.gateway.cli.check_corpus"
 _USAGE = 2
 
 
@@ -37,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # -P: a folder `kernels` in the working directory would be taken for another package of that name.
         os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
     if given and given[0] in APART:
-        os.execv(sys.executable, [sys.executable, "-P", "-m", APART[given[0]], *given[1:]])
+        of_corpus = given[0] == "check" and any(flag.partition("=")[0] == "--corpus" for flag in given)
+        module = _CHECK_CORPUS if of_corpus else APART[given[0]]
+        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given[1:]])
     args = _parser().parse_args(given)
     from fusionkv.gateway.cli import commands, supervisor
 

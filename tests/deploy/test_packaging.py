@@ -80,7 +80,8 @@ def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
         stem = f"fusionkv/{proto.relative_to(root).with_suffix('')}"
         assert {f"{stem}.proto", f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"{stem}_pb2_grpc.py"} <= held
     assert "fusionkv/protos/py.typed" in held
-    for page in (*(root / "gateway/pages").iterdir(), root / "bench/quality/report/report.html"):
+    quality = root / "bench/quality"
+    for page in (*(root / "gateway/pages").iterdir(), quality / "report/report.html", quality / "data/passages.json"):
         assert f"fusionkv/{page.relative_to(root)}" in held
     assert not [name for name in held if name.startswith("fusionkv/tests") or name.endswith(".safetensors")]
     scripts = next(name for name in held if name.endswith("entry_points.txt"))

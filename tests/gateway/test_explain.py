@@ -13,7 +13,7 @@ from bs4 import BeautifulSoup
 
 from fusionkv.gateway import explain
 from fusionkv.gateway.client.results import Answer, Passage
-from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation, StageSeconds, Summary, TierHits
+from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation, StageSeconds, Summary, TierHits, Verdict
 
 # What a careless page would run, or break on.
 EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
@@ -21,7 +21,7 @@ PHONE = 390
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
-def summary(recipe: str, total: float) -> Summary:
+def summary(recipe: str, total: float, replaced: str = "") -> Summary:
     parts = (0.1, 0.02, 0, 0.05, 0.1, 0, 0.08, 0.25, 0.4, 0.6, 1.0)
     names = StageSeconds.DESCRIPTOR.fields_by_name
     seconds = StageSeconds(**{name: total * part for name, part in zip(names, parts, strict=True)})
@@ -42,6 +42,7 @@ def summary(recipe: str, total: float) -> Summary:
         recipe=recipe,
         ratio=0.2,
         trace_id="0af7651916cd43dd8448eb211c80319c",
+        recipe_replaced=replaced,
     )
 
 
@@ -58,11 +59,15 @@ def page() -> str:
             texts=[*words, "a", "b"], kind="alternative", tier="disk", recomputed=range(20), scores=[0.5] * 60
         ),
     )
-    answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08))
+    answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08, f"it strays {EVIL}"))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
     system = ExplainedChunk(texts=["Answer ", "this."], lossless=True)
     question = ExplainedChunk(texts=["Which ", "code? ", EVIL], recomputed=range(3))
-    explanation = Explanation(chunks=chunks, system=system, question=question)
+    verdicts = [
+        Verdict(recipe="fusionrag", ratio=0.15, verdict="safe", why=f"it holds {EVIL}"),
+        Verdict(recipe="ape", ratio=0.0, verdict="unsafe", why="it strays"),
+    ]
+    explanation = Explanation(chunks=chunks, system=system, question=question, verdicts=verdicts)
     return explain.render(explain.template(), f"Which code? {EVIL}", answer, explanation, full)
 
 
@@ -104,6 +109,9 @@ def test_the_page_says_what_happened(page: str) -> None:
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
     assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "another answer"]
+    assert [each.text for each in soup.select(".notice")] == [f"Full attention has answered: it strays {EVIL}"]
+    verdicts = [[cell.text for cell in row.select("td")] for row in soup.select(".verdicts tr")[1:]]
+    assert verdicts == [["fusionrag", "0.15", "safe", f"it holds {EVIL}"], ["ape", "0", "unsafe", "it strays"]]
     before, first, second, behind = soup.select("details")
     assert "lossless" in first.summary.text  # type: ignore[union-attr]
     assert "alternative from disk" in second.summary.text  # type: ignore[union-attr]

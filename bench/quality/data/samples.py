@@ -49,6 +49,7 @@ class Task:
     library: where neighbours of a chunk are looked for; None: in the contexts of `group` samples together.
     classes: what answers choose from, where the metric is class_match.
     contexts: tasks of the same name here ask about the same contexts, sample by sample.
+    graded: whether answers are held against the expected ones too, and not against full attention's alone.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task:
     classes: tuple[str, ...] = ()
     contexts: str = ""
     library: Library | None = None
+    graded: bool = True
 
     def first(self, count: int) -> "Task":
         """The task with its first `count` samples alone."""

@@ -1,4 +1,4 @@
-"""How sure a score is: intervals of 95%, over the same samples for all recipes."""
+"""How sure a score is: intervals of 95%, unless a level is given, over the same samples for all recipes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ _SEED = 20_261_120
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A score and its interval of 95%."""
+    """A score and its interval."""
 
     score: float
     low: float
@@ -50,9 +50,9 @@ def mean(values: Sequence[float]) -> Estimate:
     return average(values)
 
 
-def average(values: Sequence[float]) -> Estimate:
+def average(values: Sequence[float], level: float = 0.95) -> Estimate:
     """The mean with a bootstrap interval, for what is no share of anything."""
-    return bootstrap(lambda means: means[0], values)
+    return bootstrap(lambda means: means[0], values, level=level)
 
 
 def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
@@ -60,7 +60,9 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Estimate:
     return bootstrap(lambda means: means[0] - means[1], values, others)
 
 
-def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], *columns: Sequence[float]) -> Estimate:
+def bootstrap(
+    statistic: Callable[[np.ndarray], np.ndarray], *columns: Sequence[float], level: float = 0.95
+) -> Estimate:
     """A function of the means of paired columns, with its percentile interval over resampled samples.
 
     statistic: from float64 [columns, ...] to [...]; nan where it is undefined. The draws of sample numbers depend on
@@ -79,7 +81,7 @@ def bootstrap(statistic: Callable[[np.ndarray], np.ndarray], *columns: Sequence[
     # Where one resample in 20 has no value, the statistic has no interval that means something.
     if len(known) < 0.95 * RESAMPLES:
         return Estimate(score, float("nan"), float("nan"), n)
-    low, high = np.quantile(known, (0.025, 0.975))
+    low, high = np.quantile(known, ((1 - level) / 2, (1 + level) / 2))
     return Estimate(score, float(low), float(high), n)
 
 

@@ -1,9 +1,8 @@
-"""`fusionkv check`: the oracles on every family, the verdict, and what a worker makes of it."""
+"""`fusionkv check`: the oracles on every family, what is safe, and the file that says so."""
 
+import argparse
 import asyncio
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,20 +13,38 @@ import torch
 from rich.console import Console
 
 from fusionkv.bench.quality import check
-from fusionkv.bench.quality.check import Score
-from fusionkv.bench.quality.data.needles import KINDS, needles
+from fusionkv.bench.quality.data import datasets
+from fusionkv.bench.quality.data.samples import Block, Sample, Task
+from fusionkv.bench.quality.judge import LEAST, Tally, judge
 from fusionkv.bench.quality.oracles import compare
-from fusionkv.bench.quality.runner import Runner
+from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.quality import verdict
-from fusionkv.fusion_worker.quality.verdict import FILE, Judged, Verdict
+from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged
 from fusionkv.fusion_worker.recipes.modifiers import find
-from fusionkv.fusion_worker.recipes.recipes import Recipe
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.fusion_worker.oracle import byte_tokenizer, network
+
+PAGES = [
+    f"The {name} stands by the {place}, and {name}s are counted there. "
+    for name, place in zip("abcd", "efgh", strict=True)
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    network("llama").save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two questions over four short passages each: a model of bytes takes many tokens for a word."""
+    asked = [{"question": f"Where is {i}?", "answers": ["e"], "ctxs": [{"text": t} for t in PAGES]} for i in range(2)]
+    (tmp_path / "own.json").write_text(json.dumps(asked))
+    return tmp_path / "own.json"
 
 
 def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
@@ -39,103 +56,130 @@ def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
     assert found.held
 
 
-def test_an_engine_that_is_off_is_found_out(tmp_path: Path) -> None:
-    network("llama").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
-    model = models.load(tmp_path, "cpu")
+def test_an_engine_that_is_off_is_found_out(model: Path) -> None:
+    loaded = models.load(model, "cpu")
     with torch.no_grad():
-        model.network.model.layers[1].self_attn.v_proj.weight *= 1.1
-    found = asyncio.run(compare(tmp_path, model, WorkerConfig(model=tmp_path, pool_bytes=8 << 20)))
+        loaded.network.model.layers[1].self_attn.v_proj.weight *= 1.1
+    found = asyncio.run(compare(model, loaded, WorkerConfig(model=model, pool_bytes=8 << 20)))
     assert not found.held
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_needles_hold_their_answers(kind: str) -> None:
-    task = needles(kind, 20)
-    assert task == needles(kind, 20)
+def test_questions_that_come_with_the_check() -> None:
+    (task,) = datasets.load(check.PASSAGES)
+    assert len(task.samples) >= 24
+    assert len({sample.question for sample in task.samples}) == len(task.samples)
+    behind_another = 0
     for sample in task.samples:
-        text = "".join(sample.passages)
-        assert all(text.count(answer) == 1 for answer in sample.answers)
-        assert len(sample.passages) == 8
-    assert len({sample.answers for sample in task.samples}) > 15
+        assert len({*sample.passages}) == len(sample.passages) == 8
+        assert not any(answer in sample.question for answer in sample.answers)
+        holding = [text for text in sample.passages if any(answer in text for answer in sample.answers)]
+        assert holding, sample.question
+        # The names of the question, which a passage has to hold to be found by it alone.
+        names = {
+            word.strip("?,'") for word in sample.question.split("Question: ")[1].split()[1:] if word[0].isupper()
+        }
+        behind_another += not any(all(name in text for name in names) for text in holding)
+    assert behind_another >= len(task.samples) // 4
 
 
 @pytest.mark.parametrize(
-    ("score", "safe", "why"),
+    ("kl", "verdict", "decided"),
     [
-        (Score(18, 20, 0, 30), True, "it keeps 18 of 20 right answers"),
-        (Score(17, 20, 30, 30), False, "it keeps 17 of 20 right answers"),
-        (Score(0, 0, 27, 30), True, "the model answers no task; 27 of 30 first tokens are full attention's"),
-        (Score(0, 0, 26, 30), False, "the model answers no task; 26 of 30 first tokens are full attention's"),
+        ([0.0] * 12, SAFE, True),
+        ([0.0] * 11, UNDECIDED, False),
+        ([0.02, 0.07, 0.05, 0.03] * 3, SAFE, True),
+        ([0.01, 0.14, 0.05, 0.08] * 3, SAFE, False),
+        ([0.3, 0.2, 0.1, 0.4] * 3, UNSAFE, True),
+        ([0.01, 0.3, 0.05, 0.2] * 3, UNDECIDED, False),
+        ([0.02, 0.07, 0.05, 0.03] * 2, UNDECIDED, False),
     ],
 )
-def test_what_is_safe(score: Score, safe: bool, why: str) -> None:
-    assert score.judge(0.2) == Judged(safe, 0.2, why)
+def test_what_is_safe(kl: list[float], verdict: str, decided: bool) -> None:
+    tally = Tally(find("epic"), kl, [0.5] * len(kl))
+    found = tally.judge()
+    assert (found.verdict, found.ratio, found.answers, tally.decided) == (verdict, 0.2, len(kl), decided)
+    assert found.low is not None
+    assert found.kl is not None
+    assert found.low <= found.kl
+    assert found.why.endswith(f"{len(kl)} of its answers, bound 0.1; 50% of their tokens stay the most likely")
 
 
-def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
-    made = Verdict(b"f".hex(), {"epic": Judged(False, 0.2, "bad"), "a3": Judged(True, 0.15, "good")})
-    made.write(tmp_path / FILE)
-    read = verdict.read(tmp_path, b"f")
-    assert read == made
-    for name in ("a3", "a3+window", "prophetkv", "full_attention"):
-        read.check(find(name), 0.2)
-    for name in ("epic", "epic+window"):
-        with pytest.raises(FailedPrecondition, match=r"failed `fusionkv check` on this model: bad\. Use another"):
-            read.check(find(name), 0.9)
-    with pytest.raises(FailedPrecondition, match="is of another model, or this one was changed"):
-        verdict.read(tmp_path, b"g")
+async def test_recipes_that_are_decided_are_asked_no_more() -> None:
+    sample = Sample("", ("a", "b"), "q", ("x",))
+    tasks = [Task("one", (sample,) * 12, ("f1",)), Task("two", (sample,) * 8, ("f1",))]
+    asked: list[tuple[str, int, int]] = []
+    shares = {"full_attention": (0.0, 0.0), "epic": (0.02, 0.04), "a3": (0.5, 0.6), "full_reuse": (0.0, 0.2)}
+
+    class Runner:
+        async def measure(self, block: Block, cells: Sequence[Cell], **_: Any) -> list[Measured]:
+            asked.append((block.task.name, len(block.samples), len(cells)))
+            values = [[shares[cell.recipe.name][i % 2] for i in range(len(block.samples))] for cell in cells]
+            return [Measured({"answer_agreement": v, "answer_kl": v}) for v in values]
+
+    rounds: list[tuple[int, int]] = []
+    recipes = [find(name) for name in ("epic", "a3", "full_reuse")]
+    found = await judge(Runner(), tasks, recipes, lambda *at: rounds.append(at))  # type: ignore[arg-type]
+    assert asked == [("one", 6, 4), ("two", 6, 4), ("one", 6, 2), ("two", 2, 2)]
+    assert rounds == [(0, 3), (6, 3), (12, 1), (18, 1)]
+    verdicts = {"epic": SAFE, "a3": UNSAFE, "full_reuse": UNDECIDED}
+    assert {name: judged.verdict for name, judged in found.items()} == verdicts
+    assert [judged.answers for judged in found.values()] == [LEAST, LEAST, 20]
 
 
-def test_ratios_that_were_not_judged() -> None:
-    recipes = {"epic": Judged(False, 0.2, ""), "a3": Judged(True, 0.15, ""), "full_reuse": Judged(False, 0.0, "")}
-    found = Verdict("", recipes)
-    found.check(find("epic"), 1.0)
-    found.check(find("full_reuse"), 1.0)
-    for ratio in (0.15, 0.5, 1.0):
-        found.check(find("a3+window"), ratio)
-    for ratio in (0.0, 0.14):
-        with pytest.raises(FailedPrecondition, match=r"full reuse is not: ask for 0\.15 or more instead of 0"):
-            found.check(find("a3+window"), ratio)
-    recipes["full_reuse"] = Judged(True, 0.0, "")
-    for ratio in (0.0, 0.14):
-        found.check(find("a3"), ratio)
+def parsed(*flags: object) -> argparse.Namespace:
+    return check._parser().parse_args([*map(str, flags), "--pool-bytes", "64MiB", "--json"])
 
 
-def test_cacheclip_is_judged_by_the_second_model_in_use(tmp_path: Path) -> None:
-    made = Verdict("66", {"cacheclip": Judged(False, 0.2, ""), "epic": Judged(False, 0.2, "")}, b"second".hex())
-    made.write(tmp_path / FILE)
-    assert verdict.read(tmp_path, b"f", b"second") == made
-    assert list(verdict.read(tmp_path, b"f", b"third").recipes) == ["epic"]
+async def test_a_check_of_own_questions(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FUSIONKV_MODELS", str(tmp_path / "corrections"))
+    assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
+    assert {DEFAULT_RECIPE, "prophetkv", "prophetkv+corrected", "prefix_cache"} <= said["recipes"].keys()
+    assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
+    assert said["recipes"]["prefix_cache"]["verdict"] == "safe"
+    reuse = said["recipes"]["full_reuse"]
+    assert (reuse["verdict"], reuse["answers"]) == ("not enough evidence", 2)
+    assert 0 < reuse["low"] <= reuse["kl"] <= reuse["high"]
+    assert 0 <= reuse["agreement"] <= 1
 
 
 async def test_what_was_found_is_said_where_it_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    network("llama").save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    async def judged(runner: Any, tasks: Any, recipes: Sequence[Any], on_round: Any) -> dict[str, Judged]:
+        return {recipe.name: Judged(SAFE, recipe.ratio, "it is said") for recipe in recipes}
 
-    async def judge(runner: Runner, recipes: Sequence[Recipe], *rest: Any) -> dict[str, Judged]:
-        await runner.close()
-        return {recipe.name: Judged(True, recipe.ratio, "it is said") for recipe in recipes}
-
-    monkeypatch.setattr(check, "_judge", judge)
-    asked = [str(tmp_path), "--pool-bytes", "8MiB", "--json", "--out"]
-    console = Console(stderr=True)
+    monkeypatch.setattr(check, "judge", judged)
+    asked, console = (model, "--data", data, "--out"), Console(stderr=True)
     with pytest.raises(OSError, match=r"the verdict is not written: .*nowhere.*; --out FILE takes another place"):
-        await check._check(check._parser().parse_args([*asked, str(tmp_path / "nowhere/x.json")]), console)
+        await check._check(parsed(*asked, tmp_path / "nowhere/x.json"), console)
     said = json.loads(capsys.readouterr().out)
     assert said["recipes"]["epic"]["why"] == "it is said"
-    own = tmp_path / "own.json"
-    assert await check._check(check._parser().parse_args([*asked, str(own)]), console) == 0
+    own = tmp_path / "verdict.json"
+    assert await check._check(parsed(*asked, own), console) == 0
     assert json.loads(own.read_text())["recipes"] == said["recipes"]
-    assert not (tmp_path / FILE).exists()
+    assert not (model / FILE).exists()
     assert "cacheclip" not in said["recipes"]
-    asked = [*asked, str(own), "--auxiliary", str(tmp_path)]
-    assert await check._check(check._parser().parse_args(asked), console) == 0
+    assert await check._check(parsed(*asked, own, "--auxiliary", model), console) == 0
     found = json.loads(own.read_text())
     assert set(found["recipes"]) == {*said["recipes"], "cacheclip"}
     assert found["auxiliary"] == found["fingerprint"]
+
+
+async def test_nothing_is_safe_with_an_engine_that_is_off(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = models.load(model, "cpu")
+    with torch.no_grad():
+        loaded.network.model.layers[1].self_attn.v_proj.weight *= 1.1
+    monkeypatch.setattr(models, "load", lambda *_: loaded)
+    assert await check._check(parsed(model), Console(stderr=True)) == 1
+    said = json.loads(capsys.readouterr().out)["recipes"].values()
+    assert {judged["verdict"] for judged in said} == {"unsafe"}
+    assert all("from the model's own code" in judged["why"] for judged in said)
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])
@@ -145,39 +189,9 @@ def test_no_samples_are_no_check(count: str, capsys: pytest.CaptureFixture[str])
     assert "--n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"fingerprint": "66", "recipes": {"a": 1}}', "\x00"])
-def test_a_verdict_that_is_none(tmp_path: Path, text: str) -> None:
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(FailedPrecondition, match="run `fusionkv check"):
-        verdict.read(tmp_path, b"f")
-
-
-def test_no_verdict_refuses_nothing(tmp_path: Path) -> None:
-    verdict.read(tmp_path, b"f").check(find("epic"), 0.0)
-
-
-@pytest.mark.system
-async def test_a_worker_refuses_what_failed(reference_model: Path, tmp_path: Path, launch: Any) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(reference_model, model)
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "check", str(model), "--n", "4", "--json"]
-    done = await asyncio.to_thread(subprocess.run, argv, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["oracles"]["full_attention"] < 1e-4
-    assert not said["recipes"]["full_reuse"]["safe"], "the reference models need their chunks fused"
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(model))
-    client = WorkerClient(worker.address)
-    try:
-        asked = {"chunks": [pb.Chunk(ids=[5, 6])], "question": pb.Tokens(ids=[7])}
-        with pytest.raises(FailedPrecondition, match="recipe 'full_reuse' failed `fusionkv check` on this model"):
-            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="full_reuse", **asked))]
-        with pytest.raises(FailedPrecondition, match=r"ask for 0\.2 or more instead of 0,"):
-            _ = [r async for r in client.generate(pb.GenerateRequest(recipe="prophetkv", ratio=0.0, **asked))]
-        for recipe in ("full_attention", "prophetkv"):
-            assert [r async for r in client.generate(pb.GenerateRequest(recipe=recipe, **asked))]
-        for recipe in said["recipes"]:
-            if recipe not in ("full_reuse", "ape"):
-                assert [r async for r in client.generate(pb.GenerateRequest(recipe=recipe, ratio=1.0, **asked))]
-    finally:
-        await client.close()
+def test_questions_that_cannot_be_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", str(model), "--data", str(tmp_path / "none.json")])
+    assert check.main() == 1
+    assert capsys.readouterr().err.startswith(f"fusionkv check: {tmp_path}/none.json: can't be read")
