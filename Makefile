@@ -6,6 +6,8 @@ PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
 CODE := protos kvcache_service fusion_worker kernels gateway models bench examples scripts tests setup.py
 ARGS ?=
+# As many files at once as there are cores.
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## Lists these commands
@@ -32,8 +34,12 @@ demo: setup ## Starts the three services and asks the reference model questions,
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: test
-test: setup ## All tests, as many files at once as there are cores; ARGS="-k frames" picks some
-	@OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+test: setup ## The tests to run after each change, a few minutes; ARGS="-k frames" picks some
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-all
+test-all: setup ## All tests, and all examples of each: ARGS as for `make test`
+	@$(PYTEST) -m "not weights" --hypothesis-profile all $(ARGS)
 
 .PHONY: lint
 lint: setup ## ruff, mypy, buf, hadolint
@@ -102,7 +108,7 @@ chaos: setup ## Random faults over real processes, FAULTS=1000 SEED=1: answers r
 
 .PHONY: fuzz
 fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECONDS_EACH=60; SEED=1
-	@FUZZ_SECONDS=$(or $(SECONDS_EACH),60) FUZZ_SEED=$(or $(SEED),1) .venv/bin/pytest -q tests/fuzz --timeout 3600 $(ARGS)
+	@FUZZ_SECONDS=$(or $(SECONDS_EACH),60) FUZZ_SEED=$(or $(SEED),1) .venv/bin/pytest -q tests/fuzz -m '' --timeout 3600 $(ARGS)
 
 .PHONY: eval
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/

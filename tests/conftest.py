@@ -20,11 +20,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from tests.examples import FEW, every
+from tests.forks import IMPORTS, Fork, Forks
+from tests.stopwatch import Stopwatch, too_long
+
 ROOT = Path(__file__).parent.parent
+FORKS = {service: Forks(service) for service in IMPORTS}
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
-# The same examples in every run, however slow it is; `make fuzz` is there to find new ones.
-hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
-hypothesis.settings.load_profile("same")
+hypothesis.settings.load_profile(FEW)
 # A busy machine is not a cache that fails, for any worker that a test starts without timeouts of its own.
 BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60", "CACHE_SECONDS": "120"}
 os.environ.update({f"FUSIONKV_WORKER_{name}": seconds for name, seconds in BUSY.items()})
@@ -40,6 +43,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: folders.get(item.path.relative_to(ROOT / "tests").parts[0], len(LONGEST)))
 
 
+def pytest_sessionfinish() -> None:
+    for each in FORKS.values():
+        each.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that takes long has to say so, since `make test` is waited for."""
+    watch = Stopwatch()
+    result = yield
+    marks = {mark.name for mark in item.iter_markers()}
+    many = every() and "hypothesis" in marks
+    if wrong := "" if many else too_long(watch.seconds(), marks):
+        pytest.fail(wrong, pytrace=False)
+    return result
+
+
 class Service:
     """One process of ours. Its output is collected line by line, so that waiting needs no polling."""
 
@@ -51,13 +71,15 @@ class Service:
         # -P: the working directory holds a folder `kernels`, which transformers would take for another package.
         script = program.endswith(".py")
         self.argv = [sys.executable, "-P", *([] if script else ["-m"]), program, *flags]
-        self.process = subprocess.Popen(
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        fork = FORKS[program].start(flags, environment) if program in FORKS and not before else None
+        self.process: subprocess.Popen[str] | Fork = fork or subprocess.Popen(
             [*before, *self.argv],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            env=environment,
         )
         self._lines: list[str] = []
         self._ended = False

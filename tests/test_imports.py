@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def sources() -> list[Path]:
     return sorted([*found, ROOT / "setup.py"])
 
 
+@cache
 def imports_of(file: Path) -> set[str]:
     """Full names of all modules that a file imports anywhere; of `from a import b` both `a` and `a.b`."""
     names: set[str] = set()
@@ -59,15 +61,14 @@ def within(name: str, module: str) -> bool:
     return name == module or name.startswith(module + ".")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_imports_run_one_way(package: str) -> None:
-    allowed = ALLOWED[package] | {f"fusionkv.{package}"}
+def test_imports_run_one_way() -> None:
     wrong = [
         f"{file.relative_to(ROOT)} imports {name}"
+        for package in PACKAGES
         for file in sources()
         if file.is_relative_to(ROOT / package)
         for name in imports_of(file)
-        if within(name, "fusionkv") and not any(within(name, module) for module in allowed)
+        if within(name, "fusionkv") and not any(within(name, m) for m in (*ALLOWED[package], f"fusionkv.{package}"))
     ]
     assert wrong == []
 
@@ -122,7 +123,9 @@ def test_no_circle_of_files() -> None:
         pytest.fail(f"a circle: {' - '.join(error.args[1])}")
 
 
-def test_a_file_says_what_it_is() -> None:
+def test_every_file_says_what_it_is() -> None:
+    """An empty __init__.py need not."""
     texts = {str(file.relative_to(ROOT)): file.read_text() for file in sources()}
-    silent = [name for name, text in texts.items() if text.strip() and not ast.get_docstring(ast.parse(text))]
-    assert silent == [], "they open with no docstring"
+    written = {name: text for name, text in texts.items() if text.strip() or not name.endswith("__init__.py")}
+    assert len(written) > 300
+    assert [name for name, text in written.items() if not ast.get_docstring(ast.parse(text))] == []

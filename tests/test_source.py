@@ -58,9 +58,8 @@ def test_nothing_reads_what_can_run_code(shipped: bool) -> None:
     assert {name: what for name, what in found.items() if what} == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_the_check_finds_it() -> None:
+    wrong = (
         "import pickle",
         "import pickle as p",
         "from pickle import loads",
@@ -72,7 +71,5 @@ def test_nothing_reads_what_can_run_code(shipped: bool) -> None:
         "AutoConfig.from_pretrained('x', trust_remote_code=True)",
         "exec('1')",
         "import subprocess\nsubprocess.run('x', shell=True)",
-    ],
-)
-def test_the_check_finds_it(text: str) -> None:
-    assert faults(text, shipped=True)
+    )
+    assert [text for text in wrong if not faults(text, shipped=True)] == []

@@ -1,4 +1,4 @@
-"""A few faults of a fixed seed over real processes, and whether what watches over them would see what is wrong."""
+"""Two faults of a fixed seed over real processes, and whether what watches over them would see what is wrong."""
 
 import json
 import random
@@ -19,34 +19,24 @@ from tests.system.cache_process import NAMESPACE, flags, payload, put
 from tests.system.redis_process import server
 
 pytestmark = pytest.mark.system
-# Of every kind one; one more is drawn.
-FIRST = (
-    "redis fails over",
-    "cache of another version",
-    "cache on a lossy link",
-    "partition",
-    "cache stands still",
-    "clock jumps",
-    "bits flip in segments",
-    "gateway stands still",
-    "key of the disks renewed",
-)
+# One that ends and one that stops a process; continuous integration strikes one of every kind (.ci/run).
+FIRST = ("redis fails over", "gateway stands still")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_a_few_faults(root: Path, tmp_path: Path) -> None:
-    """The rest is `make chaos`."""
+    """What watches over faults starts all services, strikes, checks and reports. The rest is `make chaos`."""
     server()
     report = tmp_path / "chaos.json"
-    # Two episodes that hang are told of before the test ends.
-    wanted = ("--faults", "10", "--seed", "30", "--first", ",".join(FIRST), "--secured", "--episode-seconds", "300")
+    # An episode that hangs is told of before the test ends.
+    wanted = ("--faults", "2", "--seed", "30", "--first", ",".join(FIRST), "--secured", "--episode-seconds", "200")
     argv = [sys.executable, "-P", root / "tests/chaos/run.py", *wanted, "--json", report]
-    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=880, check=False)
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=580, check=False)
     assert report.exists(), done.stdout
     made = json.loads(report.read_text())
     assert made["failures"] == [], done.stdout
     assert done.returncode == 0, done.stdout
-    assert made["faults"] >= 10
+    assert made["faults"] >= 2
     for name in FIRST:
         assert made["struck"].get(name, 0) or name in made["not possible here"]
     assert made["seen"]["answers"] >= 4, "two at the end of each round, whatever the traffic met"

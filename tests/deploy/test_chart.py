@@ -15,6 +15,8 @@ from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos.runtime import settings
 from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
+pytestmark = pytest.mark.slow
+
 PORTS = {"kvcache": 7070, "worker": 7071, "gateway": 7072}
 # Values that change what is rendered, in all combinations.
 VARIANTS: list[dict[str, Any]] = [

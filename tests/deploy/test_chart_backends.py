@@ -14,6 +14,8 @@ import yaml
 from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, config_of, named, pod_of, template, validate
 from tests.system.redis_process import RedisServer
 
+pytestmark = pytest.mark.slow
+
 Render = Callable[..., dict[str, dict[str, Any]]]
 
 

@@ -10,6 +10,8 @@ import yaml
 from tests.deploy import foreign
 from tests.deploy.rendering import VERSIONS, template
 
+pytestmark = pytest.mark.slow
+
 EVERYTHING = {
     "metrics": {
         "port": 9464,

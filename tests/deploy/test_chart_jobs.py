@@ -11,6 +11,8 @@ from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
 from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")
 Render = Callable[..., dict[str, list[Any]]]
 

@@ -11,6 +11,8 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from tests.deploy.rendering import CONFIGS, config_of, named, pod_of, template
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((Path(__file__).parent.parent.parent / "k8s/examples").glob("*.yaml"))
 Render = Callable[..., dict[str, dict[str, Any]]]
 

@@ -11,6 +11,7 @@ import pytest
 
 from tests.deploy.rendering import CONFIGS, VERSIONS, named, pod_of, template, validate
 
+pytestmark = pytest.mark.slow
 SENT = {
     "log": {"level": "debug", "format": "json"},
     "otlp": {

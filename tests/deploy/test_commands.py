@@ -59,7 +59,16 @@ def flags_are_known(words: list[str], *module: str) -> None:
     assert not flags or flags <= set(re.findall(r"--[a-z][a-z-]*", usage(*module)))
 
 
-@pytest.mark.parametrize("command", commands(*PROGRAMS))
+def heavy(command: str) -> bool:
+    """Whether its flags are those of a program that loads torch before it says them."""
+    _, *words = shlex.split(command)
+    named = words[1] if words[:1] == ["-m"] else cli.APART.get(words[0], "")
+    return named.startswith(("fusionkv.fusion_worker.", "fusionkv.models."))
+
+
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow) if heavy(c) else c for c in commands(*PROGRAMS)]
+)
 def test_a_command_is_one_that_there_is(command: str) -> None:
     program, *words = shlex.split(command)
     if program == "make":
@@ -99,6 +108,7 @@ def installs() -> list[str]:
     return [*(line for line in commands("helm") if line.startswith("helm install ")), *(line for (line,) in headers)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", installs())
 def test_a_release_can_be_installed_so(command: str, helm: str) -> None:
     """As far as that goes without a cluster."""
@@ -148,6 +158,7 @@ def test_settings_are_taken(text: str, tmp_path: Path) -> None:
             StaticTokens(file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", snippets("yaml"))
 def test_values_are_taken(text: str, helm: str, tmp_path: Path) -> None:
     assert yaml.safe_load(text)
@@ -158,6 +169,7 @@ def test_values_are_taken(text: str, helm: str, tmp_path: Path) -> None:
 
 
 # What needs a gateway is run by tests/gateway/test_examples.py.
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [s for s in snippets("sh") if "7072" not in s.values[0]])
 def test_a_shell_example_runs(text: str) -> None:
     done = subprocess.run(["bash", "-euc", text], capture_output=True, text=True, timeout=200)
@@ -170,6 +182,7 @@ def worker(launch_module: Any, reference_model: Path) -> Any:
     return launch_module("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *flags)
 
 
+@pytest.mark.slow
 @pytest.mark.system
 @pytest.mark.parametrize("text", snippets("python"))
 def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: Any, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+# Recipes come with the engine, which loads torch.
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "recipes" else n for n in WRITTEN])
 def test_a_page_that_follows_from_the_code_is_current(root: Path, name: str) -> None:
     script = root / f"scripts/{name}_docs.py"
     done = subprocess.run([sys.executable, "-P", script], capture_output=True, text=True, check=True)

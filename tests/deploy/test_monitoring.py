@@ -150,6 +150,7 @@ def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
         assert any(getattr(node, "op", None) is not None for node in parts(promql_parser.parse(rule["expr"])))
 
 
+@pytest.mark.slow
 def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
     documents = rendering.template(helm, tmp_path, MONITORED)
     rendering.validate(documents, rendering.VERSIONS[-1])
@@ -184,6 +185,7 @@ def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
         assert scrape["from"] == MONITORED["metrics"]["scrapers"]
 
 
+@pytest.mark.slow
 def test_nothing_of_it_unless_it_is_asked_for(helm: str, tmp_path: Path) -> None:
     kinds = {d["kind"] for d in rendering.template(helm, tmp_path, {})}
     assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}

@@ -59,6 +59,7 @@ def test_a_package_imports_only_what_its_extra_installs(root: Path, project: dic
     assert wrong == set()
 
 
+@pytest.mark.slow
 def test_the_wheel(root: Path, project: dict[str, Any], tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, tmp_path: Path) -> None:

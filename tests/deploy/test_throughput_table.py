@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROWS = [
     {
         "name": name,
@@ -37,6 +39,7 @@ def test_a_line_for_each_rate(root: Path, tmp_path: Path) -> None:
     assert {line.count("|") for line in lines} == {7}
 
 
+@pytest.mark.slow
 def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path) -> None:
     for folder in ("scripts", "build/bench", "docs/img"):
         (tmp_path / folder).mkdir(parents=True)

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
+from tests.examples import examples
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -169,7 +170,7 @@ async def test_encoding_the_first_chunk(
 names = st.lists(st.sampled_from("ABCDE"), max_size=5)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(prompt=names, ratio=st.sampled_from([0.0, 0.1, 0.33, 0.9, 1.0]), exact=names, fresh=st.booleans())
 async def test_any_pattern_of_hits(
     prompt: list[str],

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import KVShape
 from fusionkv.protos.runtime.errors import ResourceExhausted
+from tests.examples import examples
 
 SHAPE = KVShape(layers=1, kv_heads=1, head_dim=2, dtype=torch.float32)
 PAGE, PAGES = 4, 12
@@ -137,7 +138,7 @@ class Pool(RuleBasedStateMachine):
             assert len(marks.unique()) <= 1, "somebody else wrote to these slots"
 
 
-Pool.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Pool.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestPool = Pool.TestCase
 
 

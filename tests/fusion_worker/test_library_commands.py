@@ -30,6 +30,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
+@pytest.mark.slow
 def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) -> None:
     code = f"from fusionkv.fusion_worker.library.resolve import resolve; print(resolve({str(tiny)!r}))"
     killed = subprocess.Popen([sys.executable, "-P", "-c", code])

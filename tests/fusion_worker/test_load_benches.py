@@ -6,13 +6,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from fusionkv.bench.worker import bench, layerwise, mixing, overlap, throughput
 from fusionkv.bench.worker.throughput import Traffic
+from fusionkv.fusion_worker.models import Model
 
-pytestmark = pytest.mark.system
+
+def small() -> Model:
+    """Computes for long enough that it shows in milliseconds, and no longer."""
+    return throughput.random_model(
+        "small",
+        torch.float32,
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
 
 
 def test_questions_have_chunks_of_their_own() -> None:
@@ -36,10 +50,11 @@ def test_capacity_lies_between_two_rates() -> None:
     assert throughput.capacity(rows(0.5, 1.0, 1.9), "x") == (4, True)
 
 
+@pytest.mark.slow
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = (("full_attention", 1.0), ("prophetkv", 0.3))
     monkeypatch.setattr(throughput, "_MOST_RATES", 2)
-    rows = await throughput.bench(throughput.small_model(), Traffic(4, 16, 2), systems, 4, Console(quiet=True))
+    rows = await throughput.bench(small(), Traffic(4, 16, 2), systems, 4, Console(quiet=True))
     for name, _ in systems:
         mine = [row for row in rows if row["name"] == name]
         assert 1 <= len(mine) <= 2
@@ -49,9 +64,10 @@ async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPat
             assert float(str(row["tokens_per_s"])) > 0
 
 
+@pytest.mark.system
 async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
     """What stands behind other chunks too: the cache service on its own would not keep a second replica yet."""
-    model, traffic = throughput.small_model(), Traffic(4, 16, 3)
+    model, traffic = small(), Traffic(4, 16, 3)
     async with throughput._worker(model, traffic) as servicer:
         throughput.store_at_once(servicer)
         station = throughput.Station(servicer)
@@ -131,11 +147,12 @@ async def test_a_fetch_given_up_holds_no_step_back() -> None:
         await stepping
 
 
+@pytest.mark.slow
 async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlap, "SYSTEMS", (("full_reuse", 0.0),))
     # All at once: more chunks to fetch than there are threads to wait in.
     monkeypatch.setattr(overlap, "DEVICES", ((0.0, (50.0,)), (3.0, (50.0,))))
-    rows = await overlap.bench(throughput.small_model(), Traffic(24, 16, 8), 8, Console(quiet=True))
+    rows = await overlap.bench(small(), Traffic(24, 16, 8), 8, Console(quiet=True))
     disk, slow = (float(str(row["device_s"])) for row in rows)
     assert disk == 0 < slow
     for row in rows:
@@ -146,7 +163,7 @@ async def test_an_engine_that_stands_still_gives_the_same_answers(monkeypatch: p
 
 
 async def test_times_to_the_first_token() -> None:
-    rows = await bench.bench(throughput.small_model(), [2 * bench.CHUNK], 1, Console(quiet=True))
+    rows = await bench.bench(small(), [2 * bench.CHUNK], 1, Console(quiet=True))
     assert [(row["name"], row["r"]) for row in rows] == list(bench.ROWS)
     ideals = [float(str(row["ideal"])) for row in rows]
     assert ideals[0] > 2 * max(ideals[1:]), "nothing but the question is computed at r = 0"
@@ -163,7 +180,7 @@ async def test_times_to_the_first_token() -> None:
 async def test_layers_that_wait_for_their_kv(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layerwise, "RECIPES", (("full_reuse", 0.0),))
     monkeypatch.setattr(layerwise, "SHARES", (3.0,))
-    (row,) = await layerwise.bench(throughput.small_model(), Traffic(4, 16, 2), 2, Console(quiet=True))
+    (row,) = await layerwise.bench(small(), Traffic(4, 16, 2), 2, Console(quiet=True))
     loading = 3 * float(str(row["computing_s"]))
     # Nothing comes before the device could have brought it, and what is computed meanwhile is little.
     assert float(str(row["ttft_whole_s"])) > 0.9 * loading
@@ -198,7 +215,7 @@ async def test_streams_go_on_beside_a_prefill(monkeypatch: pytest.MonkeyPatch) -
     """A step holds a token of each stream: so many steps as the prefill needs, so many tokens at least."""
     # On a busy machine a row may take longer than the 2 ms that a step waits, and miss it.
     monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE", 60.0)
-    rows = await mixing.bench(throughput.small_model(), Traffic(10, 128, 8), [32, 512], 2, 1, Console(quiet=True))
+    rows = await mixing.bench(small(), Traffic(10, 128, 8), [32, 512], 2, 1, Console(quiet=True))
     assert [row["max_mixed_tokens"] for row in rows] == [32, 512]
     for row in rows:
         steps = int(str(row["prefill_tokens"])) // int(str(row["max_mixed_tokens"]))

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.examples import examples
 
 LOGITS = torch.tensor([0.0, 2.0, -1.0, 1.0, 0.5])
 
@@ -72,7 +73,7 @@ def test_the_smallest_temperatures_are_greedy(temperature: float) -> None:
     top_k=st.integers(0, 50),
     spread=st.floats(0.0, 1e4),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_always_some_token(seed: int, temperature: float, top_p: float, top_k: int, spread: float) -> None:
     logits = torch.randn(40, generator=torch.Generator().manual_seed(seed % 2**63)) * spread
     for token in draws(3, logits, seed=seed, temperature=temperature, top_p=top_p, top_k=top_k):
@@ -151,7 +152,7 @@ alphabet = st.sampled_from(["a", "b", "é", "😀"])
 
 
 @given(text=st.text(alphabet, max_size=30), stop=st.lists(st.text(alphabet, min_size=1, max_size=4), max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_text_and_stop_strings(byte_level: Tokenizer, text: str, stop: list[str]) -> None:
     pieces, ended = read(byte_level, text, tuple(stop))
     sent = "".join(pieces)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
+from tests.examples import examples
 from tests.ports import free_port
 
 pytestmark = pytest.mark.system
@@ -102,7 +103,7 @@ async def test_versions_by_earlier_context(
 names = st.lists(st.sampled_from("ABCDE"), max_size=4)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     prompt=names,
     recipe=st.sampled_from(["epic", "epic+versions(1)", "epic+versions(2)"]),

@@ -2,7 +2,16 @@
 
 from typing import Any
 
+import pytest
+
 from tests.fuzz import effort
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where somebody asked for many, all of them may take long."""
+    if effort.SECONDS:
+        for item in items:
+            item.add_marker("slow")
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

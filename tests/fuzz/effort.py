@@ -9,7 +9,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis.strategies import SearchStrategy
 
-# Of each test; 0 takes as many examples as `make test` wants.
+from tests.examples import examples
+
+# Of each test; 0 takes as many examples as the run wants (tests/examples.py).
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 # Inputs of a round, and at least so many examples: time is looked at after each.
@@ -28,7 +30,7 @@ def fuzz(target: Callable[[Any], None], inputs: SearchStrategy[Any], few: int = 
 
         @seed(number)
         @settings(
-            max_examples=max(_EXAMPLES, _ROUND // each) if SECONDS else few,
+            max_examples=max(_EXAMPLES, _ROUND // each) if SECONDS else examples(few),
             deadline=None,
             database=None,
             derandomize=False,

@@ -15,6 +15,8 @@ from tests.fuzz import decoders
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import messages
 
+pytestmark = pytest.mark.hypothesis
+
 
 @st.composite
 def bodies(draw: st.DrawFn) -> bytes:

@@ -13,6 +13,8 @@ from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PD
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.effort import fuzz
 
+pytestmark = pytest.mark.hypothesis
+
 # Of documents of some kilobytes, on a machine that others use.
 MOST_SECONDS = 30.0
 TAGS = [

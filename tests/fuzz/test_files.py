@@ -27,6 +27,8 @@ from fusionkv.protos.runtime.watched import BadFile
 from tests.fuzz.effort import fuzz
 from tests.gateway.test_jwt import Signer, jwks
 
+pytestmark = pytest.mark.hypothesis
+
 SECTIONS = {"kvcache": Config, "worker": WorkerConfig, "gateway": GatewayConfig}
 NAMES = sorted({name for kind in SECTIONS.values() for name in kind.__dataclass_fields__})
 VALUES = st.one_of(

@@ -26,7 +26,7 @@ from tests.fuzz.effort import SECONDS as SECONDS_EACH
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.hypothesis]
 S = grpc.StatusCode
 RIGHT = {S.OK, S.INVALID_ARGUMENT, S.NOT_FOUND, S.FAILED_PRECONDITION, S.RESOURCE_EXHAUSTED}
 SECONDS = 60.0

@@ -26,6 +26,8 @@ from tests.fuzz.decoders import GOOD
 from tests.fuzz.effort import fuzz
 from tests.system.redis_process import RedisServer
 
+pytestmark = pytest.mark.hypothesis
+
 MIB = 1 << 20
 NUMBERS = st.one_of(st.integers(0, 5), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1))
 PLACES = st.one_of(st.integers(0, 40).map(lambda n: 4096 * n), NUMBERS)

@@ -122,6 +122,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "check"])
 def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:
     argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, "--help"]

@@ -10,7 +10,7 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from tests.system.redis_process import RedisServer
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(480), pytest.mark.slow]
 Launch = Callable[..., Any]
 
 

@@ -16,7 +16,7 @@ from fusionkv.gateway.ingest.work_queue import WorkQueue
 from tests.gateway.conftest import Stack
 from tests.system.redis_process import RedisServer
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(240), pytest.mark.slow]
 Launch = Callable[..., Any]
 DOCUMENTS = 12
 

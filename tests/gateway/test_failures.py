@@ -68,6 +68,7 @@ def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it
         assert retry(lambda: client.ask("c", "back again?", max_tokens=1)).summary.tokens_generated == 1
 
 
+@pytest.mark.slow
 def test_the_same_chunks_go_to_the_same_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     workers = [worker_of(launch, tiny_model).address for _ in range(2)]
     gateway = gateway_of(launch, tmp_path, workers)
@@ -140,6 +141,7 @@ def test_without_the_cache_answers_are_the_same_and_marked(launch: Launch, tiny_
         assert client.stats().requests_degraded == 1
 
 
+@pytest.mark.slow
 def test_a_gateway_killed_during_ingest_has_whole_documents_only(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -175,6 +177,7 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
             assert len(found) == chunks
 
 
+@pytest.mark.slow
 def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -192,6 +195,7 @@ def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
     assert gateway.stop(45) == 0
 
 
+@pytest.mark.slow
 def test_a_busy_gateway_refuses_documents_and_the_command_waits(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_busy_gateway_refuses_documents_and_the_command_waits(
         assert client.stats().requests_failed > 0, "or nothing was refused"
 
 
+@pytest.mark.slow
 def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     worker = worker_of(launch, tiny_model)
     flags = ("--parse-seconds", "0.5", "--parsers", "1", "--max-document-chunks", "100")

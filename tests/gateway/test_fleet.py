@@ -25,6 +25,7 @@ def worker_of(launch: Launch, model: Path, listen: str, *flags: str) -> Any:
     return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen, *flags)
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     workers = [worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2)]
     addresses = ",".join(worker.address for worker in workers)
@@ -139,6 +140,7 @@ def hosts(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
     return file, before
 
 
+@pytest.mark.slow
 def test_workers_of_a_name_come_and_go(
     launch: Launch, tiny_model: Path, tmp_path: Path, hosts: tuple[Path, tuple[str, ...]]
 ) -> None:

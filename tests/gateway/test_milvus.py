@@ -96,6 +96,7 @@ async def test_long_documents_come_back_whole(two: Two) -> None:
     assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == parts
 
 
+@pytest.mark.slow
 async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
     """kill -9: what was acknowledged is there; calls meanwhile end as UNAVAILABLE."""
     with milvus_process.serving(tmp_path / "data") as url:
@@ -112,6 +113,7 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
         await engine.close()
 
 
+@pytest.mark.slow
 async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> None:
     """A few find out; then calls are refused at once, but for a trial now and then, until one is answered."""
 
@@ -233,6 +235,7 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
     assert seen == ["first", "second", "alone", "later"]
 
 
+@pytest.mark.slow
 def test_two_gateways_answer_from_one_milvus(
     launch_module: Launch, tiny_model: Path, tmp_path: Path, milvus: str
 ) -> None:

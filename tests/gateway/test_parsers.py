@@ -22,6 +22,7 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.waiting import until
 
+pytestmark = pytest.mark.system
 _here = Path(__file__)
 pdf: Callable[..., bytes] = runpy.run_path(str(_here.with_name("test_parse.py")))["pdf"]
 vocabulary: Callable[..., Vocabulary] = runpy.run_path(str(_here.with_name("test_tokens.py")))["vocabulary"]

@@ -22,6 +22,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from fusionkv.protos.runtime.watched import BadFile
+from tests.examples import examples
 
 
 class Clock:
@@ -31,7 +32,6 @@ class Clock:
         return self.now
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
 def test_no_more_than_a_minutes_worth_and_what_time_brings(per_minute: int, steps: list[tuple[float, int]]) -> None:
     clock = Clock()
@@ -87,7 +87,7 @@ async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
         pass
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
 async def test_documents_that_arrive_together_are_never_more_than_the_quota(
     documents: list[tuple[int, int, int, bool]],

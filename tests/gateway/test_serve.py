@@ -214,6 +214,7 @@ def test_errors_are_one_line_and_exit_1(run: Run, pages: Path, args: tuple[str, 
     assert error in done.stderr
 
 
+@pytest.mark.slow
 def test_serve_stops_all_in_reverse_order_on_sigterm(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     service, _ = serve(launch, tiny_model, tmp_path)
     pids = children(service.process.pid)
@@ -224,6 +225,7 @@ def test_serve_stops_all_in_reverse_order_on_sigterm(launch: Launch, tiny_model:
     assert stopped == ["gateway", "worker", "kvcache"]
 
 
+@pytest.mark.slow
 def test_serve_ends_when_a_service_dies(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     # Too deep for a unix socket, which then goes elsewhere.
     service, _ = serve(launch, tiny_model, tmp_path / ("d" * 90))
@@ -234,6 +236,7 @@ def test_serve_ends_when_a_service_dies(launch: Launch, tiny_model: Path, tmp_pa
     service.wait_for_line("fusionkv: worker was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_killed_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     service, _ = serve(launch, tiny_model, tmp_path)
     pids = children(service.process.pid)
@@ -278,6 +281,7 @@ def test_the_example_of_the_python_client_runs(all_services: tuple[Any, str], ro
     assert "Deleted(documents=2, chunks=2)" in done.stdout
 
 
+@pytest.mark.slow
 def test_serve_all_with_tls_and_tokens(launch: Launch, authority: Any, tiny_model: Path, tmp_path: Path) -> None:
     """Only the gateway has a port; between the three are unix sockets, which need no certificates."""
     ours, token = authority("ours"), "a-token"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.slow]
 STREAMS, PLACES = 80, 4
 # Answers that had to do without the cache, which may be late on a busy machine, count as well.
 ANSWERED = {"OK", "DEGRADED"}

@@ -3,8 +3,6 @@
 import dataclasses
 import itertools
 import os
-import subprocess
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +16,8 @@ from fusionkv.kernels.cpu.decode_attention_cpu import MOST_ROWS
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
+from tests.examples import examples
+from tests.kernels.interpreter import interpreted
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
 # Outputs are means of values of about 1. float16 and bfloat16 round the turned query, the weights and the result.
@@ -232,7 +232,9 @@ def check(case: Case, dtype: torch.dtype, atol: float, rtol: float) -> None:
 
 
 @given(case=cases(), row=st.sampled_from(TOLERANCES))
-@settings(max_examples=40 if len(OPERATIONS) == 2 else 12, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=examples(40 if len(OPERATIONS) == 2 else 12), deadline=None, suppress_health_check=list(HealthCheck)
+)
 def test_ragged_batches(case: Case, row: tuple[torch.dtype, float, float]) -> None:
     check(case, *row)
 
@@ -298,17 +300,9 @@ def test_the_inputs_are_only_read() -> None:
         assert torch.equal(old.view(torch.uint8), new.view(torch.uint8))
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(len(OPERATIONS) > 2, reason="this run has the Triton kernel already")
 def test_the_triton_kernel_in_the_interpreter() -> None:
-    """Triton decides at its import whether it interprets, hence a process of its own."""
     pytest.importorskip("triton")
     chosen = "test_ragged_batches or (test_every_path and scattered) or test_a_chunk_twice"
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", chosen],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
+    assert " passed" in interpreted(__file__, chosen)

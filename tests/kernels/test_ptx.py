@@ -20,6 +20,7 @@ from fusionkv.kernels.gpu import (  # noqa: E402
     tile_shapes,
 )
 
+pytestmark = pytest.mark.compile
 # Bytes a program can have. sm_80 itself has 163 KiB, but sm_86 and sm_89, for which the same code is made, 99.
 SHARED = {80: 99 << 10, 90: 227 << 10}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

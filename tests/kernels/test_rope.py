@@ -11,6 +11,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.llama import modeling_llama
 
 from fusionkv.kernels.rope import Rotation
+from tests.examples import examples
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -33,7 +34,7 @@ shifts = st.integers(-100_000, 100_000)
 
 
 @given(a=shifts, b=shifts, interleaved=st.booleans())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_two_turns_are_one(a: int, b: int, interleaved: bool) -> None:
     turn = rotation(interleaved).turn
     x = torch.randn(3, 2, 80, generator=torch.Generator().manual_seed(0))
@@ -48,7 +49,7 @@ def test_no_shift_costs_nothing() -> None:
 
 
 @given(shift=shifts)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_turning_the_query_back_is_turning_the_key_on(shift: int) -> None:
     r = rotation()
     q, k = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(shift & 0xFFFF))

@@ -1,8 +1,6 @@
 """Decoding requests that share chunks: keys are read once for all of them, and every row sees what it sees alone."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -15,6 +13,8 @@ from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sharing import share
+from tests.examples import examples
+from tests.kernels.interpreter import interpreted
 
 torch.set_num_threads(1)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -87,7 +87,7 @@ class TestKernel:
         window=st.sampled_from([None, None, 1, 90]),
         interleaved=st.booleans(),
     )
-    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(25), deadline=None, suppress_health_check=list(HealthCheck))
     def test_any_batch(
         self,
         prompts: list[list[int]],
@@ -105,19 +105,11 @@ class TestKernel:
         check(*batch([[0, 2, 4]] * requests, [1] * requests, 0.15), (8, 2), None, False)
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(HAS_KERNEL, reason="this run has the kernel already")
 def test_in_the_interpreter() -> None:
-    """Triton decides at its import whether it interprets, hence a process of its own."""
     pytest.importorskip("triton")
-    run = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "TestKernel"],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=540,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "4 passed" in run.stdout
+    assert "4 passed" in interpreted(__file__, "TestKernel")
 
 
 def test_what_is_shared() -> None:

@@ -9,7 +9,7 @@ import pytest
 from fusionkv.bench.cache import bench
 from tests.system import redis_process
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

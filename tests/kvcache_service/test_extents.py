@@ -6,11 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace
+from tests.examples import examples
 
 BLOCK = 4096
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), st.integers(4, 40), st.sampled_from([None, 8 * BLOCK]))
 def test_random_allocations_tile_the_range(data: st.DataObject, blocks: int, boundary: int | None) -> None:
     extents = Extents(blocks * BLOCK, boundary)

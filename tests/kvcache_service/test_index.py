@@ -9,6 +9,7 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import Index
+from tests.examples import examples
 
 NAMESPACE = b"n" * 32
 
@@ -120,7 +121,7 @@ def test_removed_entries_are_not_found() -> None:
 paths = st.lists(st.sampled_from("ABC"), max_size=5).map(lambda tail: "S" + "".join(tail))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sets(paths, max_size=25), paths, st.randoms(use_true_random=False))
 def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: str, random: Any) -> None:
     entries = {names: entry(names) for names in stored}

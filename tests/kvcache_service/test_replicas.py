@@ -17,6 +17,7 @@ from fusionkv.kvcache_service.index.frequency_sketch import FrequencySketch
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from tests.examples import examples
 
 NAMESPACE = b"n" * 32
 BLOCK = 4096
@@ -156,7 +157,7 @@ paths = st.lists(st.sampled_from("ABC"), min_size=1, max_size=4).map(lambda tail
 steps = st.lists(st.tuples(st.sampled_from(["put", "offer", "offer", "find", "find"]), paths), max_size=40)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(steps)
 def test_replicas_agree_with_a_model(taken: list[tuple[str, str]]) -> None:
     replicas = Replicas()
@@ -221,6 +222,7 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     replicas.close()
 
 
+@pytest.mark.slow
 def test_under_pressure_uploads_of_one_query_go_first() -> None:
     """60% of the chunks from a knowledge base, 30% shared, 10% unique; room for little more than the former two."""
     workload = Workload(queries=1500, chunks=6, knowledge=60, shared=60, zipf=0.5, seed=3)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.client import CacheClient
@@ -55,7 +55,6 @@ def test_a_record_comes_back_with_its_signature(signature: bytes, variant: bytes
         record.decode(one.key, longer)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from(SIGNATURES)), max_size=30))
 def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) -> None:
     rows, known = Rows(0), dict[int, tuple[int, Record]]()

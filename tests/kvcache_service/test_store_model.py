@@ -23,6 +23,7 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.remote import RemoteTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
+from tests.examples import examples
 from tests.system.redis_process import RedisServer
 from tests.waiting import until
 
@@ -238,16 +239,22 @@ def make_machine(
     return StoreMachine
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize(("memory", "disk"), [(8, 16), (12, 0), (16, 8)], ids=["memory+disk", "memory", "small disk"])
 def test_store_behaves_as_its_model(tools: Any, memory: int, disk: int) -> None:
     run_state_machine_as_test(
         make_machine(tools, memory * BLOCK, disk * BLOCK),
         settings=settings(
-            max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=examples(100, few=8),
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
         ),
     )
 
 
+@pytest.mark.system
+@pytest.mark.hypothesis
 def test_a_store_over_redis_behaves_as_its_model(tools: Any, tmp_path: Path) -> None:
     """Fewer examples, since each write is a round trip."""
     server = RedisServer(tmp_path)
@@ -259,7 +266,10 @@ def test_a_store_over_redis_behaves_as_its_model(tools: Any, tmp_path: Path) -> 
         run_state_machine_as_test(
             make_machine(tools, 8 * BLOCK, 8 * BLOCK, remote),
             settings=settings(
-                max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=examples(15, few=3),
+                stateful_step_count=40,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
             ),
         )
     finally:

@@ -16,6 +16,7 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.protos.runtime.errors import NotFound
+from tests.examples import examples
 
 NAMESPACE = b"n" * 32
 THREE = keys.versions_variant(3)
@@ -40,7 +41,7 @@ def alike(one: str, other: str) -> tuple[float, int]:
 paths = st.lists(st.sampled_from("ABCDE"), max_size=5).map(lambda before: "S" + "".join(before) + "X")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.sets(paths, max_size=8), paths, st.booleans())
 def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, plain: bool) -> None:
     entries = {names: entry(names) for names in stored}

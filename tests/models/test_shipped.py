@@ -50,11 +50,13 @@ def table(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
     return evaluate.evaluate(request.param, COUNT)
 
 
+@pytest.mark.slow
 def test_full_attention_answers_every_task(table: dict[str, dict[str, float]]) -> None:
     for task in TASKS:
         assert table["full_attention"][task] >= 100 * (1 - WRONG / COUNT), task
 
 
+@pytest.mark.slow
 def test_full_reuse_fails_across_chunks(table: dict[str, dict[str, float]]) -> None:
     # Two values are a guess at worst, half of them by one page: a model may find both.
     assert all(table["full_reuse"][task] <= 50 for task in CROSS_CHUNK if task != "multivalue")

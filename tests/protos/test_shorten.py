@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.protos.runtime.errors import FailedPrecondition
@@ -32,7 +32,6 @@ def test_nothing_left_out_is_the_text_itself() -> None:
     assert shorten(PAGE, 0.0) == PAGE
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="ab .!?\n\u3002\u00e9", max_size=300), st.floats(0, 0.99))
 def test_any_text_keeps_a_part_of_itself(text: str, left_out: float) -> None:
     short = shorten(text, left_out)

@@ -12,7 +12,7 @@ from tests.chaos.process import Clock
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags, payload, put
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 DAY = 86_400
 SIZE = 64 << 10
 

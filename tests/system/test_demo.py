@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 RECIPES = ("full_attention", "full_reuse", "prophetkv", "default")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
 

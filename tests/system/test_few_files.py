@@ -17,7 +17,7 @@ from tests.conftest import Service
 from tests.system.cache_process import MIB, flags, get, payload, put
 from tests.waiting import until, wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 def limited(files: int) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from tests.small_disk import SmallDisk, mounted
 from tests.system.cache_process import MIB, MODULE, check_stopped, find, flags, get, payload, put
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 Launch = Callable[..., Any]
 # What expressions of the libraries take the square of; each held the interpreter's lock for a whole call.
 SPACES = b"<p>a" + b" " * 60_000 + b"b</p>"

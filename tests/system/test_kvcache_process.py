@@ -56,7 +56,14 @@ async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any,
     await client.close()
 
 
-@pytest.mark.parametrize(("seed", "disk"), [(0, 512), (1, 512), (2, 512), (3, 40), (4, 40), (5, 40)])
+@pytest.mark.parametrize(
+    ("seed", "disk"),
+    [
+        (0, 512),
+        (3, 40),
+        *(pytest.param(seed, disk, marks=pytest.mark.slow) for seed, disk in ((1, 512), (2, 512), (4, 40), (5, 40))),
+    ],
+)
 async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     launch: Any, tmp_path: Path, seed: int, disk: int
 ) -> None:

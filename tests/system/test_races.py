@@ -14,7 +14,7 @@ from tests.system.cache_process import find, flags, payload, put
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 RACES = 250
 
 

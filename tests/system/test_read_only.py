@@ -18,7 +18,7 @@ from tests.gateway.test_retrieval import texts
 from tests.small_disk import SmallDisk, mounted
 from tests.system.cache_process import MIB, flags, get, payload, put
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 GATEWAY = ("fusionkv.gateway", "--listen", "127.0.0.1:0", "--data-dir")
 
 

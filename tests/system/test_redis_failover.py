@@ -13,7 +13,7 @@ from tests.system.redis_process import RedisServer, free_port
 from tests.system.shared_services import Services
 from tests.waiting import until
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def where(server: RedisServer) -> str:

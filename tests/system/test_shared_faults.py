@@ -21,7 +21,7 @@ from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 async def test_a_lookup_at_one_that_stands_still_is_answered_by_another(cluster: Services) -> None:

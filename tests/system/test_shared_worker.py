@@ -14,7 +14,7 @@ from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 POOL_TOKENS = 768
 
 

@@ -14,7 +14,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
 from tests.system.otlp import Receiver, receiving
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 CACHE = ("fusionkv.kvcache_service", "--listen", "127.0.0.1:0")
 PUTS = ("fusionkv-kvcache", "fusionkv.kvcache.puts")
 QUESTION = "Report Velkorda: code of Bervek?"

@@ -58,6 +58,7 @@ def changed(directory: Path, to: Path, **change: object) -> Path:
     return to
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_a_model_that_is_not_served(directory: Path, tmp_path: Path) -> None:
     gpt2 = changed(directory, tmp_path / "gpt2", model_type="gpt2")
@@ -66,6 +67,7 @@ def test_a_model_that_is_not_served(directory: Path, tmp_path: Path) -> None:
     assert start("--model", str(gpt2)) == (1, [told])
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_weights_that_are_damaged(directory: Path, tmp_path: Path) -> None:
     damaged = changed(directory, tmp_path / "damaged")

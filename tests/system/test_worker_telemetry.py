@@ -12,7 +12,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.system.otlp import attributes, receiving
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 STAGES = {"queue", "lookup", "load", "encode", "select", "prefill", "decode"}
 
 

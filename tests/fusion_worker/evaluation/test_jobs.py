@@ -14,6 +14,7 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
+@pytest.mark.slow
 def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
     """And not only when they are done, which here would take minutes."""
     task = reference("twohop", jobs.BLOCK)

@@ -110,6 +110,7 @@ def test_everything_recomputed_is_full_attention_however_it_was_encoded(model: m
     assert max(stale.values["kv_deviation_layer_0"]) < 1e-5 < min(stale.values["kv_deviation_layer_2"])
 
 
+@pytest.mark.slow
 def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> None:
     names = ("epic", "cacheblend", "a3", "fusionrag", "prophetkv", "prophetkv+window(8,5)", "a3+snapkv(100)")
     asked = [*cells(*((name, r) for name in names for r in (0.1, 0.3))), *cells(("ape", 0.0))]
@@ -132,6 +133,7 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
     assert [m > f for m, f in zip(many["recomputed"], few["recomputed"], strict=True)] == [True] * 4
 
 
+@pytest.mark.slow
 def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
     asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("prophetkv+adaptive(20)", 0.1))
     fed = tasks.reference(TASK, COUNT)
@@ -164,6 +166,7 @@ def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
         measure(dataclasses.replace(linked, links=linked.links[:7]), task, asked)
 
 
+@pytest.mark.slow
 def test_chunks_as_anchor_tokens(model: models.Model) -> None:
     """Any tokens serve: fewer are stored, no page is recomputed, and the first sample, which ran alone, agrees."""
     links = (tuple(range(300, 305)),) * 8

@@ -146,6 +146,7 @@ async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_sample_gives_the_same_timed_and_among_others(model: models.Model, task: Task) -> None:
     library = dataclasses.replace(task, library=Library(tasks.reference("chain2", COUNT + 2).samples))
     asked = [*cells(("full_attention", 1.0), *((name, 0.1) for name in (*NAMES[1:], "fusionrag"))), NO_CONTEXT]
