@@ -90,9 +90,6 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.bench.cache.bench --json build/bench/kvcache.json
 	@$(PY) -m fusionkv.bench.worker.bench --json build/bench/ttft.json
 	@$(PY) -m fusionkv.bench.worker.throughput --json build/bench/throughput.json
-	@$(PY) -m fusionkv.bench.worker.overlap --json build/bench/overlap.json
-	@$(PY) -m fusionkv.bench.worker.layerwise --json build/bench/layerwise.json
-	@$(PY) -m fusionkv.bench.worker.mixing --json build/bench/mixing.json
 
 .PHONY: figures
 figures: setup ## Lines of the product and of its tests, and how many files answer a question
