@@ -29,7 +29,7 @@ from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
-_requests = _meter.create_counter("fusionkv.gateway.client.requests", description="calls, by method")
+_requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
 _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
 _degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")

@@ -63,7 +63,7 @@ def heavy(command: str) -> bool:
     """Whether its flags are those of a program that loads torch before it says them."""
     _, *words = shlex.split(command)
     named = words[1] if words[:1] == ["-m"] else cli.APART.get(words[0], "")
-    return named.startswith(("fusionkv.fusion_worker.", "fusionkv.models."))
+    return named.startswith(("fusionkv.fusion_worker.", "fusionkv.bench.", "fusionkv.models."))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-SCRIPT = str(ROOT / "bench" / "gpu.py")
+SCRIPT = str(ROOT / "bench/gpu/gpu.py")
 COLUMNS = (
     "date,commit,gpu,torch,triton,kind,shape,context,r,batch,ms,baseline,baseline_ms,ratio,ideal,tflops_or_gbs,share"
 )
