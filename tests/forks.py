@@ -87,7 +87,7 @@ class Forks:
             self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with there:
                 command = [sys.executable, "-P", __file__, self._service]
-                self._process = subprocess.Popen(command, stdin=there, env=self._environment)
+                self._process = subprocess.Popen(command, stdin=there.fileno(), env=self._environment)
         if _early(environment) != _early(self._environment):
             return None
         output, status = os.pipe(), os.pipe()
@@ -121,7 +121,7 @@ def _serve(requests: socket.socket) -> list[str] | None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             requests.close()
-            return _fork(*given, *json.loads(wanted))
+            return _fork(given[0], given[1], *json.loads(wanted))
         for descriptor in given:
             os.close(descriptor)
 

@@ -22,14 +22,20 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """CPU seconds of this process and of the children that ended, or time that passed while no process of the
-        machine waited for a core, whichever is more: other load makes neither of them longer.
+        machine waited for a core, whichever is more: other load makes neither of them much longer.
 
-        Linux alone says how long processes waited; elsewhere only CPU seconds count.
+        Where processes waited for most of the time, what was left says nothing, and Linux alone says how long they
+        waited: otherwise only CPU seconds count.
         """
-        quiet = 0.0
-        if self._stalled is not None:
-            quiet = monotonic() - self._wall - ((_stalled() or 0.0) - self._stalled)
-        return max(_cpu() - self._cpu, quiet)
+        cpu, wall, stalled = _cpu() - self._cpu, monotonic() - self._wall, _stalled()
+        if self._stalled is None or stalled is None:
+            return cpu
+        return quiet_seconds(cpu, wall, stalled - self._stalled)
+
+
+def quiet_seconds(cpu: float, wall: float, stalled: float) -> float:
+    """Seconds that a test takes by itself, of which processes of the machine waited for a core in `stalled`."""
+    return max(cpu, wall - stalled) if stalled < wall / 2 else cpu
 
 
 def too_long(seconds: float, marks: Set[str]) -> str:

@@ -58,5 +58,7 @@ def test_only_a_mark_lets_a_test_take_long() -> None:
     while time.process_time() < end:
         pass
     assert 0.2 <= watch.seconds() < stopwatch.LIMIT_SECONDS
+    assert stopwatch.quiet_seconds(cpu=1, wall=9, stalled=2) == 7, "it slept"
+    assert stopwatch.quiet_seconds(cpu=1, wall=99, stalled=90) == 1, "others had the cores"
     assert stopwatch.too_long(1e9, {"system"}) == stopwatch.too_long(0.0, {"gpu"}) == ""
     assert "a test that has no mark" in stopwatch.too_long(1e9, {"gpu"})

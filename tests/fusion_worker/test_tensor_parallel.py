@@ -91,7 +91,8 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
     return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 1, 30, 4, 7)], tools.random_ids(6, 99)
 
 
-@pytest.mark.parametrize("name", SHARED)
+# Of each pair one rank is a process that loads torch.
+@pytest.mark.parametrize("name", [SHARED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SHARED[1:])])
 async def test_every_recipe_answers_as_alone(
     name: str, start_pair: StartPair, start: Any, oracle: Any, parts: Any, tools: Any
 ) -> None:
@@ -114,6 +115,7 @@ async def test_every_recipe_answers_as_alone(
     await pair.settled()
 
 
+@pytest.mark.slow
 async def test_corrected_as_alone(start_pair: StartPair, start: Any, parts: Any, tools: Any) -> None:
     """Two ranks learn a correction of all heads, and each part of a chunk is corrected by it."""
     pair = await start_pair("qwen3")
@@ -133,6 +135,7 @@ async def test_corrected_as_alone(start_pair: StartPair, start: Any, parts: Any,
     await pair.rig.settled()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("plain", True)])
 async def test_entries_are_those_of_a_worker_alone(
     store: str,
@@ -181,6 +184,7 @@ async def test_entries_are_those_of_a_worker_alone(
             assert tools.error(a, b) < CLOSE
 
 
+@pytest.mark.slow
 async def test_requests_share_steps(start_pair: StartPair, oracle: Any, parts: Any, tools: Any) -> None:
     """Prefills that are split, answers that are decoded and chunks that are encoded, all at once."""
     pair, plain = (await start_pair("qwen3", max_step_tokens=24, max_mixed_tokens=16)).rig, oracle("qwen3")
@@ -197,6 +201,7 @@ async def test_requests_share_steps(start_pair: StartPair, oracle: Any, parts: A
     await pair.settled()
 
 
+@pytest.mark.slow
 async def test_a_rank_that_hangs_is_not_waited_for(start_pair: StartPair, parts: Any) -> None:
     """What is asked is refused, at once from then on, and the worker is told that it can't go on."""
     pair = await start_pair("llama", rank_timeout=10.0)
@@ -219,6 +224,7 @@ def start_two(launch: Any, model: Path) -> tuple[Any, int]:
     return service, int(child)
 
 
+@pytest.mark.slow
 async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_model: Path) -> None:
     service, child = start_two(launch, reference_model)
     async with rpc.dial(service.address) as channel:
@@ -235,6 +241,7 @@ async def test_a_rank_that_is_killed_ends_the_worker(launch: Any, reference_mode
     assert "fusionkv-worker: rank 1 of 2 was killed by SIGKILL" in service.log
 
 
+@pytest.mark.slow
 def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None:
     service, child = start_two(launch, reference_model)
     assert service.stop() == 0, service.log

@@ -74,18 +74,23 @@ def measured() -> Iterator[Measured]:
     made.close()
 
 
+GROWING = [(kind, name) for kind, shapes in SHAPES.items() for name in shapes if (kind, name) not in SQUARES]
+
+
 def test_there_are_enough() -> None:
     assert all(len(shapes) >= 30 for shapes in SHAPES.values())
 
 
+# Some of each kind, and in `make test-all` all of them.
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [(kind, name) for kind, shapes in SHAPES.items() for name in shapes if (kind, name) not in SQUARES],
+    [pytest.param(*case, marks=pytest.mark.slow) if number % 8 else case for number, case in enumerate(GROWING)],
 )
 def test_costs_grow_with_a_document(measured: Measured, kind: str, name: str) -> None:
     growth.check(SHAPES[kind][name], measured.of(kind), SIZE, deadline=CONFIG.parse_seconds + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), SQUARES)
 def test_the_deadline_ends_what_grows_faster(kind: str, name: str) -> None:
     limited = Measured(dataclasses.replace(CONFIG, parse_seconds=2.0))

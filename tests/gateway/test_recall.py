@@ -16,6 +16,7 @@ DIM = 128
 QUESTIONS = 160
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 1.0], ids=["all alike", "random"])
 async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path: Path, spread: float) -> None:
     corpus = root / "examples/corpus"

@@ -230,6 +230,7 @@ async def test_what_a_crash_left_of_a_corpus_is_nothing(folder: Path) -> None:
     assert sorted(os.listdir(folder)) == ["corpora", "lock"]
 
 
+@pytest.mark.slow
 async def test_a_corpus_that_changes_all_the_time_keeps_few_files_open(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

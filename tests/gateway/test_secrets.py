@@ -20,7 +20,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 class Recorder(grpc.GenericRpcHandler):

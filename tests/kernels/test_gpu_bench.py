@@ -19,6 +19,8 @@ gpu["_name_packages"]()
 from fusionkv.bench.kernels import accuracy, decode, prefill, scores
 from fusionkv.bench.gpu import disk, ttft
 from fusionkv.kernels import reference
+
+pytestmark = pytest.mark.slow
 accuracy.CASES = accuracy.CASES[:1]
 for part in (decode, disk, prefill, scores, ttft):
     part.measure = lambda setup: None

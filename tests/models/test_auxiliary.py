@@ -151,6 +151,7 @@ def test_the_attention_that_is_trained_is_the_models_own(
     torch.testing.assert_close(found, out.attentions[-1].mean(1), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_fine_tuning_moves_the_attention(new: tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]) -> None:
     """A few steps on fresh stories; measured on stories that they had not."""
@@ -176,6 +177,7 @@ def test_a_base_begins_with_words(new: tuple[Qwen2ForCausalLM, PreTrainedTokeniz
     assert " pages " in run.step(0.0), "until they are known"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few")
 def test_the_command_writes_a_base_and_fine_tunes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base, tuned = tmp_path / "base", tmp_path / "tuned"

@@ -64,6 +64,7 @@ run.crew.close()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_have_one_model(tmp_path: Path) -> None:
     parts = [
         subprocess.Popen([sys.executable, "-P", "-c", PART, str(rank), str(STEPS), str(tmp_path)]) for rank in (0, 1)
@@ -84,6 +85,7 @@ def test_means_by_name() -> None:
     assert means([{"a": 1.0, "b": 0.5}, {"a": 0.0}]) == {"a": 0.5, "b": 0.5}
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_model(tmp_path: Path) -> None:
     flags = ("--recipe", "eased", "--processes", "2", "--minutes", "0.02", "--out", str(tmp_path / "model"))
     done = subprocess.run(
