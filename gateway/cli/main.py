@@ -26,7 +26,7 @@ APART = {
     "check": "fusionkv.bench.quality.check",
     "model": "fusionkv.fusion_worker.library",
 }
-_CHECK_CORPUS = "fusionkv.gateway.cli.check_corpus"
+_CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
 
 

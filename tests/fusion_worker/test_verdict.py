@@ -11,6 +11,7 @@ from fusionkv.fusion_worker.models import fingerprint
 from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes.modifiers import find
+from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
@@ -108,7 +109,7 @@ async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
         told = {found.recipe: (found.verdict, found.ratio, found.why) for found in (await client.model()).verdicts}
         assert told == {name: (judged.verdict, judged.ratio, judged.why) for name, judged in recipes.items()}
 
-        async def ask(recipe: str, **more: Any) -> tuple[list[int], pb.Summary, pb.Explanation]:
+        async def ask(recipe: str, **more: Any) -> tuple[list[int], Summary, Explanation]:
             chunks = [pb.Chunk(ids=[5, 6, 7, 8, 9]), pb.Chunk(ids=[9, 8, 7, 6])]
             asked = pb.GenerateRequest(
                 recipe=recipe, chunks=chunks, question=pb.Tokens(ids=[7]), explain=True, **more

@@ -177,7 +177,7 @@ def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
     encoded: list[object] = []
     start = loading.Loader._start
 
-    def counted(self: loading.Loader, part: loading.Placed, *rest: object) -> None:
+    def counted(self: loading.Loader, part: loading.LoadedChunk, *rest: object) -> None:
         encoded.append(part.wanted.chunk.digest)
         start(self, part, *rest)  # type: ignore[arg-type]
 
