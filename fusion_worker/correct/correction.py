@@ -109,7 +109,9 @@ class Fit:
         # A constant that no token told apart stays 0.
         penalty = torch.full_like(squares, 1e-3)
         penalty[..., :size] += _RIDGE * squares[..., :size].mean(-1, keepdim=True)
-        weights = torch.linalg.solve(self._squares + penalty.diag_embed(), self._products)
+        # Positive definite. By LU the same failed once, on the same numbers that it solved another time.
+        factor = torch.linalg.cholesky(self._squares + penalty.diag_embed())
+        weights = torch.cholesky_solve(self._products, factor)
         return Correction((STRENGTH * weights).float().contiguous())
 
 

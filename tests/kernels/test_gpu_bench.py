@@ -6,11 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = str(ROOT / "bench/gpu/gpu.py")
 COLUMNS = (
     "date,commit,gpu,torch,triton,kind,shape,context,r,batch,ms,baseline,baseline_ms,ratio,ideal,tflops_or_gbs,share"
 )
+pytestmark = pytest.mark.slow
 # One case against a reference that answers zeros; the other parts do nothing.
 WRONG = """
 import runpy, sys
@@ -19,8 +22,6 @@ gpu["_name_packages"]()
 from fusionkv.bench.kernels import accuracy, decode, prefill, scores
 from fusionkv.bench.gpu import disk, ttft
 from fusionkv.kernels import reference
-
-pytestmark = pytest.mark.slow
 accuracy.CASES = accuracy.CASES[:1]
 for part in (decode, disk, prefill, scores, ttft):
     part.measure = lambda setup: None
