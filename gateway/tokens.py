@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import cached_property
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
@@ -39,15 +38,28 @@ class Vocabulary:
         names = "|".join(map(re.escape, self._special))
         self._control = re.compile(f"({names})") if names else None
 
-    @cached_property
-    def system(self) -> list[int]:
-        """Ids of the system prompt, with the beginning-of-sequence token if the model has one."""
+    def system(self, own: str = "") -> list[int]:
+        """Ids of the system prompt, a request's `own` one or the template's, with the beginning-of-sequence token if
+        the model has one.
+        """
         start = [self.model.bos_token] if self.model.HasField("bos_token") else []
-        return start + self._encode(self.model.template.system, "")
+        template = self.model.template
+        before, _, after = template.own_system.partition("{system}")
+        return start + (self._encode(before, own, after) if own else self._encode(template.system))
 
-    def question(self, text: str) -> list[int]:
-        """Ids of the question within the template's words around it."""
+    def question(self, *turns: str) -> list[int]:
+        """Ids of the question within the template's words around it, or of a conversation: texts of the user and the
+        assistant by turns, the user's first and last.
+        """
         before, after = self.model.template.question.split("{question}")
+        answer, _, next_ = self.model.template.turn.partition("{answer}")
+        fore = (next_, answer)  # what stands before a turn of the user, and before one of the assistant
+        pieces = [piece for number, turn in enumerate(turns) for piece in (fore[number % 2], turn)]
+        return self._encode(before, *pieces[1:], after)
+
+    def chunk(self, text: str) -> list[int]:
+        """Ids of a text as a chunk of a prompt: those of `chunks`, where they have this text."""
+        before, after = self.model.template.chunk.split("{text}")
         return self._encode(before, text, after)
 
     def chunks(self, sections: Sequence[Section], most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
@@ -70,14 +82,16 @@ class Vocabulary:
             for part in _parts(section.text)
             for text in splitters[section.markdown].chunks(part)
         ]
-        return [(text, self._encode(before, text, after)) for text in texts]
+        return [(text, self.chunk(text)) for text in texts]
 
-    def _encode(self, before: str, text: str, after: str = "") -> list[int]:
-        """Ids of `before + text + after`, where control tokens count in `before` and `after` but not in `text`."""
-        head = self._control.split(before) if self._control else [before]
-        tail = self._control.split(after) if self._control else [after]
-        parts = [*head[:-1], head[-1] + text + tail[0], *tail[1:]]
-        # Splitting by one group alternates text and control tokens, on both sides of the part that holds `text`.
+    def _encode(self, *pieces: str) -> list[int]:
+        """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""
+        # Text and control tokens by turns, as splitting by one group leaves them.
+        parts = [""]
+        for number, piece in enumerate(pieces):
+            first, *rest = self._control.split(piece) if self._control and number % 2 == 0 else [piece]
+            parts[-1] += first
+            parts += rest
         ids: list[int] = []
         for number, part in enumerate(parts):
             if number % 2:

@@ -140,7 +140,7 @@ async def ask(args: argparse.Namespace) -> int:
     print(flush=True)
     console = Console(stderr=True, highlight=False)
     for source in sources:
-        console.print(f"  {source.document}#{source.position}  {source.score:.3f}", style="dim", markup=False)
+        console.print(f"  {source.name}  {source.score:.3f}", style="dim", markup=False)
     console.print(_figures(summary))
     if summary.degraded:
         console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
