@@ -1,9 +1,12 @@
 """Passages and messages of a caller's own, through real services: they meet the KV that corpora left."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Answer, Explanation, Passage, Sources
@@ -105,6 +108,25 @@ def test_a_conversation_over_a_corpus_is_searched_by_its_last_message(client: Cl
     assert [s.document for s in answer.sources] == ["page-2.txt"]
     answer = client.ask("base", messages=messages, query="Name4", top_k=1, max_tokens=1)
     assert [s.document for s in answer.sources] == ["page-4.txt"]
+
+
+def test_answers_over_passages_are_explained_to_operators(stack: Any, launch: Any, tmp_path: Path) -> None:
+    ports = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", stack.workers[0].address)
+    gateway = launch("fusionkv.gateway", *ports, "--data-dir", str(tmp_path), services=2)
+    with Client(gateway.address, timeout=60) as client:
+        passages = [Passage(title="Lakes", text="The lake is blue."), "The hill is green."]
+        messages = [{"role": role, "content": f"Which {role}?"} for role in ("user", "assistant", "user")]
+        client.ask(passages=passages, messages=messages, max_tokens=1)
+    (address,) = gateway.addresses["fusionkv-gateway-admin"]
+    listed = BeautifulSoup(httpx2.get(f"http://{address}/").text, "html.parser")
+    link = listed.select_one("a.card")
+    assert link is not None
+    assert "Which user?" in link.text
+    assert "own passages" in link.text
+    page = f"http://{address}/{link['href']}"
+    assert httpx2.post(f"{page}/full", timeout=60).status_code == 303
+    shown = BeautifulSoup(httpx2.get(page).text, "html.parser").text
+    assert all(said in shown for said in ("Which user?", "Lakes", "passage 2", "full attention"))
 
 
 @pytest.mark.parametrize(
