@@ -90,7 +90,7 @@ class Vocabulary:
         return self._encode_all([pieces])[0]
 
     def _encode_all(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Ids of each text, in pieces as for `_encode`. Together, 8 chunks take half the time that they take apart."""
+        """Ids of each text, in pieces as for `_encode`. 8 chunks take half the time that they take apart."""
         split = [self._split(pieces) for pieces in texts]
         plain = list({part for parts in split for part in parts[::2] if part})
         found = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)

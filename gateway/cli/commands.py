@@ -100,7 +100,7 @@ class _Total:
 
 async def ask(args: argparse.Namespace) -> int:
     """Streams the answer to standard output and its figures to standard error."""
-    names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
+    names = "system recipe ratio top_k order max_tokens temperature top_p seed stop"
     options = {name: getattr(args, name) for name in names.split()}
     page = explain.template() if args.explain is not None else None
     explanation: Explanation | None = None
