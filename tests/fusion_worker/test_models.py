@@ -35,6 +35,15 @@ LLAMA_LIKE = """{{ bos_token }}{% for message in messages -%}
 
 {% endif %}"""
 
+GEMMA_LIKE = """{{ bos_token }}
+{%- set first = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}
+{%- for message in (messages[1:] if first else messages) -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('by turns') }}{%- endif -%}
+{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}
+{{- (first if loop.first else '') + message['content'] | trim }}{{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
+
 
 @pytest.fixture
 def save(tmp_path: Path, tools: Any) -> Any:
@@ -241,7 +250,7 @@ def talked(template: PromptTemplate) -> str:
     return f"{template.own_system.replace('{system}', 'Be brief.')}Page.\n\n{before}Who?{turn}Why?{after}"
 
 
-@pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
+@pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["qwen", "llama", "gemma"])
 def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat: str, tools: Any) -> None:
     tokenizer = tools.byte_tokenizer(chat_template=chat)
     messages = [
