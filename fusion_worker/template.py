@@ -8,20 +8,27 @@ from jinja2 import TemplateError
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 INSTRUCTION = "Answer the question using the passages."
-_CONTEXT = "\x00context\x00"
-_QUESTION = "\x00question\x00"
+_CONTEXT, _QUESTION, _SYSTEM, _ANSWER, _NEXT = (
+    f"\x00{mark}\x00" for mark in ("context", "question", "system", "answer", "next")
+)
+_ASKED = f"{_CONTEXT}\n\nQuestion: {_QUESTION}"
+_TURN = "\nAnswer: {answer}\nQuestion: "
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
     """`chunk` holds `{text}` once and `question` holds `{question}` once; `system` is used as it is.
 
+    own_system: around a request's own system prompt, in place of `system`; holds `{system}` once.
+    turn: between two messages of the user in a conversation; holds `{answer}` once.
     head, tail: what the chat template puts before and behind a user's message; empty without one.
     """
 
     system: str
     chunk: str
     question: str
+    own_system: str
+    turn: str
     head: str = ""
     tail: str = ""
 
@@ -36,19 +43,51 @@ class PromptTemplate:
             FailedPrecondition: the chat template fails, or does not show a message exactly once.
         """
         if not getattr(tokenizer, "chat_template", None):
-            return cls(f"{INSTRUCTION}\n", "{text}\n", "Question: {question}\nAnswer:")
-        user = f"{INSTRUCTION}\n\n{_CONTEXT}\n\nQuestion: {_QUESTION}"
+            return cls(f"{INSTRUCTION}\n", "{text}\n", "Question: {question}\nAnswer:", "{system}\n", _TURN)
         try:
-            rendered = tokenizer.apply_chat_template(
-                [{"role": "user", "content": user}], tokenize=False, add_generation_prompt=True
-            )
-            system, rest = rendered.split(_CONTEXT)
-            before, after = rest.split(_QUESTION)
-            head = system[: system.index(INSTRUCTION)].removeprefix(tokenizer.bos_token or "")
+            system, before, after = _cut(tokenizer, [f"{INSTRUCTION}\n\n{_ASKED}"], _CONTEXT, _QUESTION)
+            head = system[: system.index(INSTRUCTION)]
         except (ValueError, TypeError, TemplateError) as error:
             raise FailedPrecondition(
                 f"the tokenizer's chat template does not take one message of a user ({error}): mend it, or remove it "
                 "to get plain text"
             ) from error
-        bos = tokenizer.bos_token or ""
-        return cls(system.removeprefix(bos), "{text}\n\n", f"{before.lstrip()}{{question}}{after}", head, after)
+        own_system = _own_system(tokenizer, [before, after]) or f"{head}{{system}}\n\n"
+        turn = _turn(tokenizer, [before, after]) or _TURN
+        question = f"{before.lstrip()}{{question}}{after}"
+        return cls(system, "{text}\n\n", question, own_system, turn, head, after)
+
+
+def _own_system(tokenizer: Any, around: list[str]) -> str:
+    """Text around a system's message; empty if the chat template takes none, or changes others because of it."""
+    try:
+        head, between, *rest = _cut(tokenizer, [_ASKED], _SYSTEM, _CONTEXT, _QUESTION, system=_SYSTEM)
+    except (ValueError, TypeError, TemplateError):
+        return ""
+    return f"{head}{{system}}{between}" if rest == around else ""
+
+
+def _turn(tokenizer: Any, around: list[str]) -> str:
+    """Text around an assistant's message; empty if the chat template takes none, or changes others because of it."""
+    marks = (_CONTEXT, _QUESTION, _ANSWER, _NEXT)
+    try:
+        _, before, answer, next_, after = _cut(tokenizer, [_ASKED, _ANSWER, _NEXT], *marks)
+    except (ValueError, TypeError, TemplateError):
+        return ""
+    return f"{answer}{{answer}}{next_}" if [before, after] == around else ""
+
+
+def _cut(tokenizer: Any, turns: list[str], *marks: str, system: str = "") -> list[str]:
+    """What stands around the marks in a rendered conversation, without the begin-of-sequence token.
+
+    Raises:
+        ValueError: a mark does not stand there exactly once, or not in this order.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    rest = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    parts = []
+    for mark in marks:
+        part, rest = rest.split(mark)
+        parts.append(part)
+    return [parts[0].removeprefix(tokenizer.bos_token or ""), *parts[1:], rest]

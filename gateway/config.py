@@ -59,7 +59,7 @@ class GatewayConfig:
     )
 
     top_k: int = setting(8, "chunks retrieved for a question that does not say", low=1)
-    max_top_k: int = setting(128, "most chunks that a question may ask for", low=1)
+    max_top_k: int = setting(128, "most chunks that a question may ask for, or passages that it may bring", low=1)
     dense_weight: float = setting(0.3, "weight of vector similarity against BM25 in retrieval", low=0, high=1)
 
     recipe: str = setting(

@@ -125,7 +125,7 @@ def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
     kept = "lossless" if chunk.lossless else "reused"
     states = ["recomputed" if i in recomputed else kept for i in range(len(chunk.texts))]
     return {
-        "name": f"{passage.document}#{passage.position}",
+        "name": passage.name,
         "score": passage.score,
         "kind": chunk.kind or "not looked up",
         "tier": chunk.tier,

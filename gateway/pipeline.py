@@ -12,6 +12,7 @@ from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.gateway import genai, meters, plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.conversation import Conversation, check_question
 from fusionkv.gateway.ingest.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval import hybrid
@@ -46,7 +47,7 @@ class Pipeline:
         vocabulary: Vocabulary | None = None,
     ) -> list[Passage]:
         """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number."""
-        plan.check_question(question)
+        check_question(question)
         check_corpus(corpus)
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
@@ -66,30 +67,35 @@ class Pipeline:
             depth = max(_DEPTH * count, _LEAST_DEPTH)
             found = await tenant.retrieval.candidates(corpus, question, vector, depth, vocabulary.identity)
             span.set_attribute("fusionkv.candidates", len(found))
-            return hybrid.rank(found, self._config.dense_weight, count)
+            return [plan.retrieved(*best) for best in hybrid.rank(found, self._config.dense_weight, count)]
 
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """One Sources, then tokens, then one Summary. `timeout` is what is left of the caller's deadline."""
         began = time.perf_counter()
-        plan.check(request)
+        conversation = Conversation.of(request)
+        plan.check(request, self._config.max_top_k)
         vocabulary = await self._workers.model(timeout)
         named = "" if request.recipe == DEFAULT else request.recipe
         recipe = plan.recipe(named or self._config.recipe, vocabulary)
-        asked = request.corpus, request.query or request.question, request.top_k
-        passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
+        if request.passages:
+            passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
+        else:
+            asked = request.corpus, request.query or conversation.question, request.top_k
+            passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
         if not named:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
             passages = plan.order(passages, request.order)
             # Tokenising a long question takes up to 0.1 s, which other requests must not wait for.
-            order = await asyncio.to_thread(plan.build, request, recipe, passages, vocabulary, tenant.salt)
+            asked_for = request, conversation, recipe, passages, vocabulary, tenant.salt
+            order = await asyncio.to_thread(plan.build, *asked_for)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         planned = time.perf_counter()
         # Planned first, so that a prompt over the model's length is an error and not half an answer.
-        yield pb.GenerateResponse(sources=pb.Sources(passages=[passage(p) for p in passages]))
+        yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
         prompt = plan.tokens(order)
         tenant.meter.spend(prompt)
         ttft = 0.0
@@ -140,11 +146,3 @@ async def _within(
         if response is None:
             return
         yield response
-
-
-def passage(found: Passage) -> pb.Passage:
-    """A passage as the caller sees it."""
-    chunk, score = found
-    return pb.Passage(
-        document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
-    )

@@ -6,15 +6,19 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
+from fusionkv.gateway.conversation import Conversation, check_question
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-Passage = tuple[Chunk, float]
-# Characters. What does not belong to the question belongs in a document.
-MOST_QUESTION = 1 << 16
+# With what the caller is told of it.
+Passage = tuple[Chunk, pb.Passage]
+# Characters of given passages with their titles: of one, and of all. The second is the context of 128 Ki tokens.
+_MOST_PASSAGE, _MOST_PASSAGES = 1 << 15, 1 << 19
+# Characters of what is told of a passage without being in the prompt.
+_MOST_NOTES = 4096
 MOST_RECIPE = 256
 # As the worker takes them, but told before anything is retrieved.
 _MOST_STOPS, _MOST_STOP = 16, 256
@@ -66,9 +70,16 @@ def as_encoded(found: fusion_pb2.Recipe, passages: Sequence[Passage], vocabulary
     return recipe(f"{found.name}+{guided}({count})", vocabulary)
 
 
-def check(request: pb.GenerateRequest) -> None:
-    """Raises InvalidArgument for whatever is wrong with a request by itself."""
-    check_question(request.question)
+def check(request: pb.GenerateRequest, most_passages: int) -> None:
+    """Raises InvalidArgument for whatever is wrong with a request by itself, beside its conversation."""
+    if bool(request.corpus) == bool(request.passages):
+        given = "both a corpus and passages are" if request.corpus else "neither a corpus nor passages are"
+        raise InvalidArgument(f"{given} given: a request has one of them")
+    if request.passages and (request.query or request.top_k):
+        raise InvalidArgument("query and top_k are for a corpus: of given passages, all are taken")
+    if len(request.passages) > most_passages:
+        raise InvalidArgument(f"{len(request.passages)} passages are given; at most {most_passages} are taken")
+    _check_passages(request.passages)
     if request.query:
         check_question(request.query, "query")
     if request.HasField("ratio") and not 0 <= request.ratio <= 1:
@@ -84,19 +95,49 @@ def check(request: pb.GenerateRequest) -> None:
         raise InvalidArgument(f"at most {_MOST_STOPS} stop strings of {_MOST_STOP} characters are taken")
 
 
-def check_question(question: str, what: str = "question") -> None:
-    """Raises InvalidArgument for a question without text, or with far more than any model takes."""
-    if not question.strip():
-        raise InvalidArgument(f"the {what} is empty")
-    if len(question) > MOST_QUESTION:
-        raise InvalidArgument(f"the {what} has {len(question)} characters; at most {MOST_QUESTION} are taken")
+def _check_passages(passages: Sequence[pb.Passage]) -> None:
+    for number, passage in enumerate(passages):
+        if not passage.text.strip():
+            raise InvalidArgument(f"passage {number} is empty")
+        if (length := len(passage.text) + len(passage.title)) > _MOST_PASSAGE:
+            raise InvalidArgument(
+                f"passage {number} has {length} characters; at most {_MOST_PASSAGE} are taken: split it"
+            )
+        notes = (passage.document, passage.id, *passage.metadata.keys(), *passage.metadata.values())
+        if sum(map(len, notes)) > _MOST_NOTES:
+            raise InvalidArgument(
+                f"document, id and metadata of passage {number} have over {_MOST_NOTES} characters together"
+            )
+    if (length := sum(len(p.text) + len(p.title) for p in passages)) > _MOST_PASSAGES:
+        raise InvalidArgument(f"the passages have {length} characters; at most {_MOST_PASSAGES} are taken")
+
+
+def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
+    """A request's own passages: each is one chunk, the one that a corpus would have of the same text."""
+    texts = ["\n".join(filter(None, (p.title.strip(), p.text.strip()))) for p in passages]
+    found = []
+    for number, (text, ids) in enumerate(zip(texts, vocabulary.chunk(*texts), strict=True)):
+        told = pb.Passage()
+        told.CopyFrom(passages[number])
+        told.tokens = len(ids)
+        if not told.document:
+            told.position = number
+        found.append((Chunk("", number, text, tuple(ids)), told))
+    return found
+
+
+def retrieved(chunk: Chunk, score: float) -> Passage:
+    """A chunk of a corpus."""
+    return chunk, pb.Passage(
+        document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
+    )
 
 
 def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
     """Passages, best first, in the order of the prompt.
 
     The default is by document and position: one set of chunks then always makes one path, which the cache service
-    knows by its exact prefix.
+    knows by its exact prefix. Of given passages it is the caller's order.
     """
     if order == pb.ORDER_RANK:
         return list(passages)
@@ -107,6 +148,7 @@ def order(passages: Sequence[Passage], order: pb.Order) -> list[Passage]:
 
 def build(
     request: pb.GenerateRequest,
+    conversation: Conversation,
     recipe: fusion_pb2.Recipe,
     passages: Sequence[Passage],
     vocabulary: Vocabulary,
@@ -117,21 +159,21 @@ def build(
     Raises:
         InvalidArgument: the prompt and its answer are longer than the model takes.
     """
-    question = vocabulary.question(request.question)
+    system, question = vocabulary.system(conversation.system), vocabulary.question(*conversation.turns)
     context = sum(len(chunk.ids) for chunk, _ in passages)
-    prompt = len(vocabulary.system) + context + len(question)
+    prompt = len(system) + context + len(question)
     # An answer has one token at least.
     answer, most = max(1, request.sampling.max_tokens), vocabulary.model.max_tokens
     if prompt + answer > most:
         raise InvalidArgument(
-            f"the prompt has {prompt} tokens ({len(vocabulary.system)} system, {context} in {len(passages)} chunks, "
+            f"the prompt has {prompt} tokens ({len(system)} system, {context} in {len(passages)} chunks, "
             f"{len(question)} question) and asks for {answer} more; the model takes {most} together: "
-            "ask for fewer chunks (top_k) or fewer max_tokens"
+            "ask for fewer chunks (top_k), give fewer passages, or ask for fewer max_tokens"
         )
     sampling = request.sampling
     made = fusion_pb2.GenerateRequest(
         recipe=recipe.name,
-        system=fusion_pb2.Tokens(ids=vocabulary.system),
+        system=fusion_pb2.Tokens(ids=system),
         chunks=[
             # What was encoded with neighbours is for recipes that want as many; others would reuse worse KV.
             fusion_pb2.Chunk(

@@ -17,7 +17,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import MOST_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.ingest.precompute import Precompute
-from fusionkv.gateway.pipeline import Pipeline, passage
+from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.workers.workers import WorkerPool
@@ -112,7 +112,7 @@ class GatewayServicer:
             found = await self._pipeline.retrieve(
                 tenant, request.corpus, request.question, request.top_k, self._time_left(context)
             )
-            return pb.RetrieveResponse(passages=[passage(p) for p in order(found, request.order)])
+            return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
         async with contextlib.aclosing(self.generate(request, context, self.history)) as responses:

@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import cached_property
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
@@ -39,16 +38,29 @@ class Vocabulary:
         names = "|".join(map(re.escape, self._special))
         self._control = re.compile(f"({names})") if names else None
 
-    @cached_property
-    def system(self) -> list[int]:
-        """Ids of the system prompt, with the beginning-of-sequence token if the model has one."""
+    def system(self, own: str = "") -> list[int]:
+        """Ids of the system prompt, a request's `own` one or the template's, with the beginning-of-sequence token if
+        the model has one.
+        """
         start = [self.model.bos_token] if self.model.HasField("bos_token") else []
-        return start + self._encode(self.model.template.system, "")
+        template = self.model.template
+        before, _, after = template.own_system.partition("{system}")
+        return start + (self._encode(before, own, after) if own else self._encode(template.system))
 
-    def question(self, text: str) -> list[int]:
-        """Ids of the question within the template's words around it."""
+    def question(self, *turns: str) -> list[int]:
+        """Ids of the question within the template's words around it, or of a conversation: texts of the user and the
+        assistant by turns, the user's first and last.
+        """
         before, after = self.model.template.question.split("{question}")
-        return self._encode(before, text, after)
+        answer, _, next_ = self.model.template.turn.partition("{answer}")
+        fore = (next_, answer)  # what stands before a turn of the user, and before one of the assistant
+        pieces = [piece for number, turn in enumerate(turns) for piece in (fore[number % 2], turn)]
+        return self._encode(before, *pieces[1:], after)
+
+    def chunk(self, *texts: str) -> list[list[int]]:
+        """Ids of each text as a chunk of a prompt: those of `chunks`, where they have this text."""
+        before, after = self.model.template.chunk.split("{text}")
+        return self._encode_all([(before, text, after) for text in texts])
 
     def chunks(self, sections: Sequence[Section], most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
         """Splits sections into texts of at most about `most_tokens`, each with its ids as it stands in a prompt."""
@@ -70,21 +82,32 @@ class Vocabulary:
             for part in _parts(section.text)
             for text in splitters[section.markdown].chunks(part)
         ]
-        return [(text, self._encode(before, text, after)) for text in texts]
+        # One by one: what is encoded together is in memory together, 120 bytes a token.
+        return [(text, *self.chunk(text)) for text in texts]
 
-    def _encode(self, before: str, text: str, after: str = "") -> list[int]:
-        """Ids of `before + text + after`, where control tokens count in `before` and `after` but not in `text`."""
-        head = self._control.split(before) if self._control else [before]
-        tail = self._control.split(after) if self._control else [after]
-        parts = [*head[:-1], head[-1] + text + tail[0], *tail[1:]]
-        # Splitting by one group alternates text and control tokens, on both sides of the part that holds `text`.
-        ids: list[int] = []
-        for number, part in enumerate(parts):
-            if number % 2:
-                ids.append(self._special[part])
-            elif part:
-                ids.extend(self._tokenizer.encode(part, add_special_tokens=False).ids)
-        return ids
+    def _encode(self, *pieces: str) -> list[int]:
+        """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""
+        return self._encode_all([pieces])[0]
+
+    def _encode_all(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
+        """Ids of each text, in pieces as for `_encode`. 8 chunks take half the time that they take apart."""
+        split = [self._split(pieces) for pieces in texts]
+        plain = list({part for parts in split for part in parts[::2] if part})
+        found = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
+        known = {"": [], **{part: encoding.ids for part, encoding in zip(plain, found, strict=True)}}
+        return [
+            [id for n, part in enumerate(parts) for id in ([self._special[part]] if n % 2 else known[part])]
+            for parts in split
+        ]
+
+    def _split(self, pieces: Sequence[str]) -> list[str]:
+        """Plain text and the template's control tokens by turns."""
+        parts = [""]
+        for number, piece in enumerate(pieces):
+            first, *rest = self._control.split(piece) if self._control and number % 2 == 0 else [piece]
+            parts[-1] += first
+            parts += rest
+        return parts
 
 
 def _parts(text: str) -> list[str]:

@@ -100,7 +100,7 @@ class _Total:
 
 async def ask(args: argparse.Namespace) -> int:
     """Streams the answer to standard output and its figures to standard error."""
-    names = "recipe ratio top_k order max_tokens temperature top_p seed stop"
+    names = "system recipe ratio top_k order max_tokens temperature top_p seed stop"
     options = {name: getattr(args, name) for name in names.split()}
     page = explain.template() if args.explain is not None else None
     explanation: Explanation | None = None
@@ -140,7 +140,7 @@ async def ask(args: argparse.Namespace) -> int:
     print(flush=True)
     console = Console(stderr=True, highlight=False)
     for source in sources:
-        console.print(f"  {source.document}#{source.position}  {source.score:.3f}", style="dim", markup=False)
+        console.print(f"  {source.name}  {source.score:.3f}", style="dim", markup=False)
     console.print(_figures(summary))
     if summary.degraded:
         console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)

@@ -166,6 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--order", choices=[*ORDERS], default="document", help="of the chunks in the prompt (default: %(default)s)"
     )
+    ask.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
     ask.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of the answer (default: the worker's)")
     ask.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     ask.add_argument(

@@ -80,9 +80,11 @@ class AsyncClient:
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     async def stream(
-        self, corpus: str, question: str, *, timeout: float | None = None, **options: Any
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
     ) -> AsyncGenerator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`, among
+        them `passages` in place of the corpus and `messages` in place of the question.
+        """
         call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
@@ -91,8 +93,10 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
-        """A whole answer. Options: `requests.generate`."""
+    async def ask(
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
+    ) -> Answer:
+        """A whole answer. Options as of `stream`."""
         async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
             return _answer([event async for event in events])
 
@@ -190,8 +194,12 @@ class Client:
             r = self._stub.Ingest(requests.ingest(corpus, name, content, media_type), **self._with.options(timeout))
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
-    def stream(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Iterator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`."""
+    def stream(
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
+    ) -> Iterator[Event]:
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`, among
+        them `passages` in place of the corpus and `messages` in place of the question.
+        """
         call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
         try:
             with _errors(self.address):
@@ -200,8 +208,8 @@ class Client:
         finally:
             call.cancel()
 
-    def ask(self, corpus: str, question: str, *, timeout: float | None = None, **options: Any) -> Answer:
-        """A whole answer. Options: `requests.generate`."""
+    def ask(self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any) -> Answer:
+        """A whole answer. Options as of `stream`."""
         return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 
     def retrieve(

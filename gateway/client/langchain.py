@@ -21,8 +21,9 @@ from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
-from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.tls import ClientTLS
+
+_ROLES = {"human": "user", "ai": "assistant"}
 
 
 class _Gateway:
@@ -66,15 +67,16 @@ class FusionKVRetriever(_Gateway, BaseRetriever):
 
 
 class ChatFusionKV(_Gateway, BaseChatModel):
-    """Answers the last message over a corpus: retrieval, reuse and all happen in the gateway.
+    """Answers a conversation over a corpus: retrieval, reuse and all happen in the gateway. Without a corpus, each
+    call brings its passages: `chat.invoke(messages, passages=[...])`.
 
-    options: of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens. The messages
-    before the last one become part of the question, and chunks are searched for by the last one. `response_metadata`
-    of an answer holds its sources and its summary. Raises the errors of `fusionkv.protos.runtime.errors`.
+    options: of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens. Chunks are
+    searched for by the last message. `response_metadata` of an answer holds its sources and its summary. Raises the
+    errors of `fusionkv.protos.runtime.errors`.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
-    corpus: str
+    corpus: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
     address: str = DEFAULT_ADDRESS
     token: str | None = Field(default=None, repr=False)
@@ -92,9 +94,9 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        question, options = self._asked(messages, stop, kwargs)
+        options = self._asked(messages, stop, kwargs)
         with self._client() as client:
-            for event in client.stream(self.corpus, question, **options):
+            for event in client.stream(self.corpus, **options):
                 if (chunk := _chunk(event)) is not None:
                     if run_manager is not None and chunk.text:
                         run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -107,9 +109,9 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        question, options = self._asked(messages, stop, kwargs)
+        options = self._asked(messages, stop, kwargs)
         async with self._async_client() as client:
-            async for event in client.stream(self.corpus, question, **options):
+            async for event in client.stream(self.corpus, **options):
                 if (chunk := _chunk(event)) is not None:
                     if run_manager is not None and chunk.text:
                         await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
@@ -135,17 +137,10 @@ class ChatFusionKV(_Gateway, BaseChatModel):
 
     def _asked(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
-    ) -> tuple[str, dict[str, Any]]:
-        """The question and the options of a call."""
-        if not messages or messages[-1].type != "human":
-            raise InvalidArgument("the last message must be the user's: it is the question")
-        options = {**self.options, **given, **({"stop": stop} if stop else {})}
-        last = messages[-1].text
-        if len(messages) == 1:
-            return last, options
-        named = {"human": "User", "ai": "Assistant"}
-        said = [f"{named[m.type]}: {m.text}" if m.type in named else m.text for m in messages]
-        return "\n\n".join(said), {"query": last, **options}
+    ) -> dict[str, Any]:
+        """The options of a call, its messages among them."""
+        said = [{"role": _ROLES.get(m.type, m.type), "content": m.text} for m in messages]
+        return {**self.options, **given, "messages": said, **({"stop": stop} if stop else {})}
 
 
 def _document(passage: Passage) -> Document:

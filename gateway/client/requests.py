@@ -1,19 +1,26 @@
 """What the clients send, from plain values."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import errors
 
 ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
 
+ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
+
 
 def generate(
-    corpus: str,
-    question: str,
+    corpus: str = "",
+    question: str = "",
     *,
+    passages: Sequence[str | Passage] = (),
+    messages: Sequence[Mapping[str, str]] = (),
+    system: str = "",
     recipe: str = "",
     ratio: float | None = None,
     top_k: int = 0,
@@ -27,8 +34,11 @@ def generate(
     query: str = "",
     explain: bool = False,
 ) -> pb.GenerateRequest:
-    """A question with its options; each left out takes the default of the gateway or the worker.
+    """A question over a corpus, or over passages of one's own; what is left out takes the default of the gateway or
+    the worker.
 
+    `messages` are a conversation in place of the question: each has a `role` (system, user or assistant) and
+    `content`, and the last one is the question. `system` is the system prompt.
     `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
     number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`;
     chunks are searched for by `query` where that is not the question; `explain` asks for an Explanation.
@@ -48,6 +58,9 @@ def generate(
         return pb.GenerateRequest(
             corpus=corpus,
             question=question,
+            passages=[pb.Passage(**({"text": p} if isinstance(p, str) else asdict(p))) for p in passages],
+            messages=[_message(message) for message in messages],
+            system=system,
             recipe=recipe,
             ratio=ratio,
             top_k=top_k,
@@ -58,6 +71,13 @@ def generate(
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise errors.InvalidArgument(f"bad option: {error}") from error
+
+
+def _message(message: Mapping[str, str]) -> pb.Message:
+    role = message.get("role", "")
+    if role not in ROLES:
+        raise ValueError(f"a message has the role {role!r}; known: {', '.join(ROLES)}")
+    return pb.Message(role=ROLES[role], text=message.get("content"))
 
 
 def order_of(name: str) -> pb.Order:

@@ -1,6 +1,7 @@
 """What the clients return: plain frozen dataclasses, and the messages of answer.proto as they came."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
@@ -11,13 +12,28 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk that was retrieved, with its score (higher is better) and its length in tokens."""
+    """A chunk of the prompt: one that was retrieved, or one that the caller gives.
 
-    document: str
-    position: int
-    text: str
-    score: float
-    tokens: int
+    A retrieved one has its document and its position in it, and its score (higher is better). A given one may have an
+    id and metadata, which Sources repeat, and a title, which stands above its text in the prompt; Sources say its
+    position in the request. tokens: its length, filled by the gateway.
+    """
+
+    document: str = ""
+    position: int = 0
+    text: str = ""
+    score: float = 0.0
+    tokens: int = 0
+    id: str = ""
+    title: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """What people cite it by."""
+        if self.document:
+            return f"{self.document}#{self.position}"
+        return self.title or self.id or f"passage {self.position + 1}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,10 @@ def cached_tokens(summary: Summary) -> int:
 
 
 def passages(found: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
-    return tuple(Passage(p.document, p.position, p.text, p.score, p.tokens) for p in found.passages)
+    return tuple(
+        Passage(p.document, p.position, p.text, p.score, p.tokens, p.id, p.title, dict(p.metadata))
+        for p in found.passages
+    )
 
 
 def event(response: pb.GenerateResponse) -> Event:

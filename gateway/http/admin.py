@@ -12,6 +12,7 @@ from fusionkv.gateway import explain
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.conversation import Conversation
 from fusionkv.gateway.history import Kept
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Call, Handler, Listener
@@ -63,8 +64,8 @@ class AdminServer(Listener):
         answers = [
             {
                 "id": one.id,
-                "question": one.request.question,
-                "corpus": one.request.corpus,
+                "question": Conversation.of(one.request).question,
+                "corpus": one.request.corpus or "own passages",
                 "text": one.answer.text.strip(),
                 "summary": one.answer.summary,
                 "at": _when(one),
@@ -78,7 +79,7 @@ class AdminServer(Listener):
         reference = kept.answer.summary.recipe == explain.REFERENCE
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
         served = explain.Served(at=_when(kept), home="../", compare=compare)
-        question, answer, explanation = kept.request.question, kept.answer, kept.explanation
+        question, answer, explanation = Conversation.of(kept.request).question, kept.answer, kept.explanation
         full = kept.full.answer if kept.full is not None else None
         return _html(explain.render(self._page, question, answer, explanation, full, served))
 

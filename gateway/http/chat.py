@@ -1,17 +1,23 @@
 """An OpenAI chat completion request to a request of the gateway's own; what can't be followed is refused."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.results import Passage
+from fusionkv.gateway.conversation import Conversation
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Of `fusionkv` in the body: as `fusionkv.gateway.client.requests.generate` takes them.
-OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query"])
+OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query", "system"])
+# The model of requests that bring their passages, under either name.
+NO_CORPUS = "fusionkv"
+_PASSAGES = ("passages", "documents")
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
-_TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_SAMPLING])
+_TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
 # They change nothing about an answer.
 _WITHOUT_EFFECT = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
 # Taken with these values alone, which ask for nothing.
@@ -66,18 +72,27 @@ def read(body: Any) -> Chat:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
     stream = _typed(given, "stream", bool, False)
     usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
-    question, query = _question(_typed(given, "messages", list, []))
+    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_typed(given, "messages", list, []))]
+    if not messages:
+        raise BadRequest("messages is empty", "messages")
     _typed(own, "order", str, "")
-    options = {**_of_model(model), "query": query, **own}
-    made = requests.generate(options.pop("corpus"), question, **options, **_sampling(given))
+    options = {**_of_model(model), "passages": _passages(given), "messages": messages, **own}
+    made = requests.generate(**options, **_sampling(given))
+    try:
+        Conversation.of(made)
+    except InvalidArgument as error:
+        raise BadRequest(str(error), "messages") from error
     return Chat(made, model, stream, usage)
 
 
 def _of_model(model: str) -> dict[str, Any]:
-    """Corpus, recipe and ratio of a name CORPUS, CORPUS:RECIPE, CORPUS@RATIO or CORPUS:RECIPE@RATIO."""
+    """Corpus, recipe and ratio of a name CORPUS, CORPUS:RECIPE, CORPUS@RATIO or CORPUS:RECIPE@RATIO.
+
+    With NO_CORPUS for the corpus there is none.
+    """
     named, _, ratio = model.partition("@")
     corpus, _, recipe = named.partition(":")
-    found: dict[str, Any] = {"corpus": corpus, "recipe": recipe}
+    found: dict[str, Any] = {"corpus": "" if corpus == NO_CORPUS else corpus, "recipe": recipe}
     if ratio:
         try:
             found["ratio"] = float(ratio)
@@ -106,41 +121,45 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _question(messages: Sequence[Any]) -> tuple[str, str]:
-    """The question, and what chunks are searched for by where that is another text.
-
-    One message is the question as it is. Of several, the question is all of them, what the system says first; chunks
-    are searched for by the last one alone.
-    """
-    if not messages:
-        raise BadRequest("messages is empty", "messages")
-    turns = [_turn(message, f"messages[{i}]") for i, message in enumerate(messages)]
-    if turns[-1][0] != "user":
-        raise BadRequest("the last message must be the user's: it is the question", "messages")
-    last = turns[-1][1]
-    if len(turns) == 1:
-        return last, ""
-    paragraphs = [text for role, text in turns if role in _SYSTEM]
-    spoken = [(role, text) for role, text in turns if role not in _SYSTEM]
-    paragraphs += [last] if len(spoken) == 1 else [f"{role.capitalize()}: {text}" for role, text in spoken]
-    return "\n\n".join(paragraphs), last
+def _passages(given: Mapping[str, Any]) -> list[Passage]:
+    name, *more = [name for name in _PASSAGES if name in given] or ["passages"]
+    if more:
+        raise BadRequest("passages and documents are two names of one field: give one of them", "documents")
+    return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_typed(given, name, list, []))]
 
 
-def _turn(message: Any, where: str) -> tuple[str, str]:
-    """Role and text of a message."""
+def _passage(given: Any, where: str) -> Passage:
+    """A passage: its text, or an object with Passage's fields; `content` is text as well, the rest is metadata."""
+    if isinstance(given, str):
+        return Passage(text=given)
+    if not isinstance(given, dict):
+        raise BadRequest(f"{where} is neither a text nor an object", where)
+    known = {name: value for name, value in given.items() if value is not None}
+    known.setdefault("text", known.pop("content", ""))
+    if not isinstance(known["text"], str):
+        raise BadRequest(f"{where} has a text that is none", where)
+    fields = {name: known.pop(name) for name in Passage.__dataclass_fields__.keys() & known}
+    notes = _typed(fields, "metadata", dict, {}) | known
+    told = {name: value if isinstance(value, str) else json.dumps(value) for name, value in notes.items()}
+    return Passage(**{**fields, "metadata": told})
+
+
+def _message(message: Any, where: str) -> dict[str, str]:
+    """A message as the client takes it."""
     if not isinstance(message, dict):
         raise BadRequest(f"{where} is no object", where)
     role = message.get("role")
     if role not in (*_SYSTEM, "user", "assistant"):
         raise BadRequest(f"{where} has the role {str(role)[:80]!r}: system, developer, user or assistant", where)
+    role = "system" if role in _SYSTEM else role
     content = message.get("content")
     if isinstance(content, str):
-        return role, content
+        return {"role": role, "content": content}
     parts = content if isinstance(content, list) else [None]
     texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
     if not all(isinstance(text, str) for text in texts):
         raise BadRequest(f"{where} has content that is no text", where)
-    return role, "".join(map(str, texts))
+    return {"role": role, "content": "".join(map(str, texts))}
 
 
 def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:

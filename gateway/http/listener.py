@@ -15,8 +15,8 @@ from fusionkv.protos.observe import rejected
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 tracer = trace.get_tracer(__name__)
-# The longest question with every character escaped, and room around it.
-_MOST_BODY = 1 << 20
+# The longest conversation and passages, with every character escaped (6 bytes), and room around them.
+_MOST_BODY = 4 << 20
 # As gRPC's connections: a caller whose certificate is trusted no more is gone by then.
 _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -97,7 +97,7 @@ class Listener:
 
         Raises:
             web.HTTPRequestTimeout: it took too long; the connection ends with the response.
-            web.HTTPRequestEntityTooLarge: it is larger than 1 MiB.
+            web.HTTPRequestEntityTooLarge: it is larger than 4 MiB.
             InvalidArgument: it is malformed.
         """
         try:

@@ -30,6 +30,7 @@ class HTTPServer(Listener):
         super().__init__(config.http_listen, config)
         self._servicer = servicer
         self._bearer = bearer
+        self.get("/health", self._health)
         self.get("/v1/models", self._guarded("List", self._models))
         self.get("/v1/models/{model}", self._guarded("List", self._model))
         self.post("/v1/chat/completions", self._guarded("Generate", self._complete))
@@ -42,6 +43,10 @@ class HTTPServer(Listener):
             return web.json_response(said, status=error.status, headers=allowed)
         failures.record(error)
         return web.json_response(failures.body(error), status=failures.status(error), headers=failures.headers(error))
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """That requests are taken; for probes, which have no token."""
+        return web.json_response({"status": "ok"})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         wanted = chat.read(await self._json(request))
@@ -82,7 +87,8 @@ class HTTPServer(Listener):
         raise NotFound(f"no corpus {name[:80]!r}")
 
     async def _corpora(self) -> list[pb.Item]:
-        items: list[pb.Item] = []
+        """With what stands for none of them in front."""
+        items = [pb.Item(name=chat.NO_CORPUS)]
         token = ""
         while True:
             page = await self._servicer.List(pb.ListRequest(page_size=_PAGE, page_token=token), Call())

@@ -90,7 +90,7 @@ class Precompute:
             async with slots:
                 near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary)
                 request = fusion_pb2.EncodeRequest(
-                    system=fusion_pb2.Tokens(ids=vocabulary.system),
+                    system=fusion_pb2.Tokens(ids=vocabulary.system()),
                     before=[fusion_pb2.Tokens(ids=n.ids) for n in near],
                     chunk=fusion_pb2.Tokens(ids=chunk.ids),
                     mode=fusion_pb2.EncodeRequest.MODE_NEIGHBOURS,
@@ -118,7 +118,7 @@ class Precompute:
     ) -> list[Chunk]:
         """The most similar other chunks, best first, as many as the model's length takes."""
         found = await tenant.retrieval.nearest(corpus, vector, count + 1, vocabulary.identity)
-        room = vocabulary.model.max_tokens - len(vocabulary.system) - len(chunk.ids)
+        room = vocabulary.model.max_tokens - len(vocabulary.system()) - len(chunk.ids)
         near = []
         for other in [c for c in found if c.key != chunk.key][:count]:
             room -= len(other.ids)

@@ -128,7 +128,7 @@ class Answers:
         for recipe in ("prefix_cache", "full_attention"):
             request = fusion_pb2.GenerateRequest(
                 recipe=recipe,
-                system=fusion_pb2.Tokens(ids=vocabulary.system),
+                system=fusion_pb2.Tokens(ids=vocabulary.system()),
                 chunks=[fusion_pb2.Chunk(ids=ids) for _, ids in chunks],
                 question=fusion_pb2.Tokens(ids=vocabulary.question(question)),
                 sampling=fusion_pb2.Sampling(max_tokens=ANSWER),

@@ -44,7 +44,7 @@ class Judge:
         request = fusion_pb2.GenerateRequest(
             recipe=recipe[0],
             ratio=recipe[1],
-            system=fusion_pb2.Tokens(ids=vocabulary.system),
+            system=fusion_pb2.Tokens(ids=vocabulary.system()),
             chunks=[fusion_pb2.Chunk(ids=ids) for _, ids in chunks],
             question=fusion_pb2.Tokens(ids=vocabulary.question(question)),
             sampling=fusion_pb2.Sampling(max_tokens=self.most_tokens),

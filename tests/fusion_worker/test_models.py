@@ -35,6 +35,15 @@ LLAMA_LIKE = """{{ bos_token }}{% for message in messages -%}
 
 {% endif %}"""
 
+GEMMA_LIKE = """{{ bos_token }}
+{%- set first = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}
+{%- for message in (messages[1:] if first else messages) -%}
+{%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('by turns') }}{%- endif -%}
+{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\\n' }}
+{{- (first if loop.first else '') + message['content'] | trim }}{{ '<end_of_turn>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<start_of_turn>model\\n' }}{%- endif -%}"""
+
 
 @pytest.fixture
 def save(tmp_path: Path, tools: Any) -> Any:
@@ -211,6 +220,7 @@ def test_a_template_without_a_chat_template(tools: Any) -> None:
     template = PromptTemplate.of(tools.byte_tokenizer())
     assert (template.system, template.chunk) == (f"{INSTRUCTION}\n", "{text}\n")
     assert template.question == "Question: {question}\nAnswer:"
+    assert (template.own_system, template.turn) == ("{system}\n", "\nAnswer: {answer}\nQuestion: ")
 
 
 @pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
@@ -231,6 +241,37 @@ def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str, 
     assert built == template.head + content + template.tail == whole.removeprefix("<s>")
     assert whole.startswith("<s>") == (chat is LLAMA_LIKE)
     assert "<s>" not in template.system
+
+
+def talked(template: PromptTemplate) -> str:
+    """A conversation with a system prompt of its own, put together as the gateway does."""
+    before, after = template.question.split("{question}")
+    turn = template.turn.replace("{answer}", "He.")
+    return f"{template.own_system.replace('{system}', 'Be brief.')}Page.\n\n{before}Who?{turn}Why?{after}"
+
+
+@pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["qwen", "llama", "gemma"])
+def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat: str, tools: Any) -> None:
+    tokenizer = tools.byte_tokenizer(chat_template=chat)
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Page.\n\nQuestion: Who?"},
+        {"role": "assistant", "content": "He."},
+        {"role": "user", "content": "Why?"},
+    ]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert talked(PromptTemplate.of(tokenizer)) == whole.removeprefix("<s>")
+
+
+def test_a_chat_template_without_roles_gets_the_conversation_as_text(tools: Any) -> None:
+    """In its one message: what can't be said by the template is not lost."""
+    one = (
+        "{% if messages|length > 1 or messages[0]['role'] != 'user' %}{{ raise_exception('one message') }}{% endif %}"
+        "[{{ messages[0]['content'] }}]"
+    )
+    template = PromptTemplate.of(tools.byte_tokenizer(chat_template=one))
+    said = "[Be brief.\n\nPage.\n\nQuestion: Who?\nAnswer: He.\nQuestion: Why?]"
+    assert talked(template) == said
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.runtime.tls import ClientTLS
 from tests.waiting import wait_until
 
@@ -143,13 +144,41 @@ def test_of_a_conversation_the_last_message_is_searched_for(client: openai.OpenA
     assert long.usage is not None
     assert short.usage is not None
     # One token a byte here.
-    added = "Be brief.\n\nUser: Is the hill green and high? The hill, the hill, the hill?\n\n"
-    added += "Assistant: The hill is green and high.\n\nUser: "
-    assert long.usage.prompt_tokens - short.usage.prompt_tokens == len(added)
+    added = (
+        "Is the hill green and high? The hill, the hill, the hill?\nAnswer: The hill is green and high.\nQuestion: "
+    )
+    system = len("Be brief.") - len("Answer the question using the passages.")
+    assert long.usage.prompt_tokens - short.usage.prompt_tokens == len(added) + system
+
+
+def test_passages_of_the_request_take_the_corpus_place(gateway: Any, client: openai.OpenAI) -> None:
+    documents = [
+        {"title": "Lakes", "text": "The lake is blue.", "id": "a-1", "url": "https://lakes"},
+        {"content": "The hill is green."},
+    ]
+    asked: dict[str, Any] = {"model": "fusionkv:full_reuse", "messages": ASKED, "max_tokens": 4}
+    chat = client.chat.completions.create(extra_body={"documents": documents}, **asked)
+    own = chat.fusionkv  # type: ignore[attr-defined]
+    assert (own["summary"]["recipe"], own["summary"]["chunks_retrieved"]) == ("full_reuse", 2)
+    first, second = own["sources"]
+    assert (first["id"], first["title"], first["metadata"]) == ("a-1", "Lakes", {"url": "https://lakes"})
+    assert (second["text"], second["position"]) == ("The hill is green.", 1)
+    # Sources are passages, and the same ones are in the cache.
+    again = client.chat.completions.create(extra_body={"passages": own["sources"]}, **asked)
+    assert again.choices == chat.choices
+    assert again.fusionkv["summary"]["chunks_missed"] == 0  # type: ignore[attr-defined]
+    with Client(gateway.address, timeout=60) as grpc:
+        passages = [Passage(text="The lake is blue.", title="Lakes"), "The hill is green."]
+        answer = grpc.ask(question=ASKED[0]["content"], passages=passages, recipe="full_reuse", max_tokens=4)
+    assert answer.text == chat.choices[0].message.content
+    for model, extra in (("fusionkv", {}), ("notes", {"passages": ["x"]})):
+        with pytest.raises(openai.BadRequestError, match="a corpus"):
+            client.chat.completions.create(model=model, messages=ASKED, extra_body=extra)
 
 
 def test_corpora_are_models(client: openai.OpenAI) -> None:
-    (found,) = client.models.list().data
+    none, found = client.models.list().data
+    assert client.models.retrieve(none.id).id == "fusionkv"
     assert (found.id, found.object, found.owned_by) == ("notes", "model", "fusionkv")
     assert found.fusionkv["documents"] == 2  # type: ignore[attr-defined]
     assert client.models.retrieve("notes") == found
@@ -169,11 +198,12 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         (b"{", None, "no JSON"),
         (b'{"temperature": NaN}', None, "no JSON"),
         ({"mesages": []}, "mesages", "unknown field"),
-        ({"messages": [{"role": "user", "content": "  "}]}, None, "question is empty"),
+        ({"messages": [{"role": "user", "content": "  "}]}, "messages", "last message is empty"),
         ({"model": "notes@7"}, None, "ratio is 7"),
         ({"model": "notes:nothing"}, None, "unknown recipe 'nothing'"),
         ({"model": "a/b"}, None, "bad corpus name"),
-        ({"model": None}, None, "bad corpus name"),
+        ({"model": None}, None, "neither a corpus nor passages"),
+        ({"model": "no corpus"}, None, "bad corpus name"),
         ({"temperature": -1}, None, "temperature is -1"),
         ({"stop": [""]}, None, "stop string is empty"),
         ({"fusionkv": {"top_k": 1000}}, None, "top_k is 1000"),
@@ -199,7 +229,7 @@ def test_other_errors_of_http_are_json_too(gateway: Any) -> None:
     for method, path, code in (("GET", "/nothing", 404), ("GET", "/chat/completions", 405)):
         reply = httpx2.request(method, url(gateway) + path)
         assert (reply.status_code, reply.json()["error"]["type"]) == (code, "invalid_request_error")
-    long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (2 << 20))
+    long = httpx2.post(f"{url(gateway)}/chat/completions", content=b" " * (5 << 20))
     assert (long.status_code, long.json()["error"]["code"]) == (413, None)
 
 
@@ -222,12 +252,13 @@ def test_tokens_tenants_and_quotas(worker: Any, launch: Launch, tmp_path: Path) 
     gateway = start(launch, worker, tmp_path, *files)
     with Client(gateway.address, token=one, timeout=60) as grpc:
         grpc.ingest("mine", "a.txt", "A text of the first tenant.")
-    assert [m.id for m in client_of(gateway, one).models.list()] == ["mine"]
+    assert [m.id for m in client_of(gateway, one).models.list()] == ["fusionkv", "mine"]
     assert client_of(gateway, one).chat.completions.create(model="mine", messages=ASKED, max_tokens=1).choices
     with pytest.raises(openai.AuthenticationError, match="the token is not valid"):
         client_of(gateway, "wrong").models.list()
     with pytest.raises(openai.PermissionDeniedError, match="the role worker may not call Generate"):
         client_of(gateway, job).chat.completions.create(model="mine", messages=ASKED)
+    assert httpx2.get(url(gateway).removesuffix("v1") + "health").json() == {"status": "ok"}
     # A body that is none: it is not read before the token is.
     refused = httpx2.post(f"{url(gateway)}/chat/completions", content=b"{")
     assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
@@ -254,7 +285,7 @@ def test_tls_asks_for_certificates_and_takes_new_ones(
     shown = trusting(outer)
     shown.load_cert_chain(*inner.issue("app"))
     models = f"{url(gateway, 'https')}/models"
-    assert httpx2.get(models, verify=shown, timeout=60).json()["data"] == []
+    assert httpx2.get(models, verify=shown, timeout=60).json()["data"][1:] == []
     with pytest.raises(httpx2.TransportError):
         httpx2.get(models, verify=trusting(outer))
     with pytest.raises(httpx2.TransportError):

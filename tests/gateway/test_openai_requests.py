@@ -36,6 +36,14 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"fusionkv": {"rato": 1}}, "fusionkv", "unknown field 'rato'"),
+        ({"messages": [{"role": "assistant", "content": "x"}, *ASKED]}, "messages", "user speaks first"),
+        ({"messages": [{"role": "user", "content": " "}]}, "messages", "last message is empty"),
+        ({"documents": "text"}, "documents", "wrong type"),
+        ({"documents": [["text"]]}, "documents[0]", "neither a text nor an object"),
+        ({"passages": ["a", {"text": 5}]}, "passages[1]", "text that is none"),
+        ({"passages": [{"text": "a", "metadata": "x"}]}, "metadata", "wrong type"),
+        ({"passages": [{"text": "a", "id": 7}]}, None, "bad option"),
+        ({"passages": [], "documents": []}, "documents", "two names of one field"),
         ({"fusionkv": {"order": []}}, "order", "wrong type"),
         ({"fusionkv": {"order": "best"}}, None, "unknown order"),
         ({"fusionkv": {"recipe": "\ud800"}}, None, "bad option"),
@@ -68,7 +76,7 @@ def test_everything_that_can_be_asked() -> None:
     sampling = pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"])
     wanted = pb.GenerateRequest(
         corpus="notes",
-        question="Which colour?",
+        messages=[pb.Message(role=pb.ROLE_USER, text="Which colour?")],
         recipe="prophetkv",
         ratio=0.3,
         top_k=4,
@@ -77,6 +85,29 @@ def test_everything_that_can_be_asked() -> None:
         query="colour",
     )
     assert chat.read(body) == chat.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
+
+
+def test_passages_and_roles() -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "He."},
+        *ASKED,
+    ]
+    documents = ["Text.", {"content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}}]
+    made = chat.read({"model": "fusionkv@0.5", "messages": messages, "documents": documents}).request
+    roles = (pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT, pb.ROLE_USER)
+    assert made == pb.GenerateRequest(
+        passages=[
+            pb.Passage(text="Text."),
+            pb.Passage(text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["a"]'}),
+        ],
+        messages=[pb.Message(role=r, text=m["content"]) for r, m in zip(roles, messages, strict=True)],
+        ratio=0.5,
+        order=pb.ORDER_DOCUMENT,
+        sampling=pb.Sampling(),
+    )
+    assert chat.read({**GOOD, "passages": documents}).request.passages == made.passages
 
 
 def test_every_error_has_its_status() -> None:

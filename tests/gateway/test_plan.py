@@ -1,11 +1,13 @@
 """Requests checked and put together, without any process."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusionkv.gateway import plan
+from fusionkv.gateway.conversation import Conversation
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
 from fusionkv.gateway.tokens import Vocabulary
@@ -16,6 +18,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 NAN = float("nan")
 PLAIN = fusion_pb2.Recipe(name="plain", default_ratio=0.2, takes_modifiers=True)
 NEAR = fusion_pb2.Recipe(name="near", default_ratio=0.2, neighbours=3, takes_modifiers=True)
+ONE = pb.Passage(text="one")
 FULL = fusion_pb2.Recipe(name="full", default_ratio=1.0)
 
 
@@ -36,6 +39,12 @@ def vocabulary(max_tokens: int = 100) -> Vocabulary:
             ],
         )
     )
+
+
+def build(
+    request: pb.GenerateRequest, recipe: fusion_pb2.Recipe, passages: Any, vocabulary: Vocabulary, tenant: str
+) -> fusion_pb2.GenerateRequest:
+    return plan.build(request, Conversation.of(request), recipe, passages, vocabulary, tenant)
 
 
 def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
@@ -61,7 +70,7 @@ def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
 def test_the_request_holds_all_parts() -> None:
     sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
     asked = pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling)
-    made = plan.build(asked, NEAR, PASSAGES, vocabulary(), "t")
+    made = build(asked, NEAR, PASSAGES, vocabulary(), "t")
     assert made.recipe == "near"
     assert made.HasField("ratio")
     assert made.ratio == 0
@@ -109,7 +118,7 @@ def test_recipes_that_are_none(name: str, message: str) -> None:
 def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
     """Nor to a recipe that wants none."""
     recipe = plan.recipe(name, vocabulary())
-    made = plan.build(pb.GenerateRequest(question="why"), recipe, PASSAGES, vocabulary(), "")
+    made = build(pb.GenerateRequest(question="why"), recipe, PASSAGES, vocabulary(), "")
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
@@ -137,7 +146,7 @@ def test_a_gateways_own_recipe_reuses_chunks_as_most_were_encoded(
     ]
     found = plan.as_encoded(plan.recipe(name, vocabulary()), passages, vocabulary())
     assert found.name == expected
-    made = plan.build(pb.GenerateRequest(question="why"), found, passages, vocabulary(), "")
+    made = build(pb.GenerateRequest(question="why"), found, passages, vocabulary(), "")
     assert [bool(c.variants) for c in made.chunks] == [count == found.neighbours > 0 for count in encoded]
 
 
@@ -145,7 +154,7 @@ def test_a_gateways_own_recipe_reuses_chunks_as_most_were_encoded(
 def test_a_variant_of_which_the_neighbours_are_not_known_is_not_sent(name: str) -> None:
     """Corpora of earlier gateways have such."""
     earlier = [(replace(chunk, variant=b"v" * 32, neighbours=0), score) for chunk, score in PASSAGES]
-    made = plan.build(pb.GenerateRequest(question="why"), plan.recipe(name, vocabulary()), earlier, vocabulary(), "")
+    made = build(pb.GenerateRequest(question="why"), plan.recipe(name, vocabulary()), earlier, vocabulary(), "")
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
 
 
@@ -153,18 +162,17 @@ def test_a_variant_of_which_the_neighbours_are_not_known_is_not_sent(name: str) 
 def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
     asked = pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
     if fits:
-        plan.build(asked, PLAIN, PASSAGES, vocabulary(100), "")
+        build(asked, PLAIN, PASSAGES, vocabulary(100), "")
     else:
         with pytest.raises(
             InvalidArgument, match=r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
         ):
-            plan.build(asked, PLAIN, PASSAGES, vocabulary(100), "")
+            build(asked, PLAIN, PASSAGES, vocabulary(100), "")
 
 
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"question": " \n"}, "question is empty"),
         ({"ratio": 1.01}, r"ratio is 1.01: it must be in 0..1"),
         ({"ratio": -0.1}, "ratio is -0.1"),
         ({"ratio": NAN}, "ratio is nan"),
@@ -174,12 +182,21 @@ def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
         ({"sampling": pb.Sampling(top_p=1.5)}, "top_p is 1.5"),
         ({"sampling": pb.Sampling(top_p=NAN)}, "top_p is nan"),
         ({"sampling": pb.Sampling(stop=["x", ""])}, "stop string is empty"),
+        ({"corpus": ""}, "neither a corpus nor passages are given"),
+        ({"passages": [ONE]}, "both a corpus and passages are given"),
+        ({"query": " "}, "query is empty"),
+        ({"corpus": "", "passages": [ONE], "query": "q"}, "query and top_k are for a corpus"),
+        ({"corpus": "", "passages": [ONE], "top_k": 1}, "query and top_k are for a corpus"),
+        ({"corpus": "", "passages": [ONE] * 3}, "3 passages are given; at most 2 are taken"),
+        ({"corpus": "", "passages": [ONE, pb.Passage(text=" \n", title="t")]}, "passage 1 is empty"),
+        ({"corpus": "", "passages": [pb.Passage(text="x" * 32768, title="t")]}, "passage 0 has 32769 characters"),
+        ({"corpus": "", "passages": [pb.Passage(text="x", metadata={"k": "v" * 4096})]}, "metadata of passage 0"),
     ],
 )
 def test_wrong_values_are_named(wrong: dict[str, object], error: str) -> None:
-    plan.check(pb.GenerateRequest(question="q", ratio=1.0))
+    plan.check(pb.GenerateRequest(corpus="c", ratio=1.0), 2)
     with pytest.raises(InvalidArgument, match=error):
-        plan.check(pb.GenerateRequest(**{"question": "q", **wrong}))  # type: ignore[arg-type]
+        plan.check(pb.GenerateRequest(**{"corpus": "c", **wrong}), 2)  # type: ignore[arg-type]
 
 
 def test_an_unknown_recipe_is_told_the_known_ones() -> None:
@@ -203,7 +220,7 @@ def test_without_common_words_meaning_decides() -> None:
 
 def test_what_is_said_of_a_corpus_names_its_tenant_and_gives_nothing_away() -> None:
     asked = pb.GenerateRequest(question="why", corpus="c")
-    labels = [plan.build(asked, PLAIN, PASSAGES, vocabulary(), tenant).corpus for tenant in ("", "salt-1", "salt-2")]
+    labels = [build(asked, PLAIN, PASSAGES, vocabulary(), tenant).corpus for tenant in ("", "salt-1", "salt-2")]
     assert labels[0] == "c"
     assert len(set(labels)) == 3
     assert not any("salt" in label for label in labels)

@@ -27,7 +27,13 @@ def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", sys
         fusion_pb2.GetModelResponse(
             fingerprint=b"f" * 32,
             tokenizer_json=byte_tokenizer().to_str().encode(),
-            template=fusion_pb2.PromptTemplate(system=system, chunk=chunk, question=question),
+            template=fusion_pb2.PromptTemplate(
+                system=system,
+                chunk=chunk,
+                question=question,
+                own_system="<|user|>{system}<eos>",
+                turn="<eos>{answer}<|user|>",
+            ),
             bos_token=256,
         )
     )
@@ -40,7 +46,26 @@ def test_ids_are_those_of_the_whole_text() -> None:
     assert split == text
     assert ids == tokenizer.encode(f"<|user|>[{text}]<eos>\n", add_special_tokens=False).ids
     assert made.question("why?") == tokenizer.encode("Q: why?\nA:", add_special_tokens=False).ids
-    assert made.system == [256, *tokenizer.encode("S\n", add_special_tokens=False).ids]
+    assert made.system() == [256, *tokenizer.encode("S\n", add_special_tokens=False).ids]
+
+
+def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> None:
+    made, tokenizer = vocabulary(), byte_tokenizer()
+    text = "Q: who <eos>?<eos>he<bos><|user|>why?\nA:"
+    ids = made.question("who <eos>?", "he<bos>", "why?")
+    control = [i for i, id in enumerate(ids) if id in (256, 257, 258)]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    # Those of the template alone, not those that users wrote.
+    assert control == [len("Q: who <eos>?"), len("Q: who <eos>?") + 1 + len("he<bos>")]
+    assert made.question("one", "two", "three") != made.question("one two three")
+    tokenizer.encode_special_tokens = True
+    assert made.system("Be <eos>.") == [256, 258, *tokenizer.encode("Be <eos>.").ids, 257]
+
+
+def test_a_passage_is_the_chunk_of_the_same_text() -> None:
+    made = vocabulary(chunk="<|user|>[{text}]<eos>\n")
+    for text, ids in made.chunks([Section("A page. " * 20, False)], 40, 0):
+        assert made.chunk(text, "other", text) == [ids, *made.chunk("other"), ids]
 
 
 def test_control_tokens_in_a_document_are_plain_characters() -> None:

@@ -136,7 +136,7 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     for tenant, hits in (("acme", 0), ("", 0), (salt, 1)):
         request = fusion_pb2.GenerateRequest(
             recipe="full_reuse",
-            system=fusion_pb2.Tokens(ids=vocabulary.system),
+            system=fusion_pb2.Tokens(ids=vocabulary.system()),
             chunks=[fusion_pb2.Chunk(ids=ids)],
             question=fusion_pb2.Tokens(ids=vocabulary.question("Why?")),
             sampling=fusion_pb2.Sampling(max_tokens=1),
@@ -148,7 +148,7 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     # The worker stores what was asked for under the plain name; the gateway's own entries have another.
     names = {name: keys.namespace(model.fingerprint, settings, name) for name in ("acme", "bolt", salt)}
     assert await cache.delete(namespace=names["bolt"]) == 0
-    path = [(keys.chunk_digest(vocabulary.system), ()), (keys.chunk_digest(ids), ())]
+    path = [(keys.chunk_digest(vocabulary.system()), ()), (keys.chunk_digest(ids), ())]
 
     async def stored(name: str) -> bool:
         """Which the worker does in the background."""

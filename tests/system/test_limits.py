@@ -21,11 +21,16 @@ MANY = [DIGEST] * 100_000
 MANY_TOKENS = fusion.Tokens(ids=[1] * 100_000)
 TOKENS = fusion.Tokens(ids=[1])
 CHUNK = fusion.Chunk(ids=[1])
+USER = gateway.ROLE_USER
 Launch = Callable[..., Any]
 
 
 def ask(**given: Any) -> gateway.GenerateRequest:
     return gateway.GenerateRequest(**{"corpus": "c", "question": "?", **given})
+
+
+def own(*passages: gateway.Passage) -> gateway.GenerateRequest:
+    return ask(corpus="", passages=passages)
 
 
 def generate(**given: Any) -> fusion.GenerateRequest:
@@ -63,6 +68,17 @@ TOO_LONG: dict[str, Any] = {
     "gateway.Generate corpus": ask(corpus=LONG),
     "gateway.Generate question": ask(question=LONG),
     "gateway.Generate query": ask(query=LONG),
+    "gateway.Generate system": ask(system=LONG),
+    "gateway.Generate messages": ask(question="", messages=[gateway.Message()] * 10_000),
+    "gateway.Generate messages.text": ask(question="", messages=[gateway.Message(role=USER, text=LONG)]),
+    "gateway.Generate passages": own(*[gateway.Passage(text="x")] * 10_000),
+    "gateway.Generate passages.document": own(gateway.Passage(text="x", document=LONG)),
+    "gateway.Generate passages.text": own(gateway.Passage(text=LONG)),
+    "gateway.Generate passages.id": own(gateway.Passage(text="x", id=LONG)),
+    "gateway.Generate passages.metadata": own(gateway.Passage(text="x", metadata={str(i): "" for i in range(10**4)})),
+    "gateway.Generate passages.metadata.key": own(gateway.Passage(text="x", metadata={LONG: "x"})),
+    "gateway.Generate passages.metadata.value": own(gateway.Passage(text="x", metadata={"x": LONG})),
+    "gateway.Generate passages.title": own(gateway.Passage(text="x", title=LONG)),
     "gateway.Generate recipe": ask(recipe="full_reuse" + "+isolated" * 10_000),
     "gateway.Generate sampling.stop": ask(sampling=gateway.Sampling(stop=["x"] * 10_000)),
     "gateway.Generate sampling.stop[]": ask(sampling=gateway.Sampling(stop=[LONG])),

@@ -1,0 +1,153 @@
+"""Passages and messages of a caller's own, through real services: they meet the KV that corpora left."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from bs4 import BeautifulSoup
+
+from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.client.results import Answer, Explanation, Passage, Sources
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.system
+WHO = "Whose code is 103?"
+
+
+@pytest.fixture(scope="module")
+def client(stack: Any) -> Client:
+    made: Client = stack.client
+    for i in range(6):
+        made.ingest("base", f"page-{i}.txt", f"Report Velnora.\nThe code of Name{i} is {100 + i}.")
+    return made
+
+
+def hits(answer: Answer) -> int:
+    return sum(hit.chunks for hit in answer.summary.hits if hit.kind == "exact")
+
+
+def test_retrieved_passages_given_back_are_answered_as_their_corpus_is(client: Client) -> None:
+    asked: dict[str, Any] = {"question": WHO, "recipe": "full_reuse", "max_tokens": 8}
+    over = client.ask("base", **asked)
+    given = client.ask(passages=over.sources, **asked)
+    assert given.text == over.text
+    assert given.sources == over.sources
+    assert given.summary.prompt_tokens == over.summary.prompt_tokens
+    assert (given.summary.chunks_retrieved, given.summary.chunks_missed, given.summary.tokens_encoded) == (6, 0, 0)
+
+
+def test_the_same_text_is_the_same_chunk_wherever_it_comes_from(client: Client) -> None:
+    client.ask("base", WHO, recipe="full_reuse", max_tokens=1)
+    same = ["Report Velnora.\nThe code of Name1 is 101.", " \nReport Velnora.\nThe code of Name2 is 102.\n"]
+    titled = Passage(title="Report Velnora.", text="The code of Name3 is 103.")
+    answer = client.ask(question="Other words?", passages=[*same, titled], recipe="full_reuse", max_tokens=1)
+    assert answer.summary.chunks_missed == 0
+    assert sum(hit.chunks for hit in answer.summary.hits) == 3
+
+
+def test_sources_say_what_is_cited(client: Client) -> None:
+    given = [
+        Passage(text="The lake is blue.", id="a-1", title="Lakes", metadata={"url": "https://lakes", "page": "3"}),
+        Passage(text="The hill is green."),
+        Passage(document="hills.txt", position=7, text="The hill is high.", score=0.5),
+    ]
+    events = list(client.stream(question="Which colour?", passages=given, max_tokens=1))
+    assert isinstance(events[0], Sources)
+    assert all(source.tokens > len(source.text) for source in events[0].passages), "a byte is a token of this model"
+    assert [replace(s, tokens=0) for s in events[0].passages] == [given[0], replace(given[1], position=1), given[2]]
+    assert [s.name for s in events[0].passages] == ["Lakes", "passage 2", "hills.txt#7"]
+    turned = client.ask(question="Which colour?", passages=given, order="rank_reversed", max_tokens=1)
+    assert [s.position for s in turned.sources] == [7, 1, 0]
+
+
+def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
+    """What stands before the passages and behind them, as the worker says."""
+    events = client.stream(passages=["A page."], explain=True, max_tokens=1, **asked)
+    (found,) = [event for event in events if isinstance(event, Explanation)]
+    assert ["".join(chunk.texts) for chunk in found.chunks] == ["A page.\n"]
+    return "".join(found.system.texts), "".join(found.question.texts)
+
+
+def test_messages_keep_their_roles(client: Client) -> None:
+    """As text, since this model has no chat template."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who?"},
+        {"role": "assistant", "content": "He."},
+        {"role": "user", "content": "Why?"},
+    ]
+    conversation = "Question: Who?\nAnswer: He.\nQuestion: Why?\nAnswer:"
+    assert laid_out(client, messages=messages) == ("<bos>Be brief.\n", conversation)
+    assert laid_out(client, messages=messages[1:], system="Be kind.") == ("<bos>Be kind.\n", conversation)
+    worker = ("<bos>Answer the question using the passages.\n", "Question: Why?\nAnswer:")
+    assert laid_out(client, messages=messages[3:]) == laid_out(client, question="Why?") == worker
+
+
+def test_kv_depends_on_the_system_prompt_and_on_no_conversation(client: Client) -> None:
+    asked: dict[str, Any] = {"passages": ["A story of three rivers."], "recipe": "full_reuse", "max_tokens": 1}
+    assert client.ask(question="How many?", **asked).summary.chunks_missed == 1
+    wait_until(lambda: hits(client.ask(question="How many?", **asked)) == 1)
+    talk = [{"role": role, "content": "How many?"} for role in ("user", "assistant", "user")]
+    assert hits(client.ask(messages=talk, **asked)) == 1
+    # KV behind one system prompt says nothing of another one's.
+    own = {"question": "How many?", "system": "Count."}
+    assert client.ask(**own, **asked).summary.chunks_missed == 1
+    wait_until(lambda: hits(client.ask(**own, **asked)) == 1)
+
+
+def test_a_conversation_over_a_corpus_is_searched_by_its_last_message(client: Client) -> None:
+    messages = [
+        {"role": "user", "content": "Name5, Name5, Name5?"},
+        {"role": "assistant", "content": "Name5 is 105."},
+        {"role": "user", "content": "And the code of Name2?"},
+    ]
+    answer = client.ask("base", messages=messages, top_k=1, max_tokens=1)
+    assert [s.document for s in answer.sources] == ["page-2.txt"]
+    answer = client.ask("base", messages=messages, query="Name4", top_k=1, max_tokens=1)
+    assert [s.document for s in answer.sources] == ["page-4.txt"]
+
+
+def test_answers_over_passages_are_explained_to_operators(stack: Any, launch: Any, tmp_path: Path) -> None:
+    ports = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", stack.workers[0].address)
+    gateway = launch("fusionkv.gateway", *ports, "--data-dir", str(tmp_path), services=2)
+    with Client(gateway.address, timeout=60) as client:
+        passages = [Passage(title="Lakes", text="The lake is blue."), "The hill is green."]
+        messages = [{"role": role, "content": f"Which {role}?"} for role in ("user", "assistant", "user")]
+        client.ask(passages=passages, messages=messages, max_tokens=1)
+    (address,) = gateway.addresses["fusionkv-gateway-admin"]
+    listed = BeautifulSoup(httpx2.get(f"http://{address}/").text, "html.parser")
+    link = listed.select_one("a.card")
+    assert link is not None
+    assert "Which user?" in link.text
+    assert "own passages" in link.text
+    page = f"http://{address}/{link['href']}"
+    assert httpx2.post(f"{page}/full", timeout=60).status_code == 303
+    shown = BeautifulSoup(httpx2.get(page).text, "html.parser").text
+    assert all(said in shown for said in ("Which user?", "Lakes", "passage 2", "full attention"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ({"question": "q"}, "neither a corpus nor passages are given"),
+        ({"question": "q", "corpus": "base", "passages": ["x"]}, "both a corpus and passages are given"),
+        ({"passages": ["x"]}, "the question is empty"),
+        ({"passages": ["x"], "question": "q", "messages": [{"role": "user", "content": "q"}]}, "both a question and"),
+        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; at most 128 are taken"),
+        ({"passages": ["x", " "], "question": "q"}, "passage 1 is empty"),
+        ({"passages": ["x" * 2100], "question": "q"}, "the model takes 2048 together"),
+        ({"passages": [7], "question": "q"}, "bad option"),
+        ({"passages": ["x"], "messages": [{"role": "user", "content": 7}]}, "bad option"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(client: Client, asked: dict[str, Any], error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
+        client.ask(**asked)
+
+
+def test_a_corpus_that_is_not_there(client: Client) -> None:
+    with pytest.raises(NotFound, match="no corpus 'other'"):
+        client.ask("other", "q")
