@@ -83,7 +83,7 @@ class Vocabulary:
             for text in splitters[section.markdown].chunks(part)
         ]
         # One by one: what is encoded together is in memory together, 120 bytes a token.
-        return [(text, *self.chunk(text)) for text in texts]
+        return [(text, self.chunk(text)[0]) for text in texts]
 
     def _encode(self, *pieces: str) -> list[int]:
         """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""
