@@ -114,15 +114,16 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
 
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
     """A request's own passages: each is one chunk, the one that a corpus would have of the same text."""
-    texts = ["\n".join(filter(None, (p.title.strip(), p.text.strip()))) for p in passages]
     found = []
-    for number, (text, ids) in enumerate(zip(texts, vocabulary.chunk(*texts), strict=True)):
+    for number, passage in enumerate(passages):
+        text = "\n".join(filter(None, (passage.title.strip(), passage.text.strip())))
+        chunk = Chunk("", number, text, tuple(vocabulary.chunk(text)))
         told = pb.Passage()
-        told.CopyFrom(passages[number])
-        told.tokens = len(ids)
+        told.CopyFrom(passage)
+        told.tokens = len(chunk.ids)
         if not told.document:
             told.position = number
-        found.append((Chunk("", number, text, tuple(ids)), told))
+        found.append((chunk, told))
     return found
 
 

@@ -57,10 +57,10 @@ class Vocabulary:
         pieces = [piece for number, turn in enumerate(turns) for piece in (fore[number % 2], turn)]
         return self._encode(before, *pieces[1:], after)
 
-    def chunk(self, *texts: str) -> list[list[int]]:
-        """Ids of each text as a chunk of a prompt: those of `chunks`, where they have this text."""
+    def chunk(self, text: str) -> list[int]:
+        """Ids of a text as a chunk of a prompt: those of `chunks`, where they have this text."""
         before, after = self.model.template.chunk.split("{text}")
-        return self._encode_all([(before, text, after) for text in texts])
+        return self._encode(before, text, after)
 
     def chunks(self, sections: Sequence[Section], most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
         """Splits sections into texts of at most about `most_tokens`, each with its ids as it stands in a prompt."""
@@ -82,32 +82,24 @@ class Vocabulary:
             for part in _parts(section.text)
             for text in splitters[section.markdown].chunks(part)
         ]
-        # One by one: what is encoded together is in memory together, 120 bytes a token.
-        return [(text, self.chunk(text)[0]) for text in texts]
+        return [(text, self.chunk(text)) for text in texts]
 
     def _encode(self, *pieces: str) -> list[int]:
         """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""
-        return self._encode_all([pieces])[0]
-
-    def _encode_all(self, texts: Sequence[Sequence[str]]) -> list[list[int]]:
-        """Ids of each text, in pieces as for `_encode`. 8 chunks take half the time that they take apart."""
-        split = [self._split(pieces) for pieces in texts]
-        plain = list({part for parts in split for part in parts[::2] if part})
-        found = self._tokenizer.encode_batch_fast(plain, add_special_tokens=False)
-        known = {"": [], **{part: encoding.ids for part, encoding in zip(plain, found, strict=True)}}
-        return [
-            [id for n, part in enumerate(parts) for id in ([self._special[part]] if n % 2 else known[part])]
-            for parts in split
-        ]
-
-    def _split(self, pieces: Sequence[str]) -> list[str]:
-        """Plain text and the template's control tokens by turns."""
+        # Text and control tokens by turns, as splitting by one group leaves them.
         parts = [""]
         for number, piece in enumerate(pieces):
             first, *rest = self._control.split(piece) if self._control and number % 2 == 0 else [piece]
             parts[-1] += first
             parts += rest
-        return parts
+        ids: list[int] = []
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self._special[part])
+            elif part:
+                # Without offsets, which nobody reads: 8 chunks of 250 tokens take 2.4 ms instead of 3.6 (SmolLM2).
+                ids.extend(self._tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids)
+        return ids
 
 
 def _parts(text: str) -> list[str]:

@@ -65,7 +65,7 @@ def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> No
 def test_a_passage_is_the_chunk_of_the_same_text() -> None:
     made = vocabulary(chunk="<|user|>[{text}]<eos>\n")
     for text, ids in made.chunks([Section("A page. " * 20, False)], 40, 0):
-        assert made.chunk(text, "other", text) == [ids, *made.chunk("other"), ids]
+        assert made.chunk(text) == ids
 
 
 def test_control_tokens_in_a_document_are_plain_characters() -> None:
