@@ -43,6 +43,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: folders.get(item.path.relative_to(ROOT / "tests").parts[0], len(LONGEST)))
 
 
+def pytest_runtest_setup() -> None:
+    for each in FORKS.values():
+        each.before = dict(os.environ)
+
+
 def pytest_sessionfinish() -> None:
     for each in FORKS.values():
         each.close()

@@ -77,18 +77,19 @@ class Forks:
     def __init__(self, service: str) -> None:
         self._service = service
         self._process: subprocess.Popen[bytes] | None = None
-        self._environment: dict[str, str] = {}
+        self.before: dict[str, str] = {}
+        """The environment before the test that runs, which libraries that tests import add to."""
 
     def start(self, flags: Sequence[str], environment: Mapping[str, str]) -> Fork | None:
         """Starts the service; None: its environment may change what the imports do."""
         if self._process is None:
-            # As the libraries that the tests import have left it.
-            self._environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
             self._here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with there:
                 command = [sys.executable, "-P", __file__, self._service]
-                self._process = subprocess.Popen(command, stdin=there.fileno(), env=self._environment)
-        if _early(environment) != _early(self._environment):
+                self._process = subprocess.Popen(
+                    command, stdin=there.fileno(), env={**self.before, "PYTHONUNBUFFERED": "1"}
+                )
+        if _early(environment) != _early(self.before):
             return None
         output, status = os.pipe(), os.pipe()
         wanted = json.dumps([list(flags), dict(environment), os.getcwd()]).encode()

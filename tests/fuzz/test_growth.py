@@ -26,6 +26,7 @@ def test_what_grows_with_the_input_passes() -> None:
     assert [round(c.bytes / costs[0].bytes) for c in costs] == [1, 2, 4]
 
 
+@pytest.mark.slow
 def test_what_grows_with_its_square_is_found() -> None:
     with pytest.raises(AssertionError, match="time grows too fast at 40"):
         growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 2000)), 20)
@@ -49,6 +50,7 @@ def test_a_limit_ends_it_in_time() -> None:
         growth.check(lambda n: n, growth.in_thread(limited, limits=Limit), 10, deadline=0.2)
 
 
+@pytest.mark.slow
 def test_an_error_is_an_answer_and_no_limit() -> None:
     def refuses(n: int) -> None:
         spin(n * n / 2000)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import page_tokens, plan
+from fusionkv.gateway import conversation, page_tokens
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.auth.jwks import KeyFile
 from fusionkv.gateway.auth.jwt_tokens import JWTTokens
@@ -35,7 +35,7 @@ from tests.gateway.test_http_limits import Served, ended, sent
 # Characters or bytes of the smallest input; the largest has four times as many.
 SMALL = 160_000 if SECONDS else 8_000
 DEADLINE = 10.0
-SEARCHED = plan.MOST_QUESTION // (4 if SECONDS else 32)
+SEARCHED = conversation.MOST_QUESTION // (4 if SECONDS else 32)
 
 
 def grows(make: Mapping[str, Callable[[int], Any]], measure: growth.Measure[Any], n: int = SMALL) -> None:
@@ -57,7 +57,7 @@ def answered(call: Callable[[Any], Any]) -> growth.Measure[Any]:
 def test_bodies_of_chat_requests() -> None:
     def asked(body: bytes) -> None:
         wanted = chat.read(parse(body))
-        plan.check_question(wanted.request.question)
+        conversation.check_question(wanted.request.question)
         wanted.request.SerializeToString()
 
     grows(shapes.JSON, answered(asked))
@@ -123,7 +123,7 @@ def test_names_and_page_tokens() -> None:
         return page_tokens.last("tenant", "corpus", token, ingest.MOST_NAME)
 
     def named(text: str) -> None:
-        for check in (ingest.check_corpus, ingest.check_document, listed, plan.check_question):
+        for check in (ingest.check_corpus, ingest.check_document, listed, conversation.check_question):
             with contextlib.suppress(ServiceError):
                 check(text)
 
@@ -178,7 +178,7 @@ def test_searches(tmp_path: Path) -> None:
     model = ModelIdentity(b"f" * 32, b"t" * 32)
 
     async def search(text: str) -> None:
-        plan.check_question(text)
+        conversation.check_question(text)
         await retrieval.candidates("c", text, np.ones(4, np.float32) / 2, 10, model)
 
     async def start() -> EmbeddedRetrieval:

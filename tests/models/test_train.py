@@ -17,6 +17,7 @@ def parameters(run: Run) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_taken_up_goes_on_as_it_would_have(tmp_path: Path) -> None:
     whole = Run("eased", 5, Crew())
     for _ in range(STEPS):
