@@ -20,6 +20,7 @@ EXTRAS = {
     "fusion_worker": {"worker", "gguf", "gpu", "gds"},
     "gateway": {"gateway", "http", "langchain", "milvus"},
     "models": {"worker"},
+    "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds"},
 }
 
 

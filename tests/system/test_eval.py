@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
+
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 FIELDS = ["model", "task", "recipe", "r", "metric", "score", "low", "high", "n"]
 
@@ -24,18 +26,18 @@ def rows(out: Path) -> dict[tuple[str, str, float, str], dict[str, object]]:
 
 def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path) -> None:
     asked = (reference_model, "--out", tmp_path, "--n", 27, "--tasks", "twohop", "single")
-    done = fusionkv(*asked, "--recipes", "prophetkv", "--ratios", 0.1, 0.2, "--processes", 2)
+    done = fusionkv(*asked, "--recipes", DEFAULT_RECIPE, "--ratios", 0.1, 0.2, "--processes", 2)
     assert done.returncode == 0, done.stderr
     found = rows(tmp_path)
     full = found["twohop", "full_attention", 1.0, "exact_match"]
     reuse = found["twohop", "full_reuse", 0.0, "exact_match"]
-    some = found["twohop", "prophetkv", 0.2, "exact_match"]
+    some = found["twohop", DEFAULT_RECIPE, 0.2, "exact_match"]
     assert (full["model"], full["n"]) == (reference_model.name, 27)
     assert reuse["score"] < some["score"] <= full["score"]  # type: ignore[operator]
-    assert found["twohop", "prophetkv", 0.1, "recomputed_tokens"]["n"] == 27
-    assert found["twohop", "prophetkv", 0.1, "prefill_seconds"]["n"] == 1  # of every second block
+    assert found["twohop", DEFAULT_RECIPE, 0.1, "recomputed_tokens"]["n"] == 27
+    assert found["twohop", DEFAULT_RECIPE, 0.1, "prefill_seconds"]["n"] == 1  # of every second block
     # Where full reuse loses nothing, one ratio is enough.
-    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", "prophetkv")} == {0.1}
+    assert {r for task, recipe, r, _ in found if (task, recipe) == ("single", DEFAULT_RECIPE)} == {0.1}
     kept = (tmp_path / "cells.jsonl").read_bytes()
     assert len(kept.splitlines()) == 2 * (2 + 2) + 2 * (2 + 1)
     # The gateway's own recipe is the one that was measured already.
@@ -49,7 +51,7 @@ def test_measured_once_and_reported_again(reference_model: Path, tmp_path: Path)
     assert {json.loads(line)["recipe"] for line in more[len(kept) :].splitlines()} == {"epic"}
     after = rows(tmp_path)
     assert [(line["recipe"], line["r"]) for line in said["worst"]] == [
-        *(("full_attention", 1.0), ("full_reuse", 0.0), ("prophetkv", 0.1), ("epic", 0.1))
+        *(("full_attention", 1.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, 0.1), ("epic", 0.1))
     ]
     assert said["worst"][1]["scores"]["twohop"] == reuse["score"]
     assert {name: after[name] for name in found} == found
