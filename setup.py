@@ -17,12 +17,11 @@ def packages() -> list[str]:
     return sorted("fusionkv." + ".".join(folder.parts) for folder in folders)
 
 
-def generate_stubs() -> None:
-    """Writes `protos/<name>/v1/<name>_pb2*.py`, importable as `fusionkv.protos.<name>.v1`."""
+def generate_stubs(target: Path = ROOT / "protos") -> None:
+    """Writes `<name>/v1/<name>_pb2*.py` beside the protos, importable as `fusionkv.protos.<name>.v1`."""
     from grpc_tools import protoc
 
-    files = sorted((ROOT / "protos").glob("*/v1/*.proto"))
-    target = ROOT / "protos"
+    files = sorted(target.glob("*/v1/*.proto"))
     outputs = [f"--{kind}_out={target}" for kind in ("python", "pyi", "grpc_python")]
     names = [str(file.relative_to(target)) for file in files]
     if protoc.main(["protoc", f"-I{target}", *outputs, *names]) != 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 # What the three services import; tests and bench stay those that are here.
 _PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
 _CONTRACT = "protos/*/v1/*.proto"
+_ROOT = Path(__file__).parents[2]
 _WHERE = "import fusionkv.kvcache_service as made; print(*made.__path__)"
 
 
@@ -56,9 +57,8 @@ class Version:
 
     def _generate(self) -> None:
         """Its gRPC stubs, from its own protos."""
-        files = sorted(str(file.relative_to(self.folder)) for file in self.folder.glob(f"fusionkv/{_CONTRACT}"))
-        outputs = [f"--{kind}_out=." for kind in ("python", "grpc_python")]
-        _run(self.folder, {}, sys.executable, "-P", "-m", "grpc_tools.protoc", "-I.", *outputs, *files)
+        code = "import pathlib, setup; setup.generate_stubs(pathlib.Path('fusionkv/protos'))"
+        _run(self.folder, {"PYTHONPATH": str(_ROOT)}, sys.executable, "-P", "-c", code)
 
 
 def _git(root: Path, *command: str) -> bytes:

@@ -33,10 +33,7 @@ def used(gateway: Any) -> dict[int, float]:
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             fields = (path / "stat").read_text().rpartition(")")[2].split()
-            if (
-                int(fields[1]) == gateway.process.pid
-                and b".ingest.parser\0" in (path / "cmdline").read_bytes()
-            ):
+            if int(fields[1]) == gateway.process.pid and b".ingest.parser\0" in (path / "cmdline").read_bytes():
                 found[int(path.name)] = sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
     return found
 
