@@ -53,6 +53,10 @@ def messages(draw: st.DrawFn, of: Descriptor, depth: int = 4) -> Any:
     for field in of.fields:
         if draw(st.integers(0, 3)) == 0:
             continue
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (_scalar(field.message_type.fields_by_name[name]) for name in ("key", "value"))
+            getattr(made, field.name).update(draw(st.dictionaries(key, value, max_size=4)))
+            continue
         if field.message_type is None:
             inside = _scalar(field)
         elif depth:
