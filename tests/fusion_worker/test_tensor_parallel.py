@@ -92,7 +92,8 @@ def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
 
 
 # Of each pair one rank is a process that loads torch.
-@pytest.mark.parametrize("name", [SHARED[0], *(pytest.param(n, marks=pytest.mark.slow) for n in SHARED[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED)
 async def test_every_recipe_answers_as_alone(
     name: str, start_pair: StartPair, start: Any, oracle: Any, parts: Any, tools: Any
 ) -> None:

@@ -91,6 +91,7 @@ def test_no_verdict_replaces_nothing(tmp_path: Path) -> None:
     assert verdict.read(tmp_path, b"f").unsafe(find("epic"), 0.0) == ""
 
 
+@pytest.mark.slow
 @pytest.mark.system
 async def test_a_worker_answers_with_full_attention_in_place_of_what_is_unsafe(
     reference_model: Path, tmp_path: Path, launch: Any

@@ -43,6 +43,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model
             worker.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,6 +71,7 @@ async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     await pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heard", [True, False])
 async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool

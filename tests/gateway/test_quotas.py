@@ -224,6 +224,7 @@ def ask_until_refused(client: Client) -> None:
         client.ask("c", "What?", max_tokens=3)
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_model: Path, tmp_path: Path) -> None:
     from fusionkv.gateway.cli.main import main
@@ -244,6 +245,7 @@ def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_mo
     assert time.monotonic() - began > 3.9
 
 
+@pytest.mark.slow
 @pytest.mark.system
 def test_calls_that_come_together_keep_to_every_quota(
     launch: Callable[..., Any], tiny_model: Path, tmp_path: Path

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture(params=["embedded", "milvus"])
+@pytest.fixture(params=["embedded", pytest.param("milvus", marks=pytest.mark.slow)])
 async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Retrieval]:
     made: Retrieval
     if request.param == "embedded":

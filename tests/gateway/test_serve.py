@@ -185,6 +185,7 @@ def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_list_stats_and_delete(run: Run, pages: Path) -> None:
     run("ingest", "short", str(pages / "page-0.md"))
     assert json.loads(run("list", "short", "--json").stdout)["name"] == "page-0.md"
@@ -244,6 +245,7 @@ def test_killed_serve_leaves_no_orphans(launch: Launch, tiny_model: Path, tmp_pa
     assert gone(pids)
 
 
+@pytest.mark.slow
 def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp_path: Path) -> None:
     service = launch(
         "fusionkv.gateway.cli.main", "serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "d"), services=0

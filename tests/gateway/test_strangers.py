@@ -19,7 +19,7 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ServiceError
 from tests.gateway.strangers import MARK, call, malformed, mark, reset, send
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 Launch = Callable[..., Any]
 HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
 # Of a line: a time, a level, a service, a logger and what is said.

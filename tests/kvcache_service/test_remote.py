@@ -115,6 +115,7 @@ async def test_what_has_expired_is_a_miss(start: Any, server: RedisServer, tools
     assert await caller.find("E") is None
 
 
+@pytest.mark.slow
 async def test_a_silent_redis_costs_time_and_no_entry(start: Any, server: RedisServer, tools: Any) -> None:
     caller, data = start("--remote-timeout", "3"), tools.payload("x", 2 * MIB)
     await caller.put("E", data)

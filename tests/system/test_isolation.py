@@ -25,7 +25,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 PAIRS, MOST_ROUNDS = 30, 4
 TOKENS = {(tenant, role): secrets.token_urlsafe(32) for tenant in ("acme", "bolt") for role in ("app", "operator")}
 WORDS = ["harbour", "engine", "winter", "ledger", "copper", "meadow", "signal", "archive", "lantern", "bridge"]

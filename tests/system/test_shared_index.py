@@ -18,7 +18,7 @@ from tests.system.redis_process import RedisCluster, RedisServer
 from tests.system.shared_services import TIMEOUT_MS, Services, put_here
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 
 
 async def test_every_service_finds_what_any_of_them_holds(cluster: Services) -> None:

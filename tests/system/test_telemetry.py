@@ -20,7 +20,7 @@ from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unauthenticated
 from tests.system.otlp import Receiver, attributes, points, receiving
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.slow]
 SERVICES = {"fusionkv-gateway", "fusionkv-worker", "fusionkv-kvcache"}
 RPC = re.compile(r"/(gateway|fusion|kvcache)\.v1\.\w+/\w+")
 # What the GenAI conventions ask of a span, by its operation.
