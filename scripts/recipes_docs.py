@@ -12,8 +12,7 @@ context go. What they are worth: [quality.md](quality.md).
 
 A request that names no recipe, or `default`, gets the gateway's: `{DEFAULT_RECIPE}`, unless its configuration says
 otherwise, the best one on a real model ([quality.md](quality.md#real-models)). Where chunks were
-encoded with neighbours (`fusionkv encode`, `fusionkv ingest --precompute`), it chooses among those: with 10, the
-request is answered by `{DEFAULT_RECIPE}+similarity_guided(10)`, and the reply says so. A default that says itself how
+encoded with neighbours (`fusionkv encode --recipe fusionrag`), it chooses among those: with 10, the request is answered by `{DEFAULT_RECIPE}+similarity_guided(10)`, and the reply says so. A default that says itself how
 chunks are encoded, such as `fusionrag` or `{DEFAULT_RECIPE}+isolated`, stays as it is.
 """
 MODIFIED = """

@@ -108,13 +108,13 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="RECIPE",
-        help="then encode the corpus ahead of time; without RECIPE, for the first that wants it",
+        help="then encode the corpus ahead of time, as RECIPE wants it (default: the gateway's recipe)",
     )
 
     encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
     encode.add_argument("corpora", nargs="+", metavar="CORPUS")
     encode.add_argument(
-        "--recipe", default="", help="whose neighbours to encode with (default: the first recipe that wants any)"
+        "--recipe", default="", help="that chunks are encoded for (default: the gateway's)"
     )
     encode.add_argument(
         "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"

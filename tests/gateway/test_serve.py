@@ -165,9 +165,9 @@ def test_precompute_encodes_once(run: Run, pages: Path) -> None:
     assert (first[-1]["done"], first[-1]["total"], first[-1]["skipped"]) == (6, 6, 0)
     # Of the page that was ingested again too: the cache service has it.
     assert (again[-1]["done"], again[-1]["skipped"]) == (6, 6)
-    wrong = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "prophetkv")
+    wrong = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "full_attention")
     assert wrong.returncode == 1
-    assert "recipe 'prophetkv' needs no neighbours; those that do: fusionrag" in wrong.stderr
+    assert "recipe 'full_attention' reuses no chunks: there is nothing to encode ahead of time" in wrong.stderr
 
 
 def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
