@@ -29,7 +29,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256
 # As many as the cache service takes in a lookup.
 _MAX_VARIANTS = 64
-# Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks, as docs/correction.md has it.
+# Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks (docs/correction.md).
 _LESSON_CHUNKS = 6
 # Characters of one Embed: tokenising them takes about 0.3 s, and the event loop waits.
 _MAX_EMBED = 1 << 20

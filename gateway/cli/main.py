@@ -113,9 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
     encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
     encode.add_argument("corpora", nargs="+", metavar="CORPUS")
-    encode.add_argument(
-        "--recipe", default="", help="that chunks are encoded for (default: the gateway's)"
-    )
+    encode.add_argument("--recipe", default="", help="that chunks are encoded for (default: the gateway's)")
     encode.add_argument(
         "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
     )
