@@ -243,10 +243,17 @@ async def explain(address: str, question: Question, top_k: int, page: Path) -> N
     """Has the command line write the page on an answer."""
     asked = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address, "--top-k", str(top_k))
     process = await asyncio.create_subprocess_exec(
-        *asked, "--max-tokens", "32", "--explain", str(page), stdout=asyncio.subprocess.DEVNULL
+        *asked,
+        "--max-tokens",
+        "32",
+        "--explain",
+        str(page),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
     )
-    if await process.wait():
-        raise Failed("`fusionkv ask --explain` failed")
+    _, said = await process.communicate()
+    if process.returncode:
+        raise Failed(f"`fusionkv ask --explain` failed: {said.decode()}")
 
 
 def check(setting: Setting, rows: list[Row]) -> None:

@@ -105,6 +105,7 @@ class FusionServicer:
                     takes_modifiers=not r.lossless,
                 )
                 for r in recipes.RECIPES.values()
+                if self.answerer.follows(r)
             ],
             modifiers=[
                 pb.Modifier(name=m.name, description=m.description, neighbours=m.neighbours)

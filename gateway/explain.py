@@ -92,7 +92,9 @@ def _saved(answer: Answer, full: Answer | None) -> str:
     s = answer.summary
     if not s.context_tokens or s.tokens_recomputed == s.context_tokens:
         return "Nothing was reused: all of the context was computed."
-    said = f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not computed again"
+    said = (
+        f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not computed again"
+    )
     if full is None or not (s.seconds.ttft and full.summary.seconds.ttft):
         return f"{said}."
     times = full.summary.seconds.ttft / s.seconds.ttft
