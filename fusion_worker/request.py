@@ -74,13 +74,13 @@ class Answerer:
         self.admission = Admission(config.max_requests, config.max_queue)
         meters.observe(self.admission.load, pool)
 
-    def follows(self, recipe: Recipe) -> bool:
-        """Whether the model can follow a recipe."""
+    def unusable(self, recipe: Recipe) -> str:
+        """Why the model can't follow a recipe; empty: it can."""
         try:
             self._fuser.check(recipe, 0)
-        except FailedPrecondition:
-            return False
-        return True
+        except FailedPrecondition as error:
+            return str(error)
+        return ""
 
     async def answer(
         self,

@@ -103,9 +103,9 @@ class FusionServicer:
                     default_ratio=r.ratio,
                     neighbours=r.neighbours,
                     takes_modifiers=not r.lossless,
+                    unusable=self.answerer.unusable(r),
                 )
                 for r in recipes.RECIPES.values()
-                if self.answerer.follows(r)
             ],
             modifiers=[
                 pb.Modifier(name=m.name, description=m.description, neighbours=m.neighbours)

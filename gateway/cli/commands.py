@@ -252,7 +252,11 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     finally:
         await client.close()
     plain = "name family device dtype max_tokens embedding_dim kv_bytes_per_token"
-    recipes = [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in model.recipes]
+    recipes = [
+        {"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours}
+        for r in model.recipes
+        if not r.unusable
+    ]
     return {
         **{name: getattr(model, name) for name in plain.split()},
         "fingerprint": model.fingerprint.hex(),
