@@ -1,4 +1,4 @@
-"""LlamaIndex's own retriever over a folder, FusionKV underneath: what was asked about before is not computed again."""
+"""LlamaIndex's own retriever over a folder, FusionKV underneath: known passages are not computed again."""
 
 import argparse
 
