@@ -30,7 +30,7 @@ build/tools/.done: scripts/setup.sh
 	@touch $@
 
 .PHONY: demo
-demo: setup ## Starts the three services and asks the reference model questions, each recipe twice
+demo: setup ## Fetches SmolLM2, starts the three services, asks questions with full attention and with the default
 	@$(PY) examples/demo.py $(ARGS)
 
 .PHONY: test

@@ -14,7 +14,7 @@ def packages() -> list[str]:
     """Every folder of Python or protos, by its name below `fusionkv`."""
     files = [f for top in TOP for kind in ("py", "proto") for f in (ROOT / top).rglob(f"*.{kind}")]
     folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
-    return sorted("fusionkv." + ".".join(folder.parts) for folder in folders)
+    return ["fusionkv", *sorted("fusionkv." + ".".join(folder.parts) for folder in folders)]
 
 
 def generate_stubs(target: Path = ROOT / "protos") -> None:

@@ -1,4 +1,4 @@
-"""The demo: three services, a corpus, and the same questions by four recipes, each asked twice (`make demo`)."""
+"""The demo: questions over a folder of documents, with full attention and with the default recipe (`make demo`)."""
 
 import argparse
 import asyncio
@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,32 +16,46 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import fields
 from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
-RECIPES = ("full_attention", "full_reuse", "prophetkv", "default")
-STAGES = ("retrieve", "plan", "queue", "lookup", "load", "encode", "select", "prefill")
-PASSES = (1, 2)
+REAL_MODEL = "smollm2"
+PROGRAM = Path(sys.executable).parent / "fusionkv"
+RECIPES = ("full_attention", "default")
 START_SECONDS = 120
 STOP_SECONDS = 60
-SHOWN = 28  # characters of an answer in the table; build/demo.json has all
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked of which model.
+
+    top_k: chunks in a prompt. neighbours: that each chunk is encoded behind, 0 for alone. sure: whether full
+    attention answers everything right.
+    """
+
+    model: str
+    corpora: Path
+    top_k: int
+    neighbours: int
+    sure: bool
 
 
 @dataclass(frozen=True)
 class Question:
-    shelf: str
-    text: str
-    answer: str
-    task: str
-    needs: frozenset[str]
+    """As questions.json beside the corpora has it; any of the answers is right."""
+
+    corpus: str
+    question: str
+    answers: list[str]
+    kind: str
+    documents: list[str]
 
 
 @dataclass(frozen=True)
@@ -48,12 +63,11 @@ class Row:
     """One answer, as build/demo.json holds it. `summary` is the gateway's, with its stage times and counts."""
 
     question: str
-    task: str
-    expected: str
+    kind: str
+    expected: list[str]
     documents_needed: int
     documents_retrieved: int
     recipe: str
-    asked: int
     answer: str
     right: bool
     summary: dict[str, Any]
@@ -63,19 +77,37 @@ class Failed(Exception):
     """The demo can't go on, or did not do what it must; the message says why."""
 
 
+def choose(console: Console, model: str | None) -> Setting:
+    """The real model over real prose, or the reference model where the real one can't be fetched."""
+    references = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
+    small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", 8, 10, True)
+    world = Setting(model or REAL_MODEL, ROOT / "examples/world", 12, 0, False)
+    if model is not None:
+        return Setting(model, small.corpora, 8, 10, True) if Path(model).resolve() in references else world
+    console.print(f"fetching the model {REAL_MODEL} (93 MB, once)")
+    if subprocess.run([PROGRAM, "model", "get", REAL_MODEL], stdin=subprocess.DEVNULL).returncode == 0:
+        return world
+    if not references:
+        raise Failed(f"{REAL_MODEL} could not be fetched, and there is no model in models/")
+    console.print(
+        f"[yellow]{REAL_MODEL} could not be fetched.[/] What follows is the small demo: a reference model of this "
+        "project, which answers questions about generated reports only."
+    )
+    return small
+
+
 @contextlib.asynccontextmanager
-async def services(model: Path, folder: Path, console: Console) -> AsyncIterator[str]:
+async def services(model: str, folder: Path, console: Console) -> AsyncIterator[str]:
     """Runs cache service, worker and gateway by `fusionkv serve`; gives the gateway's address.
 
     Raises:
         Failed: they did not come up, ended badly, or logged an error.
     """
     log = folder / "services.log"
-    flags = ("--json", "--model", str(model), "--data-dir", str(folder / "data"), "--listen", "127.0.0.1:0")
-    program = Path(sys.executable).parent / "fusionkv"
+    flags = ("--json", "--model", model, "--data-dir", str(folder / "data"), "--listen", "127.0.0.1:0")
     with log.open("w") as errors:
         process = await asyncio.create_subprocess_exec(
-            program, "serve", "all", *flags, stdout=asyncio.subprocess.PIPE, stderr=errors
+            PROGRAM, "serve", "all", *flags, stdout=asyncio.subprocess.PIPE, stderr=errors
         )
     try:
         yield await asyncio.wait_for(_gateway_address(process, console), START_SECONDS)
@@ -105,154 +137,161 @@ async def _gateway_address(process: asyncio.subprocess.Process, console: Console
     raise Failed(f"`fusionkv serve all` ended with status {await process.wait()}")
 
 
-async def load(client: AsyncClient, documents: list[Path], console: Console) -> None:
-    """Ingests every folder as a corpus and encodes its chunks ahead of time, each behind similar ones."""
-    columns = (TextColumn("{task.description:24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+async def load(client: AsyncClient, setting: Setting, corpora: list[Path], console: Console) -> None:
+    """Ingests every folder as a corpus, and encodes its chunks ahead of time."""
+    columns = (TextColumn("{task.description:36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("ingesting", total=len(documents))
+        documents = [document for corpus in corpora for document in sorted(corpus.glob("*.md"))]
+        task = progress.add_task("ingesting documents", total=len(documents))
         for document in documents:
             await client.ingest(document.parent.name, document.name, document.read_bytes())
             progress.advance(task)
-        task = progress.add_task("encoding ahead of time", total=len(documents))
-        for shelf in sorted({document.parent.name for document in documents}):
-            async with contextlib.aclosing(client.precompute(shelf)) as steps:
-                done = 0
+        task = progress.add_task("encoding chunks ahead of time", total=None)
+        before = 0
+        for corpus in corpora:
+            async with contextlib.aclosing(client.precompute(corpus.name, neighbours=setting.neighbours)) as steps:
                 async for step in steps:
-                    progress.advance(task, step.done - done)
-                    done = step.done
+                    progress.update(task, completed=before + step.done, total=before + step.total)
+            before += step.total
 
 
-def pick(corpus: Path, count: int) -> list[Question]:
-    """`count` questions, from every task in turn."""
-    by_task: dict[str, list[Question]] = {}
-    for q in json.loads((corpus / "questions.json").read_text()):
-        by_task.setdefault(q["task"], []).append(
-            Question(q["shelf"], q["question"], q["answer"], q["task"], frozenset(q["needs"]))
-        )
-    turns = range(max(len(questions) for questions in by_task.values()))
-    picked = [questions[turn] for turn in turns for questions in by_task.values() if turn < len(questions)]
+def pick(corpora: Path, count: int) -> list[Question]:
+    """`count` questions, from every kind in turn."""
+    by_kind: dict[str, list[Question]] = {}
+    for line in json.loads((corpora / "questions.json").read_text()):
+        by_kind.setdefault(line["kind"], []).append(Question(**line))
+    turns = range(max(len(questions) for questions in by_kind.values()))
+    picked = [questions[turn] for turn in turns for questions in by_kind.values() if turn < len(questions)]
     return picked[:count]
 
 
-async def ask(client: AsyncClient, question: Question, recipe: str, asked: int) -> Row:
-    answer = await client.ask(question.shelf, question.text, recipe=recipe, max_tokens=32)
+async def ask(client: AsyncClient, question: Question, recipe: str, top_k: int) -> Row:
+    answer = await client.ask(question.corpus, question.question, recipe=recipe, top_k=top_k, max_tokens=32)
     return Row(
-        question=question.text,
-        task=question.task,
-        expected=question.answer,
-        documents_needed=len(question.needs),
-        documents_retrieved=len(question.needs & {passage.document for passage in answer.sources}),
+        question=question.question,
+        kind=question.kind,
+        expected=question.answers,
+        documents_needed=len(question.documents),
+        documents_retrieved=len({*question.documents} & {passage.document for passage in answer.sources}),
         recipe=recipe,
-        asked=asked,
         answer=answer.text.strip(),
-        right=answer.text.strip() == question.answer,
+        right=any(expected.lower() in answer.text.lower() for expected in question.answers),
         summary=fields(answer.summary),
     )
 
 
-def table_of(rows: list[Row]) -> Table:
-    """All answers to one question."""
-    first = rows[0]
-    title = f"[bold]{escape(first.question)}[/] {escape(first.expected)}  [dim]{first.task}, needs "
-    title += f"{first.documents_needed} document(s), {first.documents_retrieved} retrieved[/]"
-    table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
-    for header in ("recipe", "pass", "answer", "", "TTFT ms", "of which, ms"):
-        table.add_column(header, justify="right" if header in ("pass", "TTFT ms") else "left")
-    table.add_column("chunks\nexact / alt. / missed", justify="right", no_wrap=True)
-    table.add_column("tokens\nlossless / reused / recomp.", justify="right", no_wrap=True)
+def show(console: Console, rows: list[Row]) -> None:
+    """A question with all of its answers."""
+    full = rows[0].summary
+    console.print(f"\n[bold]{escape(rows[0].question)}[/] [dim]{full['context_tokens']:,} tokens of context[/]")
     for row in rows:
         mark = "[green]right[/]" if row.right else "[red]wrong[/]"
-        seconds, hits = row.summary["seconds"], {"exact": 0, "alternative": 0}
-        for hit in row.summary["hits"]:
-            hits[hit["kind"]] += hit["chunks"]
-        stages = ", ".join(f"{name} {seconds[name] * 1e3:.1f}" for name in STAGES if seconds[name] >= 1e-4)
-        chunks = f"{hits['exact']} / {hits['alternative']} / {row.summary['chunks_missed']}"
-        tokens = " / ".join(str(row.summary[f"tokens_{kind}"]) for kind in ("lossless", "reused", "recomputed"))
-        shown = row.answer if len(row.answer) <= SHOWN else row.answer[: SHOWN - 1] + "…"
-        cells = (row.recipe, str(row.asked), escape(shown), mark, f"{seconds['ttft'] * 1e3:.1f}")
-        table.add_row(*cells, stages, chunks, tokens)
-    return table
+        ttft, note = row.summary["seconds"]["ttft"], ""
+        if row is not rows[0]:
+            faster = full["seconds"]["ttft"] / ttft
+            note = f"  [dim]{faster:.1f}x faster, {row.summary['tokens_recomputed']:,} tokens recomputed[/]"
+        console.print(f"  {row.recipe:16}{ttft:6.2f} s  {mark}  {escape(' '.join(row.answer.split()))}{note}")
 
 
-def totals(rows: list[Row]) -> list[dict[str, Any]]:
-    """One for each recipe and pass: answers right, median TTFT, and what became of the context's tokens."""
-    kinds = ("context_tokens", "tokens_lossless", "tokens_reused", "tokens_recomputed", "tokens_encoded")
-    lines = []
-    for recipe, asked in ((recipe, asked) for recipe in RECIPES for asked in PASSES):
-        chosen = [row for row in rows if (row.recipe, row.asked) == (recipe, asked)]
-        ttft = statistics.median(row.summary["seconds"]["ttft"] for row in chosen)
-        counts = {kind: sum(row.summary[kind] for row in chosen) for kind in kinds}
-        right = sum(row.right for row in chosen)
-        lines.append({"recipe": recipe, "pass": asked, "right": right, "of": len(chosen), "ttft": ttft, **counts})
-    return lines
+def summarize(model: str, rows: list[Row]) -> dict[str, Any]:
+    """Of each recipe: answers right, and the median of the seconds to the first token."""
+    made: dict[str, Any] = {"model": model, "questions": len(rows) // len(RECIPES)}
+    for recipe in RECIPES:
+        chosen = [row for row in rows if row.recipe == recipe]
+        made[recipe] = {
+            "right": sum(row.right for row in chosen),
+            "ttft_median_s": statistics.median(row.summary["seconds"]["ttft"] for row in chosen),
+            "context_tokens": sum(row.summary["context_tokens"] for row in chosen),
+            "tokens_recomputed": sum(row.summary["tokens_recomputed"] for row in chosen),
+        }
+    return made
 
 
-def table_of_totals(lines: list[dict[str, Any]]) -> Table:
-    table = Table(title="[bold]Totals[/]", title_justify="left", title_style="", box=box.SIMPLE_HEAD)
-    headers = ("recipe", "pass", "right", "TTFT ms, median", "context tokens", "lossless", "reused", "recomputed")
-    for header in (*headers, "encoded first"):
-        table.add_column(header, justify="left" if header == "recipe" else "right")
-    for line in lines:
-        recipe, asked, right, of, ttft, *counts = line.values()
-        table.add_row(recipe, str(asked), f"{right} of {of}", f"{ttft * 1e3:.1f}", *map(str, counts))
-    return table
+def conclude(console: Console, made: dict[str, Any]) -> None:
+    full, default = (made[recipe] for recipe in RECIPES)
+    console.print(f"\n[bold]{made['model']}, {made['questions']} questions[/]")
+    for recipe in RECIPES:
+        one = made[recipe]
+        share = one["tokens_recomputed"] / one["context_tokens"]
+        console.print(
+            f"  {recipe:16}{one['right']:3} of {made['questions']} right, {one['ttft_median_s']:.2f} s to the first "
+            f"token (median), {share:.0%} of the context computed"
+        )
+    console.print(f"  the default is [bold]{full['ttft_median_s'] / default['ttft_median_s']:.1f} times faster[/]")
 
 
 async def run(
-    model: Path, documents: list[Path], questions: list[Question], folder: Path, console: Console
+    setting: Setting, corpora: list[Path], questions: list[Question], out: Path, console: Console
 ) -> list[Row]:
-    """Raises Failed, ServiceError, TimeoutError."""
+    """Raises Failed, ServiceError, TimeoutError, OSError."""
     rows: list[Row] = []
-    async with services(model, folder, console) as address, AsyncClient(address) as client:
-        await load(client, documents, console)
-        for question in questions:
-            answers = [await ask(client, question, recipe, asked) for asked in PASSES for recipe in RECIPES]
-            answers.sort(key=lambda row: (RECIPES.index(row.recipe), row.asked))
-            console.print(table_of(answers))
-            rows += answers
+    folder = Path(tempfile.mkdtemp(prefix="demo-", dir=out.parent))
+    try:
+        async with services(setting.model, folder, console) as address, AsyncClient(address) as client:
+            await load(client, setting, corpora, console)
+            for question in questions:
+                answers = [await ask(client, question, recipe, setting.top_k) for recipe in RECIPES]
+                show(console, answers)
+                rows += answers
+            await explain(address, questions[0], setting.top_k, out.with_suffix(".html"))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
-def check(rows: list[Row]) -> None:
-    """Raises Failed: the reference recipe missed an answer, or the cache failed a request."""
+async def explain(address: str, question: Question, top_k: int, page: Path) -> None:
+    """Has the command line write the page on an answer."""
+    asked = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address, "--top-k", str(top_k))
+    process = await asyncio.create_subprocess_exec(
+        *asked,
+        "--max-tokens",
+        "32",
+        "--explain",
+        str(page),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, said = await process.communicate()
+    if process.returncode:
+        raise Failed(f"`fusionkv ask --explain` failed: {said.decode()}")
+
+
+def check(setting: Setting, rows: list[Row]) -> None:
+    """Raises Failed: the cache failed a request, or full attention missed an answer that it is sure of."""
     for row in rows:
         if row.summary["degraded"]:
             raise Failed(f"degraded: {row.summary['degraded_reason']} ({row.recipe}: {row.question})")
-        if row.recipe == "full_attention" and not row.right:
-            raise Failed(f"full_attention answered {row.answer!r}, not {row.expected!r}, to: {row.question}")
+        if setting.sure and row.recipe == "full_attention" and not row.right:
+            raise Failed(f"full_attention answered {row.answer!r}, not {row.expected}, to: {row.question}")
 
 
 def main() -> int:
-    models = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=models[0] if models else None, help="(default: %(default)s)")
     parser.add_argument(
-        "--corpus", type=Path, default=ROOT / "examples/corpus", help="folders of *.md, and questions.json"
+        "--model", help=f"directory, or a name of `fusionkv model list` (default: {REAL_MODEL} if it can be fetched)"
     )
-    parser.add_argument("--questions", type=int, default=18, help="how many to ask (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/demo.json", help="all rows (default: %(default)s)")
+    parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
+    parser.add_argument("--questions", type=int, default=12, help="how many to ask (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build/demo.json", help="all answers (default: %(default)s)"
+    )
     flags = parser.parse_args()
-    if flags.model is None:
-        parser.error("there is no model in models/: name one with --model")
-    if not (documents := sorted(flags.corpus.glob("*/*.md"))):
-        parser.error(f"there are no folders of documents in {flags.corpus}")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 180)
-    started = time.monotonic()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     flags.out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="demo-", dir=flags.out.parent))
     try:
-        rows = asyncio.run(run(flags.model, documents, pick(flags.corpus, flags.questions), folder, console))
-        lines = totals(rows)
-        made = {"model": flags.model.name, "totals": lines, "rows": [asdict(row) for row in rows]}
-        flags.out.write_text(json.dumps(made, indent=1) + "\n")
-        console.print(table_of_totals(lines))
-        console.print(f"{len(rows)} answers in {time.monotonic() - started:.0f} s; every row is in {flags.out}")
-        check(rows)
-    except (Failed, ServiceError, TimeoutError) as error:
+        setting = choose(console, flags.model)
+        started, folder = time.monotonic(), flags.corpora or setting.corpora
+        corpora = sorted(path for path in folder.iterdir() if path.is_dir())
+        rows = asyncio.run(run(setting, corpora, pick(folder, flags.questions), flags.out, console))
+        made = summarize(Path(setting.model).name, rows)
+        flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        conclude(console, made)
+        console.print(f"\n{time.monotonic() - started:.0f} s in all; every answer is in {flags.out}")
+        console.print(f"what became of each token of the first prompt: {flags.out.with_suffix('.html')}")
+        check(setting, rows)
+    except (Failed, ServiceError, TimeoutError, OSError) as error:
         console.print(f"[red]demo failed:[/] {escape(str(error) or type(error).__name__)}")
         return 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

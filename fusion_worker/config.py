@@ -16,9 +16,9 @@ class WorkerConfig:
         "model directory, *.gguf file, Hugging Face hub id, or a name of `fusionkv model list`",
     )
     listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to serve on: host:port or unix:/path")
-    cache: str = setting("", "address of the cache service; empty works without one")
+    cache: str = setting("", "address of the cache service, or `none`; empty takes this machine's, if one runs")
     device: str = setting("auto", "auto, cpu or cuda[:N]")
-    dtype: str = setting("auto", "auto (as in the checkpoint), float32, bfloat16 or float16")
+    dtype: str = setting("auto", "float32, bfloat16, float16, or auto: the checkpoint's if the device computes in it")
     threads: int = setting(0, "CPU threads for computing; 0 takes all cores that this process may use", low=0)
     tensor_parallel: int = setting(
         1, "processes that share the model by heads, each with its own GPU, or with its share of the threads", low=1

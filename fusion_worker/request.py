@@ -35,6 +35,7 @@ from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
 from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 tracer = trace.get_tracer(__name__)
@@ -72,6 +73,14 @@ class Answerer:
         self._active = 0
         self.admission = Admission(config.max_requests, config.max_queue)
         meters.observe(self.admission.load, pool)
+
+    def unusable(self, recipe: Recipe) -> str:
+        """Why the model can't follow a recipe; empty: it can."""
+        try:
+            self._fuser.check(recipe, 0)
+        except FailedPrecondition as error:
+            return str(error)
+        return ""
 
     async def answer(
         self,

@@ -29,6 +29,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256
 # As many as the cache service takes in a lookup.
 _MAX_VARIANTS = 64
+# Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks (docs/correction.md).
+_LESSON_CHUNKS = 6
 # Characters of one Embed: tokenising them takes about 0.3 s, and the event loop waits.
 _MAX_EMBED = 1 << 20
 
@@ -101,6 +103,7 @@ class FusionServicer:
                     default_ratio=r.ratio,
                     neighbours=r.neighbours,
                     takes_modifiers=not r.lossless,
+                    unusable=self.answerer.unusable(r),
                 )
                 for r in recipes.RECIPES.values()
             ],
@@ -154,6 +157,8 @@ class FusionServicer:
         chunks = tuple(self._chunk(part.ids, f"chunk {i}") for i, part in enumerate(parts))
         system = Chunk(self._tokens(request.system.ids, "the system prompt"))
         prompt = Prompt(system, chunks, (), self._label(request.tenant, "tenant"))
+        if request.mode == pb.EncodeRequest.MODE_CORRECTION:
+            return await self._correction(prompt, self._label(request.corpus, "corpus"))
         if prompt.tokens > self._model.max_tokens:
             raise InvalidArgument(f"{prompt.tokens} tokens to encode; the model takes {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
@@ -161,10 +166,25 @@ class FusionServicer:
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
             encoded = await self._encoder.after_neighbours(prompt)
         else:
-            raise InvalidArgument("mode must be MODE_EXACT or MODE_NEIGHBOURS")
+            raise InvalidArgument("mode must be MODE_EXACT, MODE_NEIGHBOURS or MODE_CORRECTION")
         return pb.EncodeResponse(
             key=encoded.key, variant=encoded.variant, existed=encoded.existed, tokens=len(chunks[-1])
         )
+
+    async def _correction(self, sample: Prompt, corpus: str) -> pb.EncodeResponse:
+        corrector = self.answerer.corrector
+        if await corrector.find(sample.tenant, corpus) is not None:
+            return pb.EncodeResponse(existed=True)
+        if len({chunk.digest for chunk in sample.chunks}) < 2:
+            raise InvalidArgument("a correction takes two chunks or more that differ")
+        largest = len(sample.system) + _LESSON_CHUNKS * max(map(len, sample.chunks))
+        if largest > self._model.max_tokens:
+            raise InvalidArgument(
+                f"{_LESSON_CHUNKS} chunks may have {largest} tokens with the system prompt; "
+                f"the model takes {self._model.max_tokens}"
+            )
+        await corrector.study(sample, corpus, _LESSON_CHUNKS)
+        return pb.EncodeResponse()
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
         if (length := sum(map(len, request.texts))) > _MAX_EMBED:

@@ -25,6 +25,9 @@ def main() -> int:
     try:
         config = settings.load(GatewayConfig, "gateway", file=flags.pop("config"), flags=flags)
         process.check_files()
+        process.check_ports(config.listen, "--listen")
+        process.check_ports(config.http_listen, "--http-listen")
+        process.check_ports(config.admin_listen, "--admin-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         asyncio.run(_serve(config))
     except (settings.SettingsError, OSError, ValueError) as error:

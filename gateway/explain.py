@@ -70,6 +70,7 @@ def render(
         same=full is not None and answer.text == full.text,
         same_chunks=full is not None and answer.sources == full.sources,
         summary=answer.summary,
+        saved=_saved(answer, full),
         facts=_facts(answer, full),
         stages=STAGES,
         timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
@@ -84,6 +85,20 @@ def render(
         ],
         **(asdict(served) if served else {}),
     )
+
+
+def _saved(answer: Answer, full: Answer | None) -> str:
+    """What reuse brought, in one sentence."""
+    s = answer.summary
+    if not s.context_tokens or s.tokens_recomputed == s.context_tokens:
+        return "Nothing was reused: all of the context was computed."
+    said = (
+        f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not computed again"
+    )
+    if full is None or not (s.seconds.ttft and full.summary.seconds.ttft):
+        return f"{said}."
+    times = full.summary.seconds.ttft / s.seconds.ttft
+    return f"{said}: the first token came {times:.1f} times as fast as with full attention."
 
 
 def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:

@@ -203,7 +203,10 @@ class GatewayServicer:
                 self._failed += 1
                 _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
             said |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
-            log.info("%s %s after %.3f s", method, status, said["seconds"], extra={logs.FIELDS: said})
+            answer = (
+                "; {recipe}, first token after {ttft:.3f} s, {tokens} tokens".format(**said) if "ttft" in said else ""
+            )
+            log.info("%s %s after %.3f s%s", method, status, said["seconds"], answer, extra={logs.FIELDS: said})
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

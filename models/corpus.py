@@ -16,8 +16,8 @@ def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
 
     Every `SHELF` stories fill a folder (`shelf-01`), to be ingested as a corpus of its own. A page's file is named
     after its story and its place there (`velkorda-03.md`), so that file names sort in reading order. A line of
-    `questions.json` has `shelf`, `question`, `answer`, `task` and `needs`, the files that hold the answer in
-    reading order.
+    `questions.json` has `corpus` (the folder), `question`, `answers`, `kind` (the task) and `documents` (the files
+    that hold the answer, in reading order).
     """
     rng = random.Random(seed)
     names = NamePool(rng, "heldout")
@@ -34,7 +34,7 @@ def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
         count += len(files)
         for q in questions:
             needs = [files[page] for page in q.needs]
-            line = {"shelf": shelf, "question": q.text, "answer": q.answer, "task": q.task, "needs": needs}
+            line = {"corpus": shelf, "question": q.text, "answers": [q.answer], "kind": q.task, "documents": needs}
             lines.append(json.dumps(line))
     (out / "questions.json").write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
     return count, len(lines)

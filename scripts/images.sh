@@ -119,7 +119,7 @@ say "documents and a question"
 mapfile -t asked < <(.venv/bin/python -P -c '
 import json, sys
 first = json.load(open(sys.argv[1]))[0]
-print(first["question"], first["answer"], sep="\n")' "$work/corpus/questions.json")
+print(first["question"], first["answers"][0], sep="\n")' "$work/corpus/questions.json")
 echo "${asked[0]} (${asked[1]})"
 .venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
 grep -qF -- "${asked[1]}" "$work/answer"

@@ -11,10 +11,11 @@ share of context tokens that is recomputed. With a ratio of 1 a recipe equals fu
 context go. What they are worth: [quality.md](quality.md).
 
 A request that names no recipe, or `default`, gets the gateway's: `{DEFAULT_RECIPE}`, unless its configuration says
-otherwise, the best one on a real model ([quality.md](quality.md#real-models)). Where chunks were
-encoded with neighbours (`fusionkv encode`, `fusionkv ingest --precompute`), it chooses among those: with 10, the
-request is answered by `{DEFAULT_RECIPE}+similarity_guided(10)`, and the reply says so. A default that says itself how
-chunks are encoded, such as `fusionrag` or `{DEFAULT_RECIPE}+isolated`, stays as it is.
+otherwise, the best one on a real model ([quality.md](quality.md#real-models)). `fusionkv encode CORPUS` encodes the
+chunks alone, as that one wants them, and learns the corpus's correction. Where chunks were encoded with neighbours
+(`fusionkv encode CORPUS --recipe fusionrag`), it chooses among those: with 10, the request is answered by
+`{DEFAULT_RECIPE}+similarity_guided(10)`, and the reply says so. A default that says itself how chunks are encoded,
+such as `fusionrag` or `{DEFAULT_RECIPE}+isolated`, stays as it is.
 """
 MODIFIED = """
 A recipe is made of slots, and a modifier fills one otherwise: `a3+window`, `prophetkv+similarity_guided(5)+window`.

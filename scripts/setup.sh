@@ -73,6 +73,7 @@ make_stubs() {
     for package in protos kvcache_service fusion_worker kernels gateway models bench; do
         ln -sfn "../../../$package" "build/types/fusionkv/$package"
     done
+    ln -sfn ../../../gateway/api/__init__.py build/types/fusionkv/__init__.py
 }
 
 install_tools() {

@@ -24,7 +24,6 @@ from fusionkv.bench.quality.report import report
 from fusionkv.bench.quality.report.cells import Cell, Store, Subject, table
 from fusionkv.bench.quality.report.rows import judged, rows
 from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE
-from fusionkv.fusion_worker.compute.packed_linear import computes_bfloat16
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.library.cache import name_of
@@ -125,8 +124,6 @@ def _parser() -> argparse.ArgumentParser:
 def _evaluate(args: argparse.Namespace, console: Console) -> int:
     started = time.monotonic()
     args.models, args.auxiliary = [*map(resolve, args.models)], args.auxiliary and resolve(args.auxiliary)
-    if args.dtype == "auto" and on_cpu(args.device) and not computes_bfloat16():
-        args.dtype = "float32"  # the same weights, and 8 times as fast where bfloat16 is emulated
     known = Store(args.out / "cells.jsonl")
     plan = _plan(args)
     configs = {

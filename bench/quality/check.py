@@ -26,10 +26,9 @@ from fusionkv.bench.quality.oracles import Oracles, compare
 from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.client import DEFAULT_RECIPE
-from fusionkv.fusion_worker.compute.packed_linear import computes_bfloat16
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.models import Model, on_cpu
+from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
@@ -93,8 +92,6 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
     tasks = [
         replace(task.first(args.n), graded=False) for path in args.data or [PASSAGES] for task in datasets.load(path)
     ]
-    if args.dtype == "auto" and on_cpu(args.device) and not computes_bfloat16():
-        args.dtype = "float32"  # the same weights, and 8 times as fast where bfloat16 is emulated
     config = WorkerConfig(model=args.model, pool_bytes=args.pool_bytes)
     model = models.load(args.model, args.device, args.dtype)
     auxiliary = models.load(args.auxiliary, "cpu") if args.auxiliary else None

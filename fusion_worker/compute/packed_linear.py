@@ -28,7 +28,7 @@ def pack(network: torch.nn.Module) -> None:
     """
     layers: Any = network.model
     first = next(layers.parameters())
-    if first.device.type != "cpu" or first.dtype != torch.bfloat16 or not computes_bfloat16():
+    if first.device.type != "cpu" or first.dtype != torch.bfloat16 or not computes(torch.bfloat16):
         return
     for parent in list(layers.modules()):
         for name, child in parent.named_children():
@@ -36,9 +36,12 @@ def pack(network: torch.nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
 
 
-def computes_bfloat16() -> bool:
-    """Whether this CPU has instructions for it, and torch uses them."""
+def computes(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for numbers of that kind, and torch uses them."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    name = "bf16" if dtype == torch.bfloat16 else "fp16"
     try:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported")())
     except (AttributeError, RuntimeError):  # a torch without oneDNN
         return False

@@ -1,10 +1,11 @@
-"""Learns a correction of reused KV for every corpus, from the first prompts that are asked about it."""
+"""Learns a correction of reused KV for every corpus, ahead of time or from the first prompts about it."""
 
 import asyncio
 import logging
+import random
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -25,6 +26,8 @@ from fusionkv.kernels.segments import KVSegment
 log = logging.getLogger(__name__)
 # With SmolLM2 and 1,400 tokens a prompt, five prompts teach no more than two.
 PROMPTS, TOKENS = 4, 1000
+# Drawn from a corpus that is learned ahead of time, at most: short chunks take more than four prompts.
+_MOST_DRAWN = 16
 _MOST_WAITING = 8
 # Of corrections in memory: 40 corpora with SmolLM2, three with a model of 8B. The last one stays, however large.
 _MOST_BYTES = 256 << 20
@@ -97,6 +100,22 @@ class Corrector:
             await asyncio.to_thread(self._keep, correction, file)
             self._remember(file, correction.on(self._model.device))
             self._lessons.pop(file, None)
+
+    async def study(self, sample: Prompt, corpus: str, count: int) -> bool:
+        """Learns from prompts of `count` random chunks each, before any question; whether there is a correction now.
+
+        sample: its chunks come from all over the corpus; two or more that differ.
+
+        Raises:
+            ResourceExhausted: a drawn prompt does not fit the pool.
+        """
+        chunks = [*{chunk.digest: chunk for chunk in sample.chunks}.values()]
+        # The same draws for the same corpus, so that a correction can be made again.
+        chance = random.Random(corpus)
+        for _ in range(_MOST_DRAWN):
+            drawn = tuple(chance.sample(chunks, min(count, len(chunks))))
+            await self.learn(replace(sample, chunks=drawn, question=()), corpus)
+        return await self.find(sample.tenant, corpus) is not None
 
     async def settle(self) -> None:
         """Waits until every prompt offered so far was looked at."""

@@ -147,7 +147,8 @@ class Recipe:
         """The ratio a request gets.
 
         Raises:
-            InvalidArgument: outside 0..1, or not a number; or between the two for chunks that are anchor tokens.
+            InvalidArgument: outside 0..1, or not a number; another one than the recipe's own, which is fixed; or
+                between the two for chunks that are anchor tokens.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
             raise InvalidArgument(f"ratio {asked} is outside 0..1")
@@ -158,7 +159,12 @@ class Recipe:
                     "for 0, or for 1, which is full attention of the text"
                 )
             return asked
-        return self.ratio if asked is None or self.fixed else asked
+        if self.fixed and asked not in (None, self.ratio):
+            raise InvalidArgument(
+                f"{self.name} has the fixed ratio {self.ratio:g}, not {asked:g}: leave the ratio out, or take a "
+                "recipe that chooses tokens, such as prophetkv"
+            )
+        return self.ratio if asked is None else asked
 
 
 RECIPES: dict[str, Recipe] = {

@@ -10,16 +10,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
 from rich.console import Console
 from rich.table import Table
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.cli import connect, encode
+from fusionkv.gateway.cli import connect, encode, figures
 from fusionkv.gateway.cli.console import patiently, print_json, progress_bar
 from fusionkv.gateway.cli.files import find
 from fusionkv.gateway.client.results import Answer, Explanation, Item, Passage, Sources, Summary, Token, fields
 from fusionkv.gateway.ingest import brief
+from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
 from fusionkv.protos.runtime.errors import InvalidArgument, ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
@@ -140,7 +140,14 @@ async def ask(args: argparse.Namespace) -> int:
     print(flush=True)
     console = Console(stderr=True, highlight=False)
     for source in sources:
-        console.print(f"  {source.name}  {source.score:.3f}", style="dim", markup=False)
+        text = " ".join(source.text.split())
+        console.print(
+            f"  {source.name}  {source.score:.3f}  {text}",
+            style="dim",
+            markup=False,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
     console.print(_figures(summary))
     if summary.degraded:
         console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
@@ -217,10 +224,11 @@ async def stats(args: argparse.Namespace) -> int:
         print_json(found)
         return 0
     table = Table(box=None, show_header=False, pad_edge=False)
-    for service, values in found.items():
+    for service, show in (("gateway", figures.gateway), ("worker", figures.worker), ("cache", figures.cache)):
         table.add_row(f"[bold]{service}[/bold]", "")
-        for name, value in values.items():
-            table.add_row(f"  {name}", _shown(value))
+        values = found[service]
+        for name, value in (values if "error" in values else show(values)).items():
+            table.add_row(f"  {name}", value)
     Console(highlight=False).print(table)
     return 0
 
@@ -244,7 +252,11 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     finally:
         await client.close()
     plain = "name family device dtype max_tokens embedding_dim kv_bytes_per_token"
-    recipes = [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in model.recipes]
+    recipes = [
+        {"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours}
+        for r in model.recipes
+        if not r.unusable
+    ]
     return {
         **{name: getattr(model, name) for name in plain.split()},
         "fingerprint": model.fingerprint.hex(),
@@ -261,25 +273,17 @@ async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
 
     client = CacheClient(address, tls)
     try:
-        return MessageToDict(
-            await client.stats(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
+        found = fields(await client.stats())
     finally:
         await client.close()
+    tiers = [{**tier, "tier": Tier.Name(tier["tier"]).removeprefix("TIER_").lower()} for tier in found["tiers"]]
+    return {**found, "tiers": tiers}
 
 
 def _cache_address() -> str:
     """Where `fusionkv serve` with its default folder has the cache service, if it runs."""
     socket = Path(".fusionkv/run/kvcache.sock").absolute()
     return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list):
-        return "\n".join(i if isinstance(i, str) else _shown(i) for i in value)
-    if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items())
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
 
 
 async def _all(work: Any) -> None:

@@ -5,6 +5,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from fusionkv.gateway.cli import connect
@@ -12,7 +13,7 @@ from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS
 from fusionkv.gateway.client.requests import ORDERS
 from fusionkv.gateway.ingest.parse import ENDINGS, MEDIA_TYPES
-from fusionkv.protos.runtime.errors import ServiceError
+from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 from fusionkv.protos.runtime.settings import SettingsError, positive, share
 
 MODULES = {
@@ -28,6 +29,7 @@ APART = {
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
+_UNAVAILABLE = "fusionkv: is `fusionkv serve all` running? --gateway names the gateway of another machine"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
         print(f"fusionkv: {error}", file=sys.stderr)
+        if isinstance(error, Unavailable):
+            print(_UNAVAILABLE, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -59,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fusionkv", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"fusionkv {metadata.version('fusionkv')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run one service, or all of them on this machine")
@@ -74,6 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         "--data-dir", type=Path, default=Path(".fusionkv"), help="where everything is kept (default: %(default)s)"
     )
     serve.add_argument("--listen", help=f"addresses of the gateway (default: {DEFAULT_ADDRESS})")
+    serve.add_argument("--http-listen", metavar="ADDRESS", help="serve the OpenAI-compatible API there, host:port")
+    serve.add_argument("--admin-listen", metavar="ADDRESS", help="serve pages on the last answers there, host:port")
     serve.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [kvcache], [worker], [gateway]")
     serve.add_argument("--json", action="store_true", help="one JSON object a line on standard output")
 
@@ -108,14 +115,12 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         const="",
         metavar="RECIPE",
-        help="then encode the corpus ahead of time; without RECIPE, for the first that wants it",
+        help="then encode the corpus ahead of time, as RECIPE wants it (default: the gateway's recipe)",
     )
 
     encode = commands.add_parser("encode", parents=[client], help="encode corpora ahead of time")
     encode.add_argument("corpora", nargs="+", metavar="CORPUS")
-    encode.add_argument(
-        "--recipe", default="", help="whose neighbours to encode with (default: the first recipe that wants any)"
-    )
+    encode.add_argument("--recipe", default="", help="that chunks are encoded for (default: the gateway's)")
     encode.add_argument(
         "--index", type=int, metavar="N", help="only the Nth corpus, from 0: for jobs that run once for each"
     )

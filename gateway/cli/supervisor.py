@@ -16,27 +16,41 @@ from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.protos.runtime import rpc, settings
+from fusionkv.protos.runtime import process, rpc, settings
 
-_SERVING = re.compile(r"^\S+ serving on (.+)$")
+_SERVING = re.compile(r"^(\S+) serving on (.+)$")
+# Lines of a log that may be what a service ended with.
+_TRACEBACK = re.compile(r"^\s|^Traceback|^$")
 # A unix socket's path has at most 107 bytes.
 _LONGEST_SOCKET = 107
 _LONGEST_LINE = 16 << 20
 _HEALTH_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1
+_ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
 
 
 class Child:
-    """One service process; `plain`: without TLS. Its output goes to standard error, each line under its name."""
+    """One service process. Its output goes to standard error, each line under its name.
 
-    def __init__(self, name: str, module: str, flags: Sequence[str], *, plain: bool = True) -> None:
+    listeners: what it says is serving, beside itself. plain: without TLS.
+    """
+
+    def __init__(
+        self, name: str, module: str, flags: Sequence[str], *, listeners: Sequence[str] = (), plain: bool = True
+    ) -> None:
         self.name = name
         self._plain = plain
+        self._awaited = {f"fusionkv-{name}", *listeners}
         self._argv = [sys.executable, "-P", "-m", module, *flags]
         self._process: asyncio.subprocess.Process | None = None
         self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None
+        self.served: dict[str, list[str]] = {}
+        """Addresses by what listens there, as the service has said so far."""
+        self.last = ""
+        """What the service printed last."""
 
     async def start(self) -> list[str]:
         """Starts the process and waits until it reports itself healthy; returns its addresses.
@@ -59,7 +73,7 @@ class Child:
         futures: list[asyncio.Future[Any]] = [self._addresses, ended]
         await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
         if not self._addresses.done():
-            raise ChildEnded(self.name, await ended)
+            raise ChildEnded(self, await ended)
         ended.cancel()
         addresses = self._addresses.result()
         # With TLS nobody says here whose certificate to trust: that the service says it serves has to do.
@@ -92,18 +106,25 @@ class Child:
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip("\n")
             match = _SERVING.match(line)
-            if match and not self._addresses.done():
-                self._addresses.set_result(match[1].split())
-            else:
-                print(f"{self.name:8}| {line}", file=sys.stderr, flush=True)
+            if match:
+                self.served[match[1]] = match[2].split()
+                if self._awaited <= self.served.keys() and not self._addresses.done():
+                    self._addresses.set_result(self.served[f"fusionkv-{self.name}"])
+                continue
+            if not _TRACEBACK.match(line):
+                self.last = line
+            # JSON names its service itself, and stays JSON.
+            shown = line if line.startswith("{") else f"{self.name:8}| {line}"
+            print(shown, file=sys.stderr, flush=True)
 
 
 class ChildEnded(Exception):
     """A service ended that should run on."""
 
-    def __init__(self, name: str, status: int) -> None:
+    def __init__(self, child: Child, status: int) -> None:
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        super().__init__(f"{name} {how}; its last lines above say why")
+        said = f"; its last line: {child.last}" if child.last else ", and had printed nothing"
+        super().__init__(f"{child.name} {how}{said}")
 
 
 async def serve(args: argparse.Namespace) -> int:
@@ -119,9 +140,10 @@ async def serve(args: argparse.Namespace) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopped)
+    config = _gateway(args)
     with contextlib.ExitStack() as stack:
-        children.extend(_children(args, stack))
-        running = asyncio.create_task(_run(children, args.json))
+        children.extend(_children(args, config, stack))
+        running = asyncio.create_task(_run(children, config, args.json))
         asked = asyncio.create_task(stop.wait())
         await asyncio.wait([running, asked], return_when=asyncio.FIRST_COMPLETED)
         failure = running.exception() if running.done() else None
@@ -138,7 +160,7 @@ async def serve(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _run(children: Sequence[Child], as_json: bool) -> None:
+async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
     """Starts all, then waits for one to end, which is a failure."""
     watched: dict[asyncio.Task[int], Child] = {}
     starting: asyncio.Task[list[str]] | None = None
@@ -153,7 +175,7 @@ async def _run(children: Sequence[Child], as_json: bool) -> None:
             seconds = round(time.monotonic() - began, 1)
             line = f"{child.name:8}up on {' '.join(addresses)} after {seconds} s"
             _report(as_json, "up", line, service=child.name, addresses=addresses, seconds=seconds)
-        _report(as_json, "ready", "ready: stop with Ctrl-C")
+        await _ready(children, config, as_json)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_ended(watched)
     finally:
@@ -161,13 +183,42 @@ async def _run(children: Sequence[Child], as_json: bool) -> None:
             task.cancel()
 
 
+async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
+    """Says what can be asked where, and what to do next."""
+    _, worker, gateway = children
+    client = WorkerClient(worker.served["fusionkv-worker"][0])
+    try:
+        model = await client.model()
+    finally:
+        await client.close()
+    lines = [
+        f"  model    {model.name} ({model.dtype} on {model.device}, prompts of up to {model.max_tokens:,} tokens)",
+        f"  recipe   {config.recipe}",
+        *(f"  {_ENDPOINTS[name]:8} {' '.join(where)}" for name, where in gateway.served.items()),
+        "  next     fusionkv ingest CORPUS FOLDER, then fusionkv ask CORPUS QUESTION; Ctrl-C stops",
+    ]
+    endpoints = {_ENDPOINTS[name].lower(): where for name, where in gateway.served.items()}
+    _report(
+        as_json, "ready", "\n".join(["ready", *lines]), model=model.name, recipe=config.recipe, endpoints=endpoints
+    )
+
+
 def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:
     for task, child in watched.items():
         if task.done():
-            raise ChildEnded(child.name, task.result())
+            raise ChildEnded(child, task.result())
 
 
-def _children(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Child]:
+def _gateway(args: argparse.Namespace) -> GatewayConfig:
+    """What the gateway will be told. Raises SettingsError, and OSError where another program has one of its ports."""
+    flags = {name: getattr(args, name) for name in ("listen", "http_listen", "admin_listen")}
+    config = settings.load(GatewayConfig, "gateway", file=args.config, flags=flags)
+    for name in flags:
+        process.check_ports(getattr(config, name), f"--{name.replace('_', '-')}")
+    return config
+
+
+def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextlib.ExitStack) -> list[Child]:
     data = args.data_dir.expanduser().absolute()
     sockets = data / "run"
     if len(bytes(sockets / "kvcache.sock")) > _LONGEST_SOCKET:
@@ -176,7 +227,10 @@ def _children(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Chi
     cache, worker = (f"unix:{sockets / name}.sock" for name in ("kvcache", "worker"))
     config = ["--config", str(args.config.absolute())] if args.config else []
     model = ["--model", str(args.model)] if args.model else []
-    listen = ["--listen", args.listen] if args.listen else []
+    listen = ["--listen", ",".join(gateway.listen)]
+    names = {"fusionkv-gateway-http": gateway.http_listen, "fusionkv-gateway-admin": gateway.admin_listen}
+    listen += ["--http-listen", ",".join(gateway.http_listen)] if gateway.http_listen else []
+    listen += ["--admin-listen", ",".join(gateway.admin_listen)] if gateway.admin_listen else []
     return [
         Child(
             "kvcache", "fusionkv.kvcache_service", [*config, "--listen", cache, "--data-dir", str(data / "kvcache")]
@@ -186,7 +240,8 @@ def _children(args: argparse.Namespace, stack: contextlib.ExitStack) -> list[Chi
             "gateway",
             "fusionkv.gateway",
             [*config, *listen, "--workers", worker, "--data-dir", str(data / "gateway")],
-            plain=settings.load(GatewayConfig, "gateway", file=args.config).server_tls is None,
+            listeners=[name for name, addresses in names.items() if addresses],
+            plain=gateway.server_tls is None,
         ),
     ]
 

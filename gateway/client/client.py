@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar, Unpack
 
 import grpc
 
 from fusionkv.gateway.client import requests, results
 from fusionkv.gateway.client.credentials import Credentials
+from fusionkv.gateway.client.requests import Options
 from fusionkv.gateway.client.results import (
     Answer,
     Deleted,
@@ -80,9 +81,9 @@ class AsyncClient:
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     async def stream(
-        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`, among
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.Options`, among
         them `passages` in place of the corpus and `messages` in place of the question.
         """
         call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
@@ -94,7 +95,7 @@ class AsyncClient:
             call.cancel()
 
     async def ask(
-        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Answer:
         """A whole answer. Options as of `stream`."""
         async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
@@ -195,9 +196,9 @@ class Client:
         return Ingested(name, r.chunks, r.tokens, r.replaced)
 
     def stream(
-        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Iterator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.generate`, among
+        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.Options`, among
         them `passages` in place of the corpus and `messages` in place of the question.
         """
         call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
@@ -208,7 +209,9 @@ class Client:
         finally:
             call.cancel()
 
-    def ask(self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Any) -> Answer:
+    def ask(
+        self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
+    ) -> Answer:
         """A whole answer. Options as of `stream`."""
         return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 

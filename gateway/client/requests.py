@@ -4,6 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -14,60 +15,65 @@ ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed":
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
 
 
-def generate(
-    corpus: str = "",
-    question: str = "",
-    *,
-    passages: Sequence[str | Passage] = (),
-    messages: Sequence[Mapping[str, str]] = (),
-    system: str = "",
-    recipe: str = "",
-    ratio: float | None = None,
-    top_k: int = 0,
-    order: str = "document",
-    max_tokens: int = 0,
-    temperature: float = 0.0,
-    top_p: float = 0.0,
-    sample_top_k: int = 0,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    query: str = "",
-    explain: bool = False,
-) -> pb.GenerateRequest:
-    """A question over a corpus, or over passages of one's own; what is left out takes the default of the gateway or
-    the worker.
+class Options(TypedDict, total=False):
+    """What a question may say beside itself; what is left out takes the default of the gateway or the worker.
 
-    `messages` are a conversation in place of the question: each has a `role` (system, user or assistant) and
-    `content`, and the last one is the question. `system` is the system prompt.
-    `ratio` is the share of context tokens to recompute (0..1); `top_k` the number of chunks, `sample_top_k` the
-    number of tokens that sampling keeps; `temperature` 0 is greedy; the answer ends before the first of `stop`;
-    chunks are searched for by `query` where that is not the question; `explain` asks for an Explanation.
+    passages: texts in place of a corpus.
+    messages: a conversation in place of the question: each has a `role` (system, user or assistant) and `content`;
+        the last one is the question.
+    system: the system prompt.
+    recipe: how cached chunks are fused.
+    ratio: share of context tokens to recompute, 0 to 1.
+    top_k: chunks to retrieve.
+    order: of the chunks in the prompt: document (default), rank or rank_reversed.
+    temperature: 0 is greedy.
+    top_p, sample_top_k: sampling keeps the likeliest tokens of this total probability, and so many at most.
+    seed: makes sampling repeatable.
+    stop: the answer ends before the first of these.
+    query: chunks are searched for by it in place of the question.
+    explain: an Explanation is asked for.
+    """
+
+    passages: Sequence[str | Passage]
+    messages: Sequence[Mapping[str, str]]
+    system: str
+    recipe: str
+    ratio: float | None
+    top_k: int
+    order: str
+    max_tokens: int
+    temperature: float
+    top_p: float
+    sample_top_k: int
+    seed: int | None
+    stop: Sequence[str]
+    query: str
+    explain: bool
+
+
+_SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
+
+
+def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -> pb.GenerateRequest:
+    """A question over a corpus, or over passages of one's own.
 
     Raises:
-        InvalidArgument: a value that can't be sent.
+        InvalidArgument: an option that there is not, or a value that can't be sent.
     """
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
     try:
-        sampling = pb.Sampling(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=sample_top_k,
-            seed=seed,
-            stop=stop,
-        )
+        given: dict[str, Any] = dict(options)
+        sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
+        passages, messages = given.pop("passages", ()), given.pop("messages", ())
         return pb.GenerateRequest(
             corpus=corpus,
             question=question,
             passages=[pb.Passage(**({"text": p} if isinstance(p, str) else asdict(p))) for p in passages],
             messages=[_message(message) for message in messages],
-            system=system,
-            recipe=recipe,
-            ratio=ratio,
-            top_k=top_k,
-            order=order_of(order),
-            sampling=sampling,
-            query=query,
-            explain=explain,
+            order=order_of(given.pop("order", "document")),
+            sampling=pb.Sampling(**sampling, top_k=given.pop("sample_top_k", 0)),
+            **given,
         )
     except (TypeError, ValueError, OverflowError) as error:
         raise errors.InvalidArgument(f"bad option: {error}") from error

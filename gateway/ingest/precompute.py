@@ -1,7 +1,7 @@
-"""Encodes a corpus ahead of time: every chunk behind its most similar neighbours (FusionRAG 3.1)."""
+"""Encodes a corpus ahead of time: every chunk alone, or behind its most similar neighbours (FusionRAG 3.1)."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +22,8 @@ from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 _TOGETHER = 32
 # The papers use 10; a search for more than a few hundred takes longer than the encoding.
 _MOST_NEIGHBOURS = 256
+# Chunks, from as many documents if there are, that a worker learns a correction from.
+_SAMPLE = 32
 
 
 class Precompute:
@@ -39,7 +41,7 @@ class Precompute:
 
         Raises:
             NotFound: no such corpus or document.
-            InvalidArgument: the recipe needs no neighbours.
+            InvalidArgument: the recipe reuses nothing.
             Unavailable: no worker, or its cache service can't be reached.
             ResourceExhausted: the tenant's quota of tokens is used up; what is done is stored.
         """
@@ -49,8 +51,8 @@ class Precompute:
         # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
         await tenant.retrieval.check(request.corpus)
         vocabulary = await self._workers.model()
-        default = _count(request.recipe, self._config.recipe, vocabulary)
-        count = request.neighbours or default
+        recipe = _recipe(request.recipe, self._config.recipe, vocabulary)
+        count = request.neighbours or recipe.neighbours
         if count > _MOST_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
         if request.name:
@@ -73,6 +75,8 @@ class Precompute:
                 yield _copy(progress)
             # The document may have been replaced since it was counted.
             progress.total += len(stored) - counted
+        if not request.name and "corrected" in recipe.name.split("+")[1:]:
+            await self._correct(tenant, request.corpus, sizes, vocabulary)
         yield _copy(progress)
 
     async def _encode(
@@ -88,19 +92,15 @@ class Precompute:
 
         async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
             async with slots:
-                near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary)
-                request = fusion_pb2.EncodeRequest(
-                    system=fusion_pb2.Tokens(ids=vocabulary.system()),
-                    before=[fusion_pb2.Tokens(ids=n.ids) for n in near],
-                    chunk=fusion_pb2.Tokens(ids=chunk.ids),
-                    mode=fusion_pb2.EncodeRequest.MODE_NEIGHBOURS,
-                    model_fingerprint=vocabulary.model.fingerprint,
-                    tenant=tenant.salt,
-                )
+                near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary) if count else []
+                request = _request(tenant, [*near, chunk], vocabulary)
+                request.mode = request.MODE_NEIGHBOURS if count else request.MODE_EXACT
                 encoded = await self._workers.encode(request)
                 if not encoded.existed:
                     tenant.meter.spend(len(chunk.ids) + sum(len(n.ids) for n in near))
-                return replace(chunk, variant=encoded.variant, neighbours=count), encoded.existed
+                # What was encoded behind neighbours before is still there, and better.
+                new = replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
+                return new, encoded.existed
 
         tasks = [asyncio.create_task(one(*pair)) for pair in batch]
         try:
@@ -112,6 +112,19 @@ class Precompute:
         if changed := [chunk for chunk, _ in done if chunk not in known]:
             await tenant.retrieval.set_variants(corpus, changed)
         return sum(existed for _, existed in done)
+
+    async def _correct(self, tenant: Tenant, corpus: str, sizes: dict[str, int], vocabulary: Vocabulary) -> None:
+        """Has a worker learn the corpus's correction; nothing where there are no two chunks."""
+        names = sorted(sizes)
+        sample: list[Chunk] = []
+        for name in names[:: max(1, len(names) // _SAMPLE)]:
+            stored = await tenant.retrieval.chunks(corpus, name, vocabulary.identity)
+            sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
+        if len({chunk.ids for chunk in sample}) < 2:
+            return
+        request = _request(tenant, sample[:_SAMPLE], vocabulary)
+        request.mode, request.corpus = request.MODE_CORRECTION, corpus
+        await self._workers.encode(request)
 
     async def _neighbours(
         self, tenant: Tenant, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
@@ -128,17 +141,24 @@ class Precompute:
         return near
 
 
-def _count(name: str, default: str, vocabulary: Vocabulary) -> int:
-    """How many neighbours a recipe wants; an empty name takes the default, or the first recipe that wants any."""
-    fitting = {r.name: r.neighbours for r in vocabulary.model.recipes if r.neighbours}
-    named = "" if name == DEFAULT else name
-    found = plan.recipe(named or default, vocabulary)
-    if not (named or found.neighbours) and fitting:
-        return next(iter(fitting.values()))
-    if not found.neighbours:
-        known = ", ".join(fitting) or "none"
-        raise InvalidArgument(f"recipe {found.name!r} needs no neighbours; those that do: {known}")
-    return found.neighbours
+def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
+    """The recipe to encode for; an empty name is the gateway's own."""
+    found = plan.recipe(default if name in ("", DEFAULT) else name, vocabulary)
+    if not (found.takes_modifiers or found.neighbours):
+        raise InvalidArgument(f"recipe {found.name!r} reuses no chunks: there is nothing to encode ahead of time")
+    return found
+
+
+def _request(tenant: Tenant, chunks: Sequence[Chunk], vocabulary: Vocabulary) -> fusion_pb2.EncodeRequest:
+    """The last chunk is the one to encode; `mode` is left to the caller."""
+    *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
+    return fusion_pb2.EncodeRequest(
+        system=fusion_pb2.Tokens(ids=vocabulary.system()),
+        before=before,
+        chunk=chunk,
+        model_fingerprint=vocabulary.model.fingerprint,
+        tenant=tenant.salt,
+    )
 
 
 def _copy(progress: pb.PrecomputeResponse) -> pb.PrecomputeResponse:

@@ -1,8 +1,11 @@
 """What a process needs of its machine to serve, and the lines in which it says what it does."""
 
 import contextlib
+import errno
 import os
 import resource
+import socket
+from collections.abc import Sequence
 from typing import TextIO
 
 # Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
@@ -24,6 +27,44 @@ def check_files() -> None:
     finally:
         for file in spare:
             os.close(file)
+
+
+def check_ports(addresses: Sequence[str], flag: str) -> None:
+    """Raises OSError where another program has one of these ports; `flag` names what else to say.
+
+    To be asked before what takes long. A service binds its ports when it can answer, and may still be told then.
+    """
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if address.startswith("unix:") or not port.isdigit() or port == "0":
+            continue
+        try:
+            (family, *_, where), *_ = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
+        except OSError:
+            continue  # for the server to say
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(where)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    continue
+                raise OSError(
+                    f"{address} is taken by another program: stop that one, or name another address by {flag}"
+                ) from error
+
+
+def listens(address: str) -> bool:
+    """Whether somebody accepts connections at host:port or unix:/path of this machine."""
+    path = address.removeprefix("unix:")
+    host, _, port = address.rpartition(":")
+    with socket.socket(socket.AF_UNIX if path != address else socket.AF_INET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path if path != address else (host, int(port)))
+        except OSError:
+            return False
+        return True
 
 
 def say(line: str, stream: TextIO) -> None:

@@ -58,7 +58,7 @@ class Rig:
         self, system: Ids, chunks: Sequence[Ids], question: Ids, recipe: str = "prophetkv", **more: Any
     ) -> pb.GenerateRequest:
         variants = more.pop("variants", [[]] * len(chunks))
-        fields = {k: more.pop(k) for k in ("ratio", "tenant", "model_fingerprint") if k in more}
+        fields = {k: more.pop(k) for k in ("ratio", "tenant", "corpus", "model_fingerprint") if k in more}
         return pb.GenerateRequest(
             recipe=recipe,
             system=pb.Tokens(ids=system),

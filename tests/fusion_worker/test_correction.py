@@ -10,6 +10,8 @@ from fusionkv.fusion_worker.correct import corrector
 from fusionkv.fusion_worker.correct.correction import PLACES, STRENGTH, Correction, Fit, places, shape
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import InvalidArgument
 
 LAYERS, HEADS, DIM = 2, 2, 8
 CLOSE = 1e-4
@@ -141,6 +143,28 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, oracle: Any,
     assert tools.error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
     everything = await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0)
     assert tools.error(everything.logits[0], plain.logits(whole(parts))) < CLOSE
+
+
+async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any, tools: Any) -> None:
+    rig = await start("llama")
+    chunks = [pb.Tokens(ids=tools.random_ids(90, n)) for n in range(9)]
+    request = pb.EncodeRequest(
+        system=pb.Tokens(ids=tools.random_ids(5, 1)),
+        before=chunks[:-1],
+        chunk=chunks[-1],
+        mode=pb.EncodeRequest.MODE_CORRECTION,
+        corpus="ahead",
+    )
+    assert [(await rig.servicer.Encode(request, None)).existed for _ in range(2)] == [False, True]
+    asked = await rig.ask(*parts, recipe="full_reuse+corrected", corpus="ahead")
+    assert asked.summary.chunks_corrected == 2
+    request.corpus = "other"
+    del request.before[:]
+    with pytest.raises(InvalidArgument, match="two chunks or more"):
+        await rig.servicer.Encode(request, None)
+    request.before.append(pb.Tokens(ids=tools.random_ids(400, 1)))
+    with pytest.raises(InvalidArgument, match="6 chunks may have 2405 tokens with the system prompt"):
+        await rig.servicer.Encode(request, None)
 
 
 async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any, tools: Any) -> None:

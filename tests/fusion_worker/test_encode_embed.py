@@ -166,6 +166,8 @@ async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
     assert (said.bos_token, said.max_tokens, said.embedding_dim) == (256, 2048, 64)
     assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
     assert [r.name for r in said.recipes] == list(RECIPES)
+    assert "start the worker with --auxiliary" in next(r.unusable for r in said.recipes if r.name == "cacheclip")
+    assert not next(r.unusable for r in said.recipes if r.name == "prophetkv")
     told = {r.name: (r.default_ratio, r.neighbours) for r in said.recipes}
     assert (told["full_attention"], told["prophetkv"], told["fusionrag"]) == ((1.0, 0), (0.2, 0), (0.15, 10))
     with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):

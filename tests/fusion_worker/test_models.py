@@ -63,7 +63,7 @@ def edit(directory: Path, **change: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any, tools: Any) -> None:
     directory = save(family, dtype)
-    model = models.load(directory, "cpu")
+    model = models.load(directory, "cpu", str(dtype).removeprefix("torch."))
     config = tools.network(family, dtype).config
     assert (model.name, model.family) == ("tiny", config.model_type)
     assert model.kv.dtype == dtype
@@ -98,6 +98,15 @@ def test_anchor_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None
     found = models.wrap("anchored", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100)
     assert found.anchors == {percent: tuple(ours.convert_tokens_to_ids(names)) for percent, names in named.items()}
     assert found.links == ((ours.convert_tokens_to_ids("<|link_1_1|>"),),)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("computes", [True, False])
+def test_the_checkpoints_dtype_where_the_cpu_computes_in_it(
+    kind: torch.dtype, computes: bool, save: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "computes", lambda dtype: computes or dtype == torch.float32)
+    assert models.load(save("llama", kind), "cpu").kv.dtype == (kind if computes else torch.float32)
 
 
 def test_another_dtype_is_another_name_for_entries(save: Any) -> None:

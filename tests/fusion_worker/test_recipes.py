@@ -27,7 +27,9 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert (find("kvlink+anchored").encode, find("ape+anchored(75)").anchored) == (Anchored(50), 75)
     assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
     assert find("full_reuse+anchored").ratio_for(1.0) == 1.0
-    assert find("kvlink+linked(1)").ratio_for(0.5) == 0.0
+    assert find("kvlink+linked(1)").ratio_for(0.0) == 0.0
+    with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: leave the ratio out"):
+        find("kvlink+linked(1)").ratio_for(0.5)
     assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)

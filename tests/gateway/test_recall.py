@@ -36,9 +36,9 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
         await engine.replace(page.parent.name, page.name, [Chunk(page.name, 0, text, (1,))], useless(1), MODEL)
     missed = []
     for question in questions[:: max(1, len(questions) // QUESTIONS)]:
-        found = await engine.candidates(question["shelf"], question["question"], useless(1)[0], 100, MODEL)
+        found = await engine.candidates(question["corpus"], question["question"], useless(1)[0], 100, MODEL)
         got = {c.document for c, _ in hybrid.rank(found, config.dense_weight, config.top_k)}
-        if not set(question["needs"]) <= got:
+        if not set(question["documents"]) <= got:
             missed.append(question["question"])
     assert not missed
     await engine.close()

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from bs4 import BeautifulSoup
 
@@ -29,6 +32,7 @@ def events(service: Any) -> list[dict[str, Any]]:
 def serve(launch: Launch, model: Path, folder: Path) -> tuple[Any, str]:
     """All three services; returns the process and the address of the gateway."""
     flags = ("serve", "--model", str(model), "--data-dir", str(folder), "--listen", "127.0.0.1:0", "--json")
+    flags += ("--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0")
     service = launch("fusionkv.gateway.cli.main", *flags, services=0, env={"FUSIONKV_WORKER_THREADS": "1"})
     service.wait_for_line('"event": "ready"', timeout=120)
     up = {e["service"]: e["addresses"][0] for e in events(service) if e["event"] == "up"}
@@ -88,6 +92,14 @@ def pages(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_model: Path) -> None:
+    (ready,) = [e for e in events(all_services[0]) if e["event"] == "ready"]
+    assert (ready["model"], ready["recipe"]) == (tiny_model.name, "prophetkv+corrected")
+    assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
+    assert ready["endpoints"]["grpc"] == [all_services[1]]
+    assert httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200
+
+
 def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -> None:
     asked = run("ask", "book", "code of Name3?", "--max-tokens", "4", "--recipe", "prophetkv", "--ratio", "0.5")
     assert asked.returncode == 0, asked.stderr
@@ -97,7 +109,7 @@ def test_ask_prints_the_answer_alone_on_standard_output(run: Run, pages: Path) -
     answer = json.loads(as_json.stdout)
     assert asked.stdout == answer["text"] + "\n"
     assert "first token" in asked.stderr
-    assert "page-3.md#0" in asked.stderr
+    assert re.search(r"page-3\.md#0  \d\.\d{3}  Report Velnora\. The code of Name3", asked.stderr)
     assert answer["summary"]["ratio"] == 0.5
     assert answer["summary"]["tokens_generated"] == 4
     assert len(answer["sources"]) == 6
@@ -165,9 +177,9 @@ def test_precompute_encodes_once(run: Run, pages: Path) -> None:
     assert (first[-1]["done"], first[-1]["total"], first[-1]["skipped"]) == (6, 6, 0)
     # Of the page that was ingested again too: the cache service has it.
     assert (again[-1]["done"], again[-1]["skipped"]) == (6, 6)
-    wrong = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "prophetkv")
+    wrong = run("ingest", "book", str(pages / "page-0.md"), "--precompute", "full_attention")
     assert wrong.returncode == 1
-    assert "recipe 'prophetkv' needs no neighbours; those that do: fusionrag" in wrong.stderr
+    assert "recipe 'full_attention' reuses no chunks: there is nothing to encode ahead of time" in wrong.stderr
 
 
 def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
@@ -186,14 +198,21 @@ def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
 
 
 @pytest.mark.slow
-def test_list_stats_and_delete(run: Run, pages: Path) -> None:
+def test_list_stats_and_delete(run: Run, pages: Path, all_services: tuple[Any, str]) -> None:
+    cache = next(e["addresses"][0] for e in events(all_services[0]) if e.get("service") == "kvcache")
     run("ingest", "short", str(pages / "page-0.md"))
     assert json.loads(run("list", "short", "--json").stdout)["name"] == "page-0.md"
     assert "short" in run("list").stdout
-    stats = json.loads(run("stats", "--json").stdout)
+    stats = json.loads(run("stats", "--json", "--cache", cache).stdout)
     assert stats["gateway"]["documents"] >= 7
     assert stats["worker"]["family"] == "qwen2"
-    assert run("stats").returncode == 0
+    assert "cacheclip" not in [recipe["name"] for recipe in stats["worker"]["recipes"]], "it needs a second model"
+    assert isinstance(stats["cache"]["puts"], int)
+    assert {tier["tier"] for tier in stats["cache"]["tiers"]} >= {"memory", "disk"}
+    run("ask", "book", "code of Name3?", "--max-tokens", "1")
+    shown = run("stats", "--cache", cache).stdout
+    assert re.search(r"hit rate +\d+% of \d+ chunks", shown)
+    assert re.search(r"memory +\d+ entries, [\d.]+ [kM]?B(ytes)? of", shown)
     assert json.loads(run("delete", "short", "page-0.md", "--json").stdout) == {"documents": 1, "chunks": 1}
     assert run("delete", "short").stdout == "short: 0 documents, 0 chunks deleted\n"
     missing = run("delete", "short")
@@ -207,6 +226,10 @@ def test_list_stats_and_delete(run: Run, pages: Path) -> None:
         (("ask", "nowhere", "q?"), "no corpus 'nowhere'"),
         (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be in 0..1"),
         (("ask", "book", "q?", "--recipe", "x"), "unknown recipe 'x'"),
+        (
+            ("ask", "book", "q?", "--recipe", "full_reuse", "--ratio", "0.2"),
+            "full_reuse has the fixed ratio 0, not 0.2",
+        ),
     ],
 )
 def test_errors_are_one_line_and_exit_1(run: Run, pages: Path, args: tuple[str, ...], error: str) -> None:
@@ -251,8 +274,55 @@ def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp
         "fusionkv.gateway.cli.main", "serve", "--model", str(tmp_path), "--data-dir", str(tmp_path / "d"), services=0
     )
     assert service.process.wait(200) == 1
-    service.wait_for_line("fusionkv: worker ended with exit code 1")
-    assert "holds no config.json" in service.log
+    service.wait_for_line("fusionkv: worker ended with exit code 1; its last line: fusionkv-worker: ")
+    (said,) = [line for line in service.log.splitlines() if line.startswith("fusionkv: worker ended")]
+    assert "holds no config.json" in said
+
+
+@pytest.mark.parametrize("command", [("serve",), ("serve", "worker"), ("serve", "gateway")])
+def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *command, "--listen", address]
+        # No model: whoever loads one before says that instead.
+        flags = ["--model", str(tmp_path)] if command != ("serve", "gateway") else []
+        done = subprocess.run([*argv, *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"{address} is taken by another program: stop that one, or name another address by --listen" in done.stderr
+
+
+def test_a_gateway_that_is_not_there(tmp_path: Path) -> None:
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "list", "--gateway", f"unix:{tmp_path}/none"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "is `fusionkv serve all` running?" in done.stderr
+
+
+def test_the_package_names_its_clients_and_its_version() -> None:
+    import fusionkv
+    from fusionkv import AsyncClient as Awaiting
+    from fusionkv import Client as Blocking
+
+    assert (Awaiting.__name__, Blocking) == ("AsyncClient", Client)
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "--version"]
+    assert subprocess.check_output(argv, text=True) == f"fusionkv {fusionkv.__version__}\n"
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_worker_finds_the_cache_of_its_machine(
+    running: bool, launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if running:
+        folder = tmp_path / ".fusionkv/run"
+        folder.mkdir(parents=True)
+        launch(
+            "fusionkv.kvcache_service", "--listen", f"unix:{folder}/kvcache.sock", "--data-dir", str(tmp_path / "d")
+        )
+    flags = ("--model", str(tiny_model), "--threads", "1", "--pool-bytes", "64MiB", "--listen", "127.0.0.1:0")
+    worker = launch("fusionkv.fusion_worker", *flags)
+    told = "the cache service is that of this machine" if running else "there is no cache service at 127.0.0.1:7070"
+    assert told in worker.log
 
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])

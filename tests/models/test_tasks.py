@@ -139,8 +139,8 @@ def test_corpus_files_sort_in_reading_order_and_hold_the_answers(tmp_path: Path)
     lines = json.loads((tmp_path / "questions.json").read_text(encoding="utf-8"))
     assert {line["task"] for line in lines} == set(tasks.TASKS)
     for line in lines:
-        assert all((tmp_path / line["shelf"] / name).is_file() for name in line["needs"])
-        story = [pages[name] for name in pages if titles[name] == titles[line["needs"][0]]]
+        assert all((tmp_path / line["corpus"] / name).is_file() for name in line["documents"])
+        story = [pages[name] for name in pages if titles[name] == titles[line["documents"][0]]]
         assert len(story) == 8
         assert solve(story, line["question"]) == line["answer"]
 

@@ -1,0 +1,199 @@
+"""FusionKV for LlamaIndex: a retriever over a corpus, an LLM, and a synthesizer whose nodes become passages."""
+
+from collections.abc import AsyncGenerator, Generator, Sequence
+from typing import Any
+
+from llama_index.core.base.llms.types import (
+    ChatMessage,
+    ChatResponse,
+    ChatResponseAsyncGen,
+    ChatResponseGen,
+    CompletionResponse,
+    CompletionResponseAsyncGen,
+    CompletionResponseGen,
+    LLMMetadata,
+)
+from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
+from llama_index.core.llms.llm import LLM
+from llama_index.core.response_synthesizers import BaseSynthesizer
+from llama_index.core.retrievers import BaseRetriever
+from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from pydantic import ConfigDict, Field
+
+from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
+from fusionkv.gateway.client.results import Answer, Passage, Summary, Token, fields
+from fusionkv.protos.runtime.tls import ClientTLS
+
+
+class FusionKVRetriever(BaseRetriever):
+    """The passages of a corpus for a question, best first. top_k 0 takes the gateway's number.
+
+    connection: of `fusionkv.Client`, such as address, token and tls. Raises the errors of
+    `fusionkv.protos.runtime.errors`.
+    """
+
+    def __init__(self, corpus: str, *, top_k: int = 0, **connection: Any) -> None:
+        self._corpus = corpus
+        self._top_k = top_k
+        self._connection = connection
+        super().__init__()
+
+    def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        with Client(**self._connection) as client:
+            return [_node(p) for p in client.retrieve(self._corpus, query_bundle.query_str, top_k=self._top_k)]
+
+    async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+        async with AsyncClient(**self._connection) as client:
+            return [_node(p) for p in await client.retrieve(self._corpus, query_bundle.query_str, top_k=self._top_k)]
+
+
+class FusionKV(LLM):
+    """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
+
+    options: of `fusionkv.gateway.client.requests.Options`, such as recipe, ratio, top_k and max_tokens.
+    `additional_kwargs` of an answer holds its sources and its summary. Raises the errors of
+    `fusionkv.protos.runtime.errors`.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    corpus: str = ""
+    options: dict[str, Any] = Field(default_factory=dict)
+    address: str = DEFAULT_ADDRESS
+    token: str | None = Field(default=None, repr=False)
+    tls: ClientTLS | None = None
+    timeout: float = 300.0
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "FusionKV"
+
+    @property
+    def metadata(self) -> LLMMetadata:
+        return LLMMetadata(model_name="fusionkv", is_chat_model=True)
+
+    @llm_chat_callback()
+    def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        with self._client() as client:
+            return _said(client.ask(self.corpus, **self._asked(kwargs, messages)))
+
+    @llm_chat_callback()
+    async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
+        async with self._async_client() as client:
+            return _said(await client.ask(self.corpus, **self._asked(kwargs, messages)))
+
+    @llm_chat_callback()
+    def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
+        return (_message(*part) for part in self._parts(self._asked(kwargs, messages)))
+
+    @llm_chat_callback()
+    async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
+        parts = self._aparts(self._asked(kwargs, messages))
+        return (_message(*part) async for part in parts)
+
+    @llm_completion_callback()
+    def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        with self._client() as client:
+            return _completed(client.ask(self.corpus, prompt, **self._asked(kwargs)))
+
+    @llm_completion_callback()
+    async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
+        async with self._async_client() as client:
+            return _completed(await client.ask(self.corpus, prompt, **self._asked(kwargs)))
+
+    @llm_completion_callback()
+    def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
+        return (_completion(*part) for part in self._parts({**self._asked(kwargs), "question": prompt}))
+
+    @llm_completion_callback()
+    async def astream_complete(
+        self, prompt: str, formatted: bool = False, **kwargs: Any
+    ) -> CompletionResponseAsyncGen:
+        parts = self._aparts({**self._asked(kwargs), "question": prompt})
+        return (_completion(*part) async for part in parts)
+
+    def _client(self) -> Client:
+        return Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
+
+    def _async_client(self) -> AsyncClient:
+        return AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
+
+    def _asked(self, given: dict[str, Any], messages: Sequence[ChatMessage] = ()) -> dict[str, Any]:
+        said = [{"role": m.role.value, "content": m.content or ""} for m in messages]
+        return {**self.options, **given, **({"messages": said} if said else {})}
+
+    def _parts(self, asked: dict[str, Any]) -> Generator[tuple[str, str, dict[str, Any]]]:
+        """The answer so far, what is new of it, and, at the end, its summary."""
+        text = ""
+        with self._client() as client:
+            for event in client.stream(self.corpus, **asked):
+                if isinstance(event, Token) and event.text:
+                    text += event.text
+                    yield text, event.text, {}
+                elif isinstance(event, Summary):
+                    yield text, "", {"summary": fields(event)}
+
+    async def _aparts(self, asked: dict[str, Any]) -> AsyncGenerator[tuple[str, str, dict[str, Any]]]:
+        text = ""
+        async with self._async_client() as client:
+            async for event in client.stream(self.corpus, **asked):
+                if isinstance(event, Token) and event.text:
+                    text += event.text
+                    yield text, event.text, {}
+                elif isinstance(event, Summary):
+                    yield text, "", {"summary": fields(event)}
+
+
+class FusionKVSynthesizer(BaseSynthesizer):
+    """Answers a query over the nodes that a query engine has retrieved: each node is a passage, and its KV is reused.
+
+    RetrieverQueryEngine(index.as_retriever(), FusionKVSynthesizer(FusionKV()))
+    """
+
+    def __init__(self, llm: FusionKV, *, streaming: bool = False) -> None:
+        super().__init__(llm=llm, streaming=streaming)
+
+    def _get_prompts(self) -> dict[str, Any]:
+        return {}
+
+    def _update_prompts(self, prompts: dict[str, Any]) -> None:
+        """The prompt is the worker's template; `system` of the LLM's options changes it."""
+
+    def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
+        given = {**response_kwargs, "passages": list(text_chunks)}
+        if self._streaming:
+            return (part.delta or "" for part in self._llm.stream_complete(query_str, **given))
+        return self._llm.complete(query_str, **given).text
+
+    async def aget_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
+        given = {**response_kwargs, "passages": list(text_chunks)}
+        if self._streaming:
+            return (part.delta or "" async for part in await self._llm.astream_complete(query_str, **given))
+        return (await self._llm.acomplete(query_str, **given)).text
+
+
+def _node(passage: Passage) -> NodeWithScore:
+    known = {"document": passage.document, "position": passage.position, **passage.metadata}
+    # What the model is shown of a node is its text alone: so it is the same chunk wherever it comes from.
+    node = TextNode(text=passage.text, metadata=known, excluded_llm_metadata_keys=[*known])
+    return NodeWithScore(node=node, score=passage.score)
+
+
+def _told(answer: Answer) -> dict[str, Any]:
+    return {"sources": list(answer.sources), "summary": fields(answer.summary)}
+
+
+def _said(answer: Answer) -> ChatResponse:
+    return ChatResponse(message=ChatMessage(role="assistant", content=answer.text), additional_kwargs=_told(answer))
+
+
+def _completed(answer: Answer) -> CompletionResponse:
+    return CompletionResponse(text=answer.text, additional_kwargs=_told(answer))
+
+
+def _message(text: str, new: str, told: dict[str, Any]) -> ChatResponse:
+    message = ChatMessage(role="assistant", content=text)
+    return ChatResponse(message=message, delta=new, additional_kwargs=told)
+
+
+def _completion(text: str, new: str, told: dict[str, Any]) -> CompletionResponse:
+    return CompletionResponse(text=text, delta=new, additional_kwargs=told)
