@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
@@ -172,19 +172,16 @@ class KVCacheServicer:
     async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
         if bool(request.keys) == bool(request.namespace):
             raise InvalidArgument("give either keys or a namespace")
-        if request.namespace:
-            checks.digests([request.namespace], "the namespace")
-            keys: Iterable[bytes] = self._store.residents.index.namespace_keys(request.namespace)
-        else:
-            keys = request.keys
-            if len(keys) > _MAX_KEYS:
-                raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
-            checks.digests(keys, "a key")
-        keys = list(keys)
-        shared = self._sharing.known(keys) if self._sharing is not None and not request.here else []
-        deleted = await self._store.delete(keys)
-        if self._sharing is not None and not request.here:
-            await self._sharing.delete(shared, request.namespace)
+        keys, namespace = list(request.keys), request.namespace
+        if len(keys) > _MAX_KEYS:
+            raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
+        checks.digests(keys, "a key")
+        checks.digests([namespace] if namespace else [], "the namespace")
+        sharing = None if request.here else self._sharing
+        shared = await sharing.known(keys, namespace) if sharing is not None else []
+        deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
+        if sharing is not None:
+            await sharing.delete(shared, namespace)
         return pb.DeleteResponse(deleted=deleted)
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:

@@ -139,10 +139,17 @@ class Sharing:
         if self._confirmed.get(key, 0.0) + self._alive_seconds < time.monotonic() and len(self._used) < _MOST:
             self._used[key] = None
 
-    def known(self, keys: Sequence[bytes]) -> list[Record]:
-        """The records of those keys that are here, or were found in the remote tier of late."""
+    async def known(self, keys: Sequence[bytes], namespace: bytes) -> list[Record]:
+        """The records of those keys that are here, or were found in the remote tier of late.
+
+        Nothing of these, or of the namespace, is being copied here any more.
+        """
+        named = set(keys)
+        found = {key: record for key, record in self._found.items() if key in named or record.namespace == namespace}
+        if pulls := [pull for key in found if (pull := self._pulls.get(key)) is not None]:
+            await asyncio.wait(pulls)
         here = [(key, self._store.residents.get(key)) for key in keys]
-        records = (self._found.get(key) if entry is None else entry.record for key, entry in here)
+        records = (found.get(key) if entry is None else entry.record for key, entry in here)
         return [record for record in records if record is not None]
 
     async def delete(self, entries: Sequence[Record], namespace: bytes) -> None:

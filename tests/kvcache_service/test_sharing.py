@@ -244,6 +244,21 @@ async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dict
         assert engine.values == {}, round
 
 
+async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary, tools: Any) -> None:
+    a, b = await serve(), await serve()
+    for round in range(20):
+        s = tools.digest(f"{round}")
+        key, _ = await a.put([s], tools.payload(round, 2 * MIB))
+        await shared(a)
+        entry = (await b.find(s)).hits[0].entry
+        for _ in range(round):
+            await asyncio.sleep(0)
+        await b.client.delete([entry.key])
+        assert (await b.find(s)).hits[0].kind is HitKind.MISS, round
+        await a.client.delete([key])
+        assert engine.values == {}, round
+
+
 async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Dictionary, tools: Any) -> None:
     service, s = await serve(), tools.digest("S")
     key, _ = await service.put([s], b"data")
