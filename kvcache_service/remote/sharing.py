@@ -34,6 +34,8 @@ _PULLS, _WRITES = 4, 4
 # Entries that wait to be written back or kept alive, and records that a Lookup found: the oldest are forgotten.
 _MOST = 65_536
 _MOST_FOUND = 16_384
+# Entries that are looked for in the remote tier at a start: half a millisecond each.
+_MOST_DOUBTFUL = 4096
 _BEAT_SECONDS = 1.0
 # An entry that is used here is kept alive there, and written anew if it is gone, this often.
 _ALIVE_SECONDS = 60.0
@@ -171,6 +173,8 @@ class Sharing:
 
     async def run(self) -> None:
         """Writes back what is put, keeps alive what is used, looks whether a lost tier is back; until cancelled."""
+        # Those that were put last before a kill -9 may be here alone.
+        self._waiting.update(dict.fromkeys(self._store.residents.warmest(_MOST_DOUBTFUL)))
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BEAT_SECONDS):

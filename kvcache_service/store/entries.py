@@ -1,6 +1,7 @@
 """Who is where: the entries, the tiers that hold their bytes, and who has to go when room is needed."""
 
 import contextlib
+import heapq
 import itertools
 import math
 import weakref
@@ -101,6 +102,11 @@ class Residents:
     def hottest(self) -> float:
         """The highest heat of all entries, when none has left yet; 0 without any."""
         return max(self.index.rows.heats, default=0.0)
+
+    def warmest(self, most: int) -> list[bytes]:
+        """The keys of the hottest entries."""
+        rows = self.index.rows
+        return [rows.key(row) for row in heapq.nlargest(most, rows, rows.heats.__getitem__)]
 
     def saved(self, row: int) -> tuple[bytes, float] | None:
         """Key and heat of the entry in a row, if there is one."""

@@ -3,6 +3,7 @@
 import signal
 import socket
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ SEGMENT = "64MiB"
 class MooncakeMaster:
     """One master on a port that stays its own over restarts; what it knows of is in its clients' memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, port: int = 0, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
+        """before: a command to run it with."""
         try:
             from fusionkv.kvcache_service.remote import mooncake_engine
 
@@ -28,18 +30,19 @@ class MooncakeMaster:
         self._program = Path(mooncake.__path__[0], "mooncake_master")
         self._log = folder / "mooncake.log"
         self._metrics = free_port()
-        self.port = free_port()
-        self.url = f"mooncake://127.0.0.1:{self.port}"
+        self._host, self._before = host, before
+        self.port = port or free_port()
+        self.url = f"mooncake://{host}:{self.port}"
         self.flags = ("--remote-segment-bytes", SEGMENT)
         self.start()
 
     def start(self) -> None:
         ports = ("--rpc_port", str(self.port), "--metrics_port", str(self._metrics))
         # Of a client that was killed its memory is given up soon.
-        where = ("--rpc_address", "127.0.0.1", "--metrics_host", "127.0.0.1", "--client_ttl", "3")
+        where = ("--rpc_address", self._host, "--metrics_host", self._host, "--client_ttl", "3")
         with self._log.open("w") as out:
             self.process = subprocess.Popen(
-                [str(self._program), *ports, *where], stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                [*self._before, str(self._program), *ports, *where], stdin=subprocess.DEVNULL, stdout=out, stderr=out
             )
         try:
             wait_until(lambda: self._listens() or self.process.poll() is not None)
@@ -50,7 +53,7 @@ class MooncakeMaster:
 
     def _listens(self) -> bool:
         with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+            return probe.connect_ex((self._host, self.port)) == 0
 
     def kill9(self) -> None:
         self.process.kill()

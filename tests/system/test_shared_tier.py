@@ -107,6 +107,27 @@ async def test_the_first_service_is_killed(two: Services, remote: Remote) -> Non
         await until(shared)
 
 
+async def test_what_a_killed_service_had_not_written_back_is_shared_after_its_start(
+    two: Services, remote: Remote
+) -> None:
+    a, b = two.clients
+    remote.kill9()
+    for n in range(10):
+        assert await put(a, n, payload(n, 3000))
+    await two.kill9(0)
+    remote.start()
+    await asyncio.to_thread(two.restart, 0)
+    await a.close()
+    two.clients[0] = CacheClient(two.services[0].address)
+    await two.settled()
+
+    async def shared() -> bool:
+        """At once, unless the other service meets only now that its connection was lost."""
+        return [await fetched(b, n) for n in range(10)] == [payload(n, 3000) for n in range(10)]
+
+    await until(shared)
+
+
 async def fetched(client: CacheClient, name: object) -> bytes | None:
     """Looked up, fetched, and looked up once more if it was gone, as a worker does."""
     with contextlib.suppress(errors.NotFound):
