@@ -65,7 +65,7 @@ def observe_remote(state: Callable[[], tuple[bool, int]]) -> None:
     meter.create_observable_gauge(
         "fusionkv.kvcache.remote.reachable",
         [lambda _: [Observation(state()[0])]],
-        "1",
+        "{tier}",
         "Whether the remote tier answers",
     )
     meter.create_observable_gauge(
