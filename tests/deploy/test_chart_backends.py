@@ -134,6 +134,28 @@ def test_caches_share_the_charts_own_redis(render: Render, version: str) -> None
     assert "redis" not in render({})["Deployment"]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_caches_share_a_mooncake_store(render: Render, version: str) -> None:
+    found = render({"mooncake": {"enabled": True}, "kvcache": {"kind": "DaemonSet"}}, version)
+    assert config_of(found, "kvcache").remote_url == "mooncake://rel-mooncake:50051?host=$(K8S_POD_IP)"
+    (container,) = pod_of(found, "kvcache")["containers"]
+    names = [each["name"] for each in container["env"]]
+    assert names.index("K8S_POD_IP") < names.index("FUSIONKV_KVCACHE_REMOTE_URL"), "or it is not replaced"
+    (master,) = pod_of(found, "mooncake")["containers"]
+    assert container["image"] == master["image"]
+    assert container["image"].startswith("fusionkv-kvcache-mooncake:")
+    assert master["command"][0] == "mooncake_master"
+    assert callers(policy_of(found, "mooncake")) == ["kvcache"]
+    policy = policy_of(found, "kvcache")
+    for way, peers in (("ingress", "from"), ("egress", "to")):
+        (between,) = [rule for rule in policy[way] if "ports" not in rule]
+        (own,) = between[peers]
+        assert own["podSelector"]["matchLabels"][COMPONENT] == "kvcache"
+    assert 50051 in {rule["ports"][0]["port"] for rule in policy["egress"] if "ports" in rule}
+    with pytest.raises(ValueError, match="choose one"):
+        render({"mooncake": {"enabled": True}, "kvcache": {"config": {"remote_url": "redis://other"}}})
+
+
 def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> None:
     """A real one, started as the pod starts it."""
     (container,) = pod_of(render({"redis": {"enabled": True, "megabytes": 64}}), "redis")["containers"]
@@ -159,6 +181,7 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
         (("redis", "milvus"), True, None),
         (("redis",), False, "Redis,"),
         (("milvus",), False, "Milvus,"),
+        (("mooncake",), False, "Mooncake Store,"),
         (("redis", "milvus"), False, "Redis and Milvus,"),
     ],
 )

@@ -48,6 +48,17 @@ capabilities: {drop: [ALL]}
 redis://{{ include "fusionkv.fullname" (dict "root" . "name" "redis") }}:6379
 {{- end }}
 
+{{/* The tier that cache services share: what config names, or the chart's own; empty without one. */}}
+{{- define "fusionkv.remote" -}}
+{{- if .Values.mooncake.enabled -}}
+mooncake://{{ include "fusionkv.fullname" (dict "root" . "name" "mooncake") }}:50051?host=$(K8S_POD_IP)
+{{- else if .Values.redis.enabled -}}
+{{ include "fusionkv.redis" . }}
+{{- else -}}
+{{ .Values.kvcache.config.remote_url | default "" }}
+{{- end }}
+{{- end }}
+
 {{/* Where corpora that gateways share are: the Milvus that config names, or the chart's own. */}}
 {{- define "fusionkv.milvus" -}}
 {{- if .Values.milvus.enabled -}}
@@ -146,6 +157,11 @@ spec:
         - {name: metrics, containerPort: {{ . }}, protocol: TCP}
         {{- end }}
       env:
+        {{- if eq .name "kvcache" }}
+        # What a remote_url may name as $(K8S_POD_IP): where the clients of a Mooncake Store reach each other.
+        - name: K8S_POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- end }}
         - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
         {{- with .http }}
         - {name: FUSIONKV_{{ $section }}_HTTP_LISTEN, value: "[::]:{{ . }}"}
