@@ -95,7 +95,10 @@ class Sharing:
         try:
             async with asyncio.timeout(self._lookup_seconds):
                 offers = await self._call(self._tier.find, namespace, path, variants, wanted)
-        except OSError as error:  # a TimeoutError is one
+        except TimeoutError:
+            self._failed(Unreachable(f"no answer within {self._lookup_seconds:g} s"))
+            return {}
+        except OSError as error:
             self._failed(error)
             return {}
         better = {}

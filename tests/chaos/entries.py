@@ -33,6 +33,8 @@ class Entries:
     shared: set[int] = field(default_factory=set)
     """Those that the remote tier has: their service had written back what it was given, and it has lost nothing."""
     _fresh: set[int] = field(default_factory=set)
+    _alone: set[int] = field(default_factory=set)
+    """Those whose service may not have them any more."""
     _names: "itertools.count[int]" = field(default_factory=itertools.count)
 
     def settled(self, gone: set[int], lossless: bool) -> None:
@@ -40,8 +42,13 @@ class Entries:
 
         lossless: the remote tier had no fault meanwhile; otherwise it may have lost anything.
         """
+        self._alone |= gone
         self.shared = self.shared | self._fresh - gone if lossless else set()
         self._fresh.clear()
+        if not lossless:
+            # What had lost its service's disk was in the remote tier alone.
+            for name in self._alone & self.stored.keys():
+                self._forget(name)
 
     async def everything_is_there(self, gone: set[int], share: float = 1.0) -> None:
         """No acknowledged entry is lost, but those `gone` with their service's bytes; what is found is whole.
