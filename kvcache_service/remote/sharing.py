@@ -185,11 +185,13 @@ class Sharing:
             self._wake.clear()
             if not self.reachable:
                 await self._probe()
-            while self.reachable and self._waiting:
+            while self.reachable:
                 await asyncio.gather(*map(self._write_back, list(islice(self._waiting, _WRITES))))
-            if self.reachable and time.monotonic() - self._kept_alive >= self._alive_seconds / 4:
-                self._kept_alive = time.monotonic()
-                await self._keep_alive()
+                if time.monotonic() - self._kept_alive >= self._alive_seconds / 4:
+                    self._kept_alive = time.monotonic()
+                    await self._keep_alive()
+                if not self._waiting:
+                    break
 
     async def flush(self, seconds: float) -> None:
         """Waits until all that was put here is written back, for so long at most."""

@@ -217,3 +217,21 @@ async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote
     assert all(data in (None, right) for data, right in zip(found, expected, strict=True))
     if not isinstance(remote, MooncakeMaster):
         assert found == expected
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> None:
+    """As a DNS name of several does."""
+    assert await put(two.clients[0], "x", b"data")
+    await two.settled()
+    client = CacheClient("ipv4:" + ",".join(service.address for service in two.services))
+    assert await get(client, "x") == b"data"
+    await two.kill9(0)
+
+    async def found() -> bool:
+        with contextlib.suppress(errors.Unavailable):
+            return await fetched(client, "x") == b"data"
+        return False
+
+    await until(found)
+    await client.close()
