@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# One file, four images: docker build --target kvcache|worker|worker-gpu|gateway .
+# One file, five images: docker build --target kvcache|kvcache-mooncake|worker|worker-gpu|gateway .
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
@@ -26,6 +26,9 @@ RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels 
 FROM wheel AS kvcache-packages
 RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[cache,prometheus]"
 
+FROM kvcache-packages AS kvcache-mooncake-packages
+RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[mooncake]"
+
 FROM wheel AS gateway-packages
 RUN /opt/fusionkv/bin/pip install --no-cache-dir -c constraints.txt "$(echo /wheels/*.whl)[gateway,http,milvus,prometheus]"
 
@@ -47,6 +50,19 @@ USER 10001:10001
 
 FROM runtime AS kvcache
 COPY --from=kvcache-packages /opt/fusionkv /opt/fusionkv
+ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
+EXPOSE 7070
+ENTRYPOINT ["python", "-P", "-m", "fusionkv.kvcache_service"]
+
+# For services that share a Mooncake Store, and for its master: `mooncake_master` in place of the entry point.
+FROM runtime AS kvcache-mooncake
+USER 0:0
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends libcurl4 libibverbs1 libnuma1 librdmacm1 \
+    && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+COPY --from=kvcache-mooncake-packages /opt/fusionkv /opt/fusionkv
 ENV FUSIONKV_KVCACHE_LISTEN=[::]:7070 FUSIONKV_KVCACHE_DATA_DIR=/data
 EXPOSE 7070
 ENTRYPOINT ["python", "-P", "-m", "fusionkv.kvcache_service"]

@@ -10,25 +10,23 @@ import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.local.arena import ShmServer, path_of
 from fusionkv.kvcache_service.local.segments import FdServer, readable_files, segments_of
-from fusionkv.kvcache_service.metrics import observe_shared_index, observe_tiers
+from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
+from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.remote.sharing import Sharing
+from fusionkv.kvcache_service.remote.tier import RemoteTier
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import frames, process, rpc, settings
-
-if TYPE_CHECKING:
-    from fusionkv.kvcache_service.cluster.replica import Replica
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
@@ -60,63 +58,48 @@ def make_store(config: Config) -> Store:
     """The store with the tiers that the configuration asks for.
 
     Raises:
-        OSError: the data directory or its keys can't be used, or another process uses it; Redis can't be reached.
+        OSError: the data directory or its keys can't be used, or another process uses it.
     """
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
-    if config.disk_bytes and config.remote_url:
-        tiers.append(DiskCopies(config.data_dir, config.disk_bytes))
-    elif config.disk_bytes:
+    if config.disk_bytes:
         place, keys = (config.data_dir, config.disk_bytes), config.disk_keys
         tiers.append(
             SealedDiskTier(*place, DiskKeys(keys), sync=config.sync) if keys else DiskTier(*place, sync=config.sync)
         )
-    if config.remote_url:
-        tiers.append(make_remote(config))
     return Store(config, tiers)
 
 
-def make_remote(config: Config) -> Tier:
-    """The tier in Redis. Raises OSError as `make_store` does."""
-    try:
-        from fusionkv.kvcache_service.tiers.remote import RemoteTier
-    except ImportError as error:
-        raise OSError(f"remote_url needs redis: pip install 'fusionkv[cache]' ({error})") from error
-    password = config.redis_password.read_text().strip() if config.redis_password else None
-    ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
-    return RemoteTier(
-        config.remote_url,
-        config.remote_bytes,
-        space=config.remote_name or socket.gethostname(),
-        ttl=ttl,
-        timeout=timeout,
-        password=password,
-    )
-
-
-def make_replica(config: Config, store: Store) -> "Replica":
-    """This service among those that share the index in Redis.
+def make_sharing(config: Config, store: Store) -> Sharing:
+    """The store's use of the remote tier that the configuration names; nothing is asked of it yet.
 
     Raises:
-        OSError: the URL can't be used, redis is not installed, or a file of the configuration can't be read.
+        OSError: the URL or a file can't be used, or a package is not installed.
     """
+    keys = DiskKeys(config.disk_keys) if config.disk_keys else None
+    tier = RemoteTier(make_engine(config), keys)
+    lookup_seconds, ttl = config.remote_lookup_ms / 1000, config.remote_ttl_seconds
+    sharing = Sharing(store, tier, lookup_seconds=lookup_seconds, ttl=ttl)
+    observe_remote(lambda: (sharing.reachable, sharing.waiting))
+    return sharing
+
+
+def make_engine(config: Config) -> Engine:
+    """What the remote tier stands on. Raises OSError as `make_sharing` does."""
     try:
-        from fusionkv.kvcache_service.cluster.replica import Replica
-        from fusionkv.kvcache_service.cluster.shared_index import SharedIndex
+        if config.remote_url.startswith("mooncake://"):
+            from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
+
+            return MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+        from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
+
+        password = config.remote_password.read_text().strip() if config.remote_password else None
+        ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
+        return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
     except ImportError as error:
-        raise OSError(f"redis_url needs redis: pip install 'fusionkv[cache]' ({error})") from error
-    try:
-        shared = SharedIndex(
-            config.redis_url,
-            cluster=config.redis_cluster,
-            password=config.redis_password,
-            timeout=config.redis_timeout_ms / 1000,
-            expiry=config.redis_expiry_seconds,
-        )
+        extra = "mooncake" if config.remote_url.startswith("mooncake://") else "cache"
+        raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
     except ValueError as error:
-        raise OSError(f"redis_url can't be used: {error}") from error
-    replica = Replica(store, shared, config.client_tls())
-    observe_shared_index(lambda: ((stats := replica.stats()).members * stats.reachable, stats.waiting))
-    return replica
+        raise OSError(f"remote_url can't be used: {error}") from error
 
 
 async def run(config: Config) -> None:
@@ -132,24 +115,30 @@ async def run(config: Config) -> None:
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
     sweeper = asyncio.create_task(store.sweep())
     doorways = open_doorways(config, store)
+    sharing: Sharing | None = None
+    writing: asyncio.Task[None] | None = None
     try:
-        replica = make_replica(config, store) if config.redis_url else None
+        if config.remote_url:
+            sharing = make_sharing(config, store)
+            writing = asyncio.create_task(sharing.run())
         await rpc.serve(
             NAME,
             config.listen,
-            {SERVICE.full_name: handler(KVCacheServicer(store, config, replica))},
+            {SERVICE.full_name: handler(KVCacheServicer(store, config, sharing))},
             drain_seconds=config.drain_seconds,
-            on_start=replica.start if replica else None,
-            on_stop=replica.leave if replica else None,
-            on_drain=replica.close if replica else None,
+            on_stop=sharing.flush if sharing else None,
             tls=config.server_tls,
         )
     finally:
         for doorway in doorways:
             doorway.close()
-        sweeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await sweeper
+        for task in (sweeper, writing):
+            if task is not None:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+        if sharing is not None:
+            await sharing.close()
         await store.close()
 
 

@@ -18,20 +18,16 @@ class Entry:
     base: int
     checksum: bytes
     tier: str
-    """"memory", "disk" or "remote"."""
+    """"memory", "disk", or "remote": in the tier that services share, and covered by no lease."""
     variant: bytes
     """Empty when the entry is full attention over its path."""
     shared: memoryview | None = field(default=None, compare=False, repr=False)
     """The bytes where they lie, for as long as `lease` is held: on the service's machine, if they are in memory."""
     lease: int = field(default=0, compare=False, repr=False)
-    holders: tuple[str, ...] = ()
-    """Addresses of the services that hold it; empty when it is the one that was asked."""
     extent: tuple[int, int] | None = field(default=None, compare=False, repr=False)
     """Segment and offset of the bytes on the service's disk, for as long as `lease` is held."""
     signature: bytes = field(default=b"", repr=False)
     """As it was put."""
-    group: bytes = field(default=b"", repr=False)
-    """Told to a holder, which corrects the shared index by it if it has the entry no more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,8 @@ def hit(found: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
     there = None if arena is None else shared(e, arena, e.size_bytes)
     names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
     extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
-    return Hit(kind, Entry(*names, there, lease, tuple(e.holders), extent, e.signature, e.group))
+    held = 0 if tier == "remote" else lease
+    return Hit(kind, Entry(*names, there, held, extent, e.signature))
 
 
 def shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:

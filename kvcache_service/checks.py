@@ -7,8 +7,6 @@ from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-_MOST_ACCESSES = 2**20
-
 
 def digests(found: Iterable[bytes], what: str) -> None:
     for digest in found:
@@ -44,8 +42,6 @@ def record(said: pb.PutHeader, max_path: int) -> records.Record:
         raise InvalidArgument(f"the signature has {len(said.signature)} bytes; at most {most} are kept")
     if not said.size_bytes or not said.tokens:
         raise InvalidArgument("an entry has at least one token and one byte")
-    if not 0 <= said.accesses <= _MOST_ACCESSES:
-        raise InvalidArgument(f"{said.accesses} accesses; 0 to {_MOST_ACCESSES} are possible")
     return records.make(
         said.namespace,
         list(said.path),

@@ -12,8 +12,6 @@ from opentelemetry import propagate, trace
 
 from fusionkv.kvcache_service import answers
 from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
-from fusionkv.kvcache_service.cluster.hedge import Hedge
-from fusionkv.kvcache_service.cluster.holders import Holders
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.local.arena import ShmView
 from fusionkv.kvcache_service.local.segments import Segments, read_into
@@ -51,8 +49,8 @@ class CacheClient:
     """A connection to one cache service at `host:port` or `unix:/path`, made on first use.
 
     Safe for any number of concurrent calls within one event loop. Every error leaves it as one of
-    `fusionkv.protos.runtime.errors`; timeouts are seconds for the whole call. Where several services share an index,
-    entries are fetched from their holders and put where they belong; a holder out of reach is a miss.
+    `fusionkv.protos.runtime.errors`; timeouts are seconds for the whole call. A name that stands for several services
+    leads to one of them, and to another one when that is out of reach.
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
@@ -64,8 +62,6 @@ class CacheClient:
         self._window = ShmView(address)
         self._segments = Segments(address)
         self._rise = Rise(self._prefetch)
-        self._holders = Holders(lambda at: CacheClient(at, tls))
-        self._hedge = Hedge()
 
     async def lookup(
         self,
@@ -75,35 +71,15 @@ class CacheClient:
         lease_ms: int = 0,
         timeout: float,
     ) -> Lookup:
-        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks.
-
-        Where several services share an index, another is asked as well when this one is slow, or out of reach
-        (hedge.py); all of it ends within `timeout`.
-        """
+        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks."""
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
-        asks = self._holders.lookups(self, request, time.monotonic() + timeout)
-        try:
-            # What is asked has no more time than that either, but a call's end may itself be late.
-            async with asyncio.timeout(timeout):
-                return await self._hedge.first(asks, self._unused)
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"{timeout:g} s were not enough for a lookup at {self.address}") from error
-
-    async def ask(self, request: pb.LookupRequest, timeout: float) -> Lookup:
-        """One Lookup of this service and of no other."""
         asked = time.monotonic()
         response = await self._call("Lookup", request, timeout)
         # The service counts from when it was asked, or later.
         self._window.leased(response.lease, asked + response.lease_ms / 1000)
         shared = await self._window.open(response.arena)
-        hits = (answers.hit(hit, response.lease, shared) for hit in response.hits)
-        return Lookup(tuple(self._holders.reachable(hit) for hit in hits), response.lease)
-
-    async def _unused(self, found: Lookup) -> None:
-        if found.lease:
-            with contextlib.suppress(ServiceError):  # it expires
-                await self.release(found.lease)
+        return Lookup(tuple(answers.hit(hit, response.lease, shared) for hit in response.hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
@@ -112,21 +88,18 @@ class CacheClient:
 
         Raises:
             DataLoss: the bytes are not those of `entry`; the server has been asked to delete it.
-            NotFound: the entry is gone, or none of its holders can be reached.
+            NotFound: the entry is gone, or was in a remote tier that is out of reach now.
         """
         into = into.cast("B")
         if len(into) != entry.size:
             raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
-        if entry.holders:
-            await self._holders.fetch(entry, into, timeout)
-            return
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         shared = entry.shared or await self._risen(entry, timeout)
         if shared is not None and await self._window.copied(shared, entry.lease, into):
             return
         hasher, at, end = Checksum(), 0, 0
-        call = self._begin("Fetch", pb.FetchRequest(key=entry.key, group=entry.group), timeout)
+        call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
         try:
             async for message in call:
                 data = frames.decode_frame(message)
@@ -152,7 +125,7 @@ class CacheClient:
 
         What is made of them is right if the entry is `held` afterwards.
         """
-        return entry.shared if self.held(entry) and not entry.holders else None
+        return entry.shared if self.held(entry) else None
 
     def held(self, entry: Entry) -> bool:
         """Whether the lease of the lookup that found an entry is held now. For threads as well."""
@@ -232,7 +205,7 @@ class CacheClient:
             offered=offered,
             signature=signature,
         )
-        response = await self._holders.store(self, header, data, deadline - time.monotonic())
+        response = await self._send(header, data, deadline - time.monotonic())
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
@@ -243,7 +216,10 @@ class CacheClient:
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
     ) -> int:
-        """Deletes entries by key or all of a namespace, `here`: of this service alone; gives their number."""
+        """Deletes entries by key or all of a namespace; gives the number of those at this service.
+
+        here: leaves those of the remote tier.
+        """
         response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace, here=here), timeout)
         return int(response.deleted)
 
@@ -254,16 +230,14 @@ class CacheClient:
     async def close(self) -> None:
         """Ends the connection; calls still running fail."""
         self._rise.close()
-        await self._hedge.close()
         for channel in (self._channel, self._put_channel):
             if channel is not None:
                 await channel.close()
         self._channel = self._put_channel = None
         self._stubs.clear()
         self._segments.close()
-        await self._holders.close()
 
-    async def send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
+    async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
         """One Put as the contract has it; `data` must not change until this returns."""
         doing = "put at"
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
@@ -274,7 +248,7 @@ class CacheClient:
             call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))
             try:
                 try:
-                    await _send(call, header, data)
+                    await _write(call, header, data)
                 except grpc.RpcError as error:
                     if error.code() is not grpc.StatusCode.INTERNAL:
                         raise
@@ -312,7 +286,7 @@ class CacheClient:
         return Unavailable(f"{doing} the cache service at {self.address}: it stopped during the call")
 
 
-async def _send(call: Any, header: pb.PutHeader, data: memoryview) -> None:
+async def _write(call: Any, header: pb.PutHeader, data: memoryview) -> None:
     """Sends the header, waits until the server has reserved the space, then sends the data.
 
     A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a

@@ -1,14 +1,13 @@
 """Settings of the cache service: section `kvcache` of the configuration."""
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from fusionkv.protos.runtime.settings import setting
-from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
+from fusionkv.protos.runtime.tls import ServerTLS
 
 GIB = 1 << 30
-_NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
+_SCHEMES = ("redis", "rediss", "unix", "mooncake")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +24,26 @@ class Config:
         "survive any end of the process, and the disk tier starts empty after a crash of the machine",
     )
     disk_keys: Path | None = setting(
-        None, "keys (64 hex digits a line) that the disk tier is encrypted with: the first writes, all read"
+        None,
+        "keys (64 hex digits a line) that the disk tier and the remote tier are encrypted with: the first writes, "
+        "all read",
     )
     remote_url: str = setting(
-        "", "redis://host:port of a Redis that keeps entries below memory and disk; empty: the disk tier is the last"
+        "",
+        "tier that services share: redis://host:port of a Redis or of a node of a Redis Cluster, or "
+        "mooncake://host:port of the master of a Mooncake Store; empty: this service works alone",
     )
-    remote_bytes: int = setting(4 * GIB, "size of the tier in that Redis", bytes=True, low=1 << 20)
-    remote_name: str = setting("", "its name there, of this service alone; empty takes the machine's (a pod's) name")
-    remote_ttl_seconds: float = setting(86_400.0, "time after the last access in which Redis forgets an entry", low=1)
-    remote_timeout: float = setting(2.0, "seconds for one answer of that Redis", low=0.001)
+    remote_password: Path | None = setting(None, "file with the password of Redis, if remote_url does not hold it")
+    remote_ttl_seconds: float = setting(
+        86_400.0, "time after its last use in which Redis forgets an entry; a Mooncake Store knows no time", low=1
+    )
+    remote_timeout: float = setting(2.0, "seconds for one answer of Redis", low=0.001)
+    remote_lookup_ms: int = setting(
+        50, "longest wait for the remote tier in a Lookup; past it, only own entries are found", low=1
+    )
+    remote_segment_bytes: int = setting(
+        GIB, "memory that this service lends to a Mooncake Store, beside its own tiers", bytes=True, low=0
+    )
     max_entry_bytes: int = setting(GIB, "largest entry", bytes=True, low=1, high=GIB)
     max_path: int = setting(256, "most elements of a path", low=1, high=65535)
     max_puts: int = setting(64, "most Puts at once", low=1)
@@ -50,35 +60,16 @@ class Config:
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
     )
-    redis_url: str = setting(
-        "", "redis://host:port of the index that several services share; empty: this service works alone"
-    )
-    redis_cluster: bool = setting(False, "whether redis_url is a node of a Redis Cluster")
-    redis_password: Path | None = setting(None, "file with the password of Redis, if a URL does not hold it")
-    redis_timeout_ms: int = setting(50, "longest wait for Redis in a Lookup; a later answer is not used", low=1)
-    redis_expiry_seconds: float = setting(
-        5.0, "silence after which a service counts as dead, and its entries are misses", low=0.1
-    )
-    advertise: str = setting("", "host:port at which others reach this service; empty takes the first of listen")
     tls_cert: Path | None = setting(None, "certificate chain (PEM): ports then speak TLS")
     tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
     tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
-    tls_ca: Path | None = setting(None, "CAs (PEM) of the services that share the index: they are called over TLS")
 
     def __post_init__(self) -> None:
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-        anywhere = self.listen[:1] and self.listen[0].rpartition(":")[0] in ("[::]", "0.0.0.0", "*")
-        if self.redis_url and anywhere and not self.advertise:
-            raise ValueError(f"redis_url with listen {self.listen[0]}: say with advertise where others reach it")
-        if self.remote_url and self.disk_keys:
-            raise ValueError("remote_url with disk_keys: the entries would lie in Redis as they are, not encrypted")
-        if not _NAME.fullmatch(self.remote_name):
-            raise ValueError(f"remote_name may hold letters, digits, . _ and -, not {self.remote_name!r}")
+        scheme, _, _ = self.remote_url.partition("://")
+        if self.remote_url and scheme not in _SCHEMES:
+            raise ValueError(f"remote_url begins with one of {', '.join(f'{scheme}://' for scheme in _SCHEMES)}")
 
     @property
     def server_tls(self) -> ServerTLS | None:
         return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
-
-    def client_tls(self) -> ClientTLS | None:
-        """How to call the services that share the index; reads the files. Raises BadFile."""
-        return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

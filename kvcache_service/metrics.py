@@ -8,7 +8,7 @@ from opentelemetry.metrics import CallbackOptions, Observation
 
 _COUNTERS = {
     "lookups": ("{chunk}", "Path elements looked up, by kind of hit"),
-    "lookups.elsewhere": ("{chunk}", "Path elements whose best entry another service holds, by kind of hit"),
+    "lookups.remote": ("{chunk}", "Path elements whose best entry is in the remote tier alone, by kind of hit"),
     "puts": ("{entry}", "Puts by outcome: stored, exists, superfluous, refused"),
     "checksum.failures": ("{entry}", "Entries whose bytes did not have their checksum, by tier, or on the network"),
     "bytes.fetched": ("By", "Bytes sent to callers, by the tier that they came from"),
@@ -16,10 +16,9 @@ _COUNTERS = {
     "promotions": ("{entry}", "Entries copied up into a tier"),
     "demotions": ("{entry}", "Copies dropped from a tier that stay in the one below"),
     "evictions": ("{entry}", "Entries dropped for good to make room in a tier"),
-    "puts.elsewhere": ("{entry}", "Puts sent on to the service where they belong"),
-    "moves": ("{entry}", "Entries handed to the service where they belong, or on leaving"),
-    "copies": ("{entry}", "Hot entries copied to a second service"),
-    "shared_index.failures": ("{call}", "Calls of the shared index in Redis that failed or were late"),
+    "remote.reads": ("{entry}", "Entries copied from the remote tier"),
+    "remote.writes": ("{entry}", "Entries written back to the remote tier"),
+    "remote.failures": ("{call}", "Calls of the remote tier that failed or were late"),
 }
 
 
@@ -60,18 +59,18 @@ def observe_tiers(tiers: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
     meter.create_observable_gauge("fusionkv.kvcache.tier.capacity", [capacity], "By", "Bytes that each tier may take")
 
 
-def observe_shared_index(state: Callable[[], tuple[int, int]]) -> None:
-    """Exports what a service knows of the index that it shares: services alive (0 while Redis fails), own changes."""
+def observe_remote(state: Callable[[], tuple[bool, int]]) -> None:
+    """Exports what a service knows of its remote tier: whether it answers, and how many entries wait for it."""
     meter = metrics.get_meter(__name__)
     meter.create_observable_gauge(
-        "fusionkv.kvcache.members",
+        "fusionkv.kvcache.remote.reachable",
         [lambda _: [Observation(state()[0])]],
-        "{service}",
-        "Services that share the index",
+        "{tier}",
+        "Whether the remote tier answers",
     )
     meter.create_observable_gauge(
-        "fusionkv.kvcache.shared_index.waiting",
+        "fusionkv.kvcache.remote.waiting",
         [lambda _: [Observation(state()[1])]],
         "{entry}",
-        "Own entries whose change is not in the shared index yet",
+        "Entries that are not written back to the remote tier yet",
     )

@@ -1,11 +1,10 @@
 """The RPCs: requests checked, handed to the store, answered."""
 
 import asyncio
-import random
+import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 
@@ -13,19 +12,18 @@ from fusionkv.kvcache_service import checks
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.local.segments import readable_files
+from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.store.entries import StoredEntry
+from fusionkv.kvcache_service.store.reading import Reader
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.store.writing import Writer
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
-from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, ResourceExhausted, ServiceError
-
-if TYPE_CHECKING:  # it needs redis, which a service that works alone does not load
-    from fusionkv.kvcache_service.cluster.elsewhere import Elsewhere
-    from fusionkv.kvcache_service.cluster.replica import Replica
+from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
@@ -43,7 +41,6 @@ _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMO
 # Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
 _MAX_VARIANTS = 64
 _MAX_KEYS = 65536
-_MOST_HOLDERS = 3
 
 
 def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
@@ -59,11 +56,11 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
 class KVCacheServicer:
     """KVCacheService over one store; the proto says what each RPC does."""
 
-    def __init__(self, store: Store, config: Config, replica: "Replica | None" = None) -> None:
-        """`replica`: the other services that share the index; None without any."""
+    def __init__(self, store: Store, config: Config, sharing: Sharing | None = None) -> None:
+        """sharing: the store's use of a remote tier; None without one."""
         self._store = store
         self._config = config
-        self._replica = replica
+        self._sharing = sharing
         self._arena = next((t.arena for t in store.residents.tiers if isinstance(t, MemoryTier)), b"")
         self._files = readable_files(store.residents.tiers)
         self._puts = 0
@@ -80,40 +77,36 @@ class KVCacheServicer:
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
         variants = [list(element.variants) for element in request.path]
         found, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
-        elsewhere = await self._replica.find(request.namespace, path, variants, found) if self._replica else {}
-        kinds = [elsewhere[i].kind if i in elsewhere else kind for i, (kind, _) in enumerate(found)]
+        remote = await self._sharing.find(request.namespace, path, variants, found) if self._sharing else {}
+        kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(found)]
         for kind, n in Counter(kinds).items():
             self._store.counters.add("lookups", n, kind=kind.value)
         hits = [
-            pb.Hit(kind=_KINDS[kinds[i]], entry=_remote(elsewhere[i]))
-            if i in elsewhere
+            pb.Hit(kind=_KINDS[kinds[i]], entry=_remote(remote[i][1]))
+            if i in remote
             else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
             for i, (kind, entry) in enumerate(found)
         ]
-        own = (entry for i, (_, entry) in enumerate(found) if entry is not None and i not in elsewhere)
+        own = (entry for i, (_, entry) in enumerate(found) if entry is not None and i not in remote)
         files_read = self._files is not None and context.peer().startswith("unix:")
         self._store.prefetcher.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
         checks.digests([request.key], "the key")
-        checks.digests([request.group] if request.group else [], "the group")
         if self._fetches >= self._config.max_fetches:
             raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
-        try:
-            reader = self._store.read(request.key)
-        except NotFound:
-            if self._replica is not None and request.group:
-                self._replica.missed(request.key, request.group)
-            raise
         self._fetches += 1
+        reader: Reader | None = None
 
         def end(_: object) -> None:
-            reader.close()
+            if reader is not None:
+                reader.close()
             self._fetches -= 1
 
         # gRPC calls it however the call ends; a cancelled generator's own `finally` waits for the garbage collector.
         context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
+        reader = await self._read(request.key)
         async for frame in reader.frames():
             yield frame
 
@@ -125,7 +118,7 @@ class KVCacheServicer:
             raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
         self._fetches += 1
         try:
-            await asyncio.gather(*map(self._store.rise, request.keys))
+            await asyncio.gather(*map(self._rise, request.keys))
         finally:
             self._fetches -= 1
         found = map(self._store.residents.get, request.keys)
@@ -146,17 +139,12 @@ class KVCacheServicer:
     ) -> pb.PutResponse:
         header = checks.header(await anext(requests, None))
         record = checks.record(header, self._config.max_path)
-        there = None if header.here or self._replica is None else self._replica.home(record)
-        if there is not None and self._store.residents.get(record.key) is None:
-            self._store.counters.add("puts.elsewhere")
-            elsewhere, asked = pb.PutResponse.OUTCOME_ELSEWHERE, self._store.asked(record.key)
-            return pb.PutResponse(outcome=elsewhere, key=record.key, address=there, asked=asked)
         if self._puts >= self._config.max_puts:
             raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
         self._puts += 1
         writer = None
         try:
-            writer = self._store.write(record, header.accesses, header.asked)
+            writer = self._store.write(record)
             stored = False
             if writer is not None:
                 await context.send_initial_metadata(((RESERVED, "1"),))
@@ -184,17 +172,16 @@ class KVCacheServicer:
     async def Delete(self, request: pb.DeleteRequest, context: grpc.aio.ServicerContext) -> pb.DeleteResponse:
         if bool(request.keys) == bool(request.namespace):
             raise InvalidArgument("give either keys or a namespace")
-        if request.namespace:
-            checks.digests([request.namespace], "the namespace")
-            keys: Iterable[bytes] = self._store.residents.index.namespace_keys(request.namespace)
-        else:
-            keys = request.keys
-            if len(keys) > _MAX_KEYS:
-                raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
-            checks.digests(keys, "a key")
-        deleted = await self._store.delete(list(keys))
-        if self._replica is not None and not request.here:
-            deleted += await self._replica.delete(list(request.keys), request.namespace)
+        keys, namespace = list(request.keys), request.namespace
+        if len(keys) > _MAX_KEYS:
+            raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
+        checks.digests(keys, "a key")
+        checks.digests([namespace] if namespace else [], "the namespace")
+        sharing = None if request.here else self._sharing
+        shared = await sharing.known(keys, namespace) if sharing is not None else []
+        deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
+        if sharing is not None:
+            await sharing.delete(shared, namespace)
         return pb.DeleteResponse(deleted=deleted)
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
@@ -213,8 +200,21 @@ class KVCacheServicer:
             bytes_put=counters.get("bytes.put"),
             active_leases=len(self._store.leases),
             uptime_seconds=time.monotonic() - self._started,
-            shared_index=self._replica.stats() if self._replica else None,
+            remote=self._sharing.stats() if self._sharing else None,
         )
+
+    async def _read(self, key: bytes) -> Reader:
+        """The entry, copied from the remote tier if it is not here. Raises NotFound as `Store.read` does."""
+        if self._store.residents.get(key) is None and self._sharing is not None:
+            await self._sharing.bring(key)
+        return self._store.read(key)
+
+    async def _rise(self, key: bytes) -> None:
+        if self._store.residents.get(key) is not None:
+            await self._store.rise(key)
+        elif self._sharing is not None:
+            with contextlib.suppress(ResourceExhausted):  # then it is not in memory
+                await self._sharing.bring(key)
 
     def _tier_stats(self) -> Iterator[pb.TierStats]:
         residents, counters = self._store.residents, self._store.counters
@@ -262,10 +262,7 @@ def _arena_offset(entry: StoredEntry | None) -> int | None:
     return place.offset if place else None
 
 
-def _remote(found: "Elsewhere") -> pb.Entry:
-    """An entry that others hold; asked in any order, so that each of them serves its share."""
-    record = found.record
-    addresses = list({member.address: None for member in found.holders})
+def _remote(record: Record) -> pb.Entry:
     return pb.Entry(
         key=record.key,
         size_bytes=record.size,
@@ -274,8 +271,6 @@ def _remote(found: "Elsewhere") -> pb.Entry:
         checksum=record.checksum,
         tier=pb.TIER_REMOTE,
         variant=record.variant,
-        holders=random.sample(addresses, min(len(addresses), _MOST_HOLDERS)),
-        group=found.group,
         signature=record.signature,
     )
 

@@ -49,7 +49,7 @@ tested outside of a cluster.
 |---|---|
 | [laptop.yaml](../examples/laptop.yaml) | a node without a GPU, kind or minikube; a model from the Hugging Face hub |
 | [gpu.yaml](../examples/gpu.yaml) | one node with a GPU, a 7B model, scraped by the Prometheus operator |
-| [replicas.yaml](../examples/replicas.yaml) | three cache services and a Redis Cluster, two to eight workers |
+| [replicas.yaml](../examples/replicas.yaml) | caches on all nodes over a Redis Cluster, two to eight workers |
 | [tensor-parallel.yaml](../examples/tensor-parallel.yaml) | a 32B model over four GPUs of one node |
 | [milvus.yaml](../examples/milvus.yaml) | two to six gateways that share a Milvus |
 | [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens; the chart's own Redis and Milvus, plain |

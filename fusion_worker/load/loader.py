@@ -291,7 +291,7 @@ class Loader:
         except ServiceError as error:
             entry = part.wanted.entry
             # A lease keeps what the cache service has itself: that such an entry is gone is a fault.
-            gone = isinstance(error, NotFound) and entry is not None and entry.holders
+            gone = isinstance(error, NotFound) and entry is not None and entry.tier == "remote"
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:
             ready.set_exception(error)

@@ -21,7 +21,7 @@ class CacheFault(Exception):
 
 
 class EntryGone(CacheFault):
-    """An entry can't be fetched from the services that held it: another lookup knows that it is a miss."""
+    """An entry of the remote tier is gone: another lookup knows that it is a miss."""
 
 
 # Digest and preferred variants of the system prompt and each chunk.

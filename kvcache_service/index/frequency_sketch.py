@@ -12,9 +12,9 @@ class FrequencySketch:
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
 
-    def ask(self, name: bytes, times: int = 1) -> None:
+    def ask(self, name: bytes) -> None:
         short = name[:8]
-        self._young[short] = self.count(name) + times
+        self._young[short] = self.count(name) + 1
         if len(self._young) >= self._limit:
             self._young, self._old = {}, self._young
 

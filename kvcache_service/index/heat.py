@@ -16,14 +16,14 @@ def first(now: float, half_life: float) -> float:
     return now / half_life
 
 
-def again(heat: float, now: float, half_life: float, times: int = 1) -> float:
-    """Heat after one more access, or several at once.
+def again(heat: float, now: float, half_life: float) -> float:
+    """Heat after one more access.
 
     With accesses at times t, the decayed frequency at time s is the sum of 2^((t - s) / half_life). Its logarithm
     is log2(sum 2^(t / half_life)) - s / half_life, and the second part is the same for all entries. So the first
     part alone orders them at any time: nothing has to be decayed, and heat never falls.
     """
-    t = now / half_life + math.log2(times)
+    t = now / half_life
     high, low = max(heat, t), min(heat, t)
     return high + math.log2(1.0 + 2.0 ** max(low - high, -1000.0))
 

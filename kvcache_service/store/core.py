@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
@@ -31,6 +31,14 @@ _DELETE_BATCH = 1024
 _MOST_ACCESSES = 40.0
 # Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
 _SAVE_HEAT_SECONDS = 10.0
+
+
+class Watcher(Protocol):
+    """Learns of every entry that is put, and of every entry that is there and looked up, or put again."""
+
+    def stored(self, record: Record) -> None: ...
+
+    def used(self, key: bytes) -> None: ...
 
 
 class StoreCore:
@@ -62,6 +70,7 @@ class StoreCore:
         self.tasks: set[asyncio.Task[Any]] = set()
         self._touched: set[int] = set()  # rows whose heat is not saved
         self.demand = FrequencySketch()
+        self.watcher: Watcher | None = None
 
     @property
     def now(self) -> float:
@@ -125,23 +134,16 @@ class StoreCore:
             self.demand.ask(key)
         return [(kind, entry) for kind, entry, _ in found], lease
 
-    def asked(self, key: bytes) -> int:
-        """How often an exact path was looked up here of late."""
-        return self.demand.count(key)
-
-    def seen(self, key: bytes, times: int, *, exact: bool) -> None:
-        """Counts accesses that another service answered."""
-        entry = self.residents.get(key)
-        if entry is not None:
-            self.touch(entry, times)
-            if exact and entry.record.depth > 2:
-                self.demand.ask(key, times)
-
-    def touch(self, entry: StoredEntry, times: int = 1) -> None:
-        """Counts accesses to a visible entry."""
-        self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds, times))
+    def touch(self, entry: StoredEntry) -> None:
+        """Counts an access to a visible entry."""
+        self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds))
         if entry.row is not None:
             self._touched.add(entry.row)
+        self.used(entry.record.key)
+
+    def used(self, key: bytes) -> None:
+        if self.watcher is not None:
+            self.watcher.used(key)
 
     def wanted(self, record: Record) -> bool:
         """Whether an entry is kept: one replica of a chunk serves every path, unless there is a reason for a second.

@@ -1,12 +1,12 @@
 """Who is where: the entries, the tiers that hold their bytes, and who has to go when room is needed."""
 
 import contextlib
+import heapq
 import itertools
 import math
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index.heat import ColdQueue
@@ -49,18 +49,6 @@ class StoredEntry:
         return self.leases > 0 or self.pins > 0
 
 
-class Watcher(Protocol):
-    """Learns at once what becomes visible, invisible and hotter, and what somebody puts that is visible already."""
-
-    def published(self, record: Record) -> None: ...
-
-    def withdrawn(self, record: Record) -> None: ...
-
-    def warmed(self, entry: StoredEntry) -> None: ...
-
-    def put_again(self, record: Record) -> None: ...
-
-
 class Residents:
     """Entries in tiers, the fastest first. The last tier is the home: an entry is there or nowhere.
 
@@ -70,7 +58,6 @@ class Residents:
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
         self.tiers = tuple(tiers)
         self.index = Index(len(tiers))
-        self.watcher: Watcher | None = None
         self._counters = counters
         self._seen: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._leaving: set[StoredEntry] = set()
@@ -115,6 +102,11 @@ class Residents:
     def hottest(self) -> float:
         """The highest heat of all entries, when none has left yet; 0 without any."""
         return max(self.index.rows.heats, default=0.0)
+
+    def warmest(self, most: int) -> list[bytes]:
+        """The keys of the hottest entries."""
+        rows = self.index.rows
+        return [rows.key(row) for row in heapq.nlargest(most, rows, rows.heats.__getitem__)]
 
     def saved(self, row: int) -> tuple[bytes, float] | None:
         """Key and heat of the entry in a row, if there is one."""
@@ -188,20 +180,11 @@ class Residents:
         self._seen[entry.row] = entry
         for name, place in entry.places.items():
             self._enter(entry.row, name, place)
-        if self.watcher is not None:
-            self.watcher.published(entry.record)
-
-    def put_again(self, entry: StoredEntry) -> None:
-        """Somebody who put a visible entry is told that it is here."""
-        if self.watcher is not None:
-            self.watcher.put_again(entry.record)
 
     def warm(self, entry: StoredEntry, heat: float) -> None:
         """Gives a visible entry a heat that is not below the one it has."""
         assert entry.row is not None
         entry.heat = self.index.rows.heats[entry.row] = heat
-        if self.watcher is not None:
-            self.watcher.warmed(entry)
 
     def withdraw(self, entry: StoredEntry) -> None:
         """Makes a visible entry invisible, and frees its places unless somebody holds it."""
@@ -213,8 +196,6 @@ class Residents:
             self._cold[name].remove(row)
         self._leaving.add(entry)
         self.let_go(entry)
-        if self.watcher is not None:
-            self.watcher.withdrawn(entry.record)
 
     def let_go(self, entry: StoredEntry) -> None:
         """Called when a hold on an entry ended: an invisible one that nobody holds gives its places back."""

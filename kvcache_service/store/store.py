@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import math
 from typing import Any
 
 from fusionkv.kvcache_service.index import heat
@@ -34,11 +33,8 @@ class Store(StoreCore):
         for tier in self.residents.tiers:
             tier.close()
 
-    def write(self, record: Record, accesses: float = 1.0, asked: int = 0) -> Writer | None:
+    def write(self, record: Record) -> Writer | None:
         """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
-
-        `accesses`: how often it was asked for so far, older accesses counting less. `asked`: how often its exact path
-        was looked up at another service of late.
 
         The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
         are colder than the new one.
@@ -46,13 +42,16 @@ class Store(StoreCore):
         Raises:
             ResourceExhausted: there is no room, or the entry is over the limit.
         """
-        if record.depth > 2 and (unknown := asked - self.demand.count(record.key)) > 0:
-            self.demand.ask(record.key, unknown)
-        if (there := self.residents.get(record.key)) is not None:
-            self.residents.put_again(there)
+        if self.residents.get(record.key) is not None:
+            self.used(record.key)
             return None
-        if not self.wanted(record):
-            return None
+        return self._reserved(record) if self.wanted(record) else None
+
+    def copy(self, record: Record) -> Writer | None:
+        """As `write`, for an entry of the remote tier: it is kept whatever else there is of its chunk."""
+        return None if self.residents.get(record.key) is not None else self._reserved(record, copied=True)
+
+    def _reserved(self, record: Record, *, copied: bool = False) -> Writer:
         if record.size > self.config.max_entry_bytes:
             raise ResourceExhausted(
                 f"an entry of {record.size} bytes is over the limit of {self.config.max_entry_bytes}: "
@@ -67,12 +66,12 @@ class Store(StoreCore):
                 f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: what is there is "
                 f"leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
             ) from None
-        warmth = heat.first(self.now, self.config.half_life_seconds) + math.log2(max(accesses, 1.0))
+        warmth = heat.first(self.now, self.config.half_life_seconds)
         places: dict[Tier, Place] = {home: place}
         for tier in self.residents.tiers[:-1]:
             with contextlib.suppress(NoSpace):
                 places[tier] = self.residents.reserve(tier, record.size, warmth)[0]
-        return Writer(self, record, warmth, places, evicted)
+        return Writer(self, record, warmth, places, evicted, copied=copied)
 
     def read(self, key: bytes) -> Reader:
         """Pins an entry for reading.

@@ -21,7 +21,8 @@ class Writer:
     """Takes the bytes of one entry. Ends by `commit` or `abort`; `abort` after either does nothing.
 
     `places` has a reservation in the home tier and perhaps in faster ones. `evicted` are the entries whose places
-    were taken for it: the home tier forgets them before anything is written there.
+    were taken for it: the home tier forgets them before anything is written there. An entry that is `copied` comes
+    from the remote tier: it is kept in any case, and nobody has to write it back.
     """
 
     def __init__(
@@ -31,10 +32,13 @@ class Writer:
         heat: float,
         places: dict[Tier, Place],
         evicted: Sequence[tuple[bytes, Place]],
+        *,
+        copied: bool,
     ) -> None:
         self._store = store
         self._entry = StoredEntry(record, heat)
         self._places = places
+        self._copied = copied
         self._hasher = Checksum()
         self._received = 0
         self._batch: list[memoryview] = []
@@ -76,7 +80,7 @@ class Writer:
         if self._received != record.size:
             raise InvalidArgument(f"{self._received} bytes arrived, the header says {record.size}")
         if self._hasher.digest() != record.checksum:
-            self._store.counters.add("checksum.failures", tier="network")
+            self._store.counters.add("checksum.failures", tier="remote" if self._copied else "network")
             raise DataLoss("the bytes that arrived don't have the header's checksum: send them again")
         await self._finished()
         # From here on the reservations are the coroutine's, and an abort by a cancelled caller does nothing.
@@ -114,9 +118,8 @@ class Writer:
         done = store.committing[group] = asyncio.Event()
         try:
             # Asked again: others were stored since the reservation.
-            if (there := residents.get(record.key)) is not None:
-                residents.put_again(there)
-            stored = there is None and store.wanted(record)
+            there = residents.get(record.key)
+            stored = there is None and (self._copied or store.wanted(record))
             if stored:
                 # Whoever found the replaced ones will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in store.replaced_by(self._entry))])
@@ -128,6 +131,8 @@ class Writer:
                 residents.replaced.update((other.record.key, other) for other in replaced)
                 with contextlib.suppress(OSError):  # they come back with the next start, and go with the next Put
                     await store.withdraw(replaced)
+                if store.watcher is not None and not self._copied:
+                    store.watcher.stored(record)
             return stored
         except OSError as error:
             raise _unwritable(error) from error

@@ -44,8 +44,6 @@ class DiskTier(Tier):
     blocking = True
     readable = True
     """Whether the files hold the entries' bytes as they are."""
-    lasting = True
-    """Whether entries outlive the process."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
         """Opens or makes the tier.
@@ -75,8 +73,7 @@ class DiskTier(Tier):
         # The index of the smallest entries with long paths is about as large as they are; the map is only an
         # address range, the file grows with use.
         map_bytes = (64 << 20) + self.capacity_bytes
-        anew = not (trusted and self.lasting)
-        return DiskIndex(index, map_bytes, self._sync, anew=anew, first=lambda: self._mark(_boot_id()))
+        return DiskIndex(index, map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id()))
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._at(place, at)

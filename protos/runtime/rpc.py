@@ -230,7 +230,6 @@ async def serve(
     services: Mapping[str, grpc.GenericRpcHandler],
     *,
     drain_seconds: float,
-    on_start: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     on_stop: Callable[[float], Awaitable[None]] | None = None,
     on_drain: Callable[[], Awaitable[None]] | None = None,
     max_concurrent: int | None = None,
@@ -244,7 +243,7 @@ async def serve(
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
     With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
     `beside` has a line of its own, after that one.
-    `on_start` gets these addresses before that. `on_stop` is given half of the drain's seconds, in which new calls
+    `on_stop` is given half of the drain's seconds, in which new calls
     are still taken; `on_drain` runs when all calls have ended. Once `failure` has failed nothing can be served any
     more: health turns NOT_SERVING, calls in flight end with UNAVAILABLE, neither of the two runs, and its error is
     raised.
@@ -270,8 +269,6 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await server.start()
-    if on_start is not None:
-        await on_start(bound)
     for service in ("", *names):
         await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
     for listener, where in ((name, bound), *others):

@@ -20,7 +20,7 @@ _PAGE = 4096
 @fault("cache", 2)
 @contextlib.asynccontextmanager
 async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
-    await scene.let_go(end=False)
+    scene.let_go(end=False)
     for file in (scene.data / "segments").glob("*.kv"):
         _flip(file, scene.dice, scene.dice.choice((1, 20, 500)))
     scene.cache.signal(signal.SIGCONT)
@@ -31,7 +31,7 @@ async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
     running = scene.dice.random() < 0.5
-    await scene.let_go(end=not running)
+    scene.let_go(end=not running)
     _cut_short(scene.data / "segments", scene.dice)
     if running:
         scene.cache.signal(signal.SIGCONT)
@@ -43,7 +43,7 @@ async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
 @fault("cache", 2)
 @contextlib.asynccontextmanager
 async def index_damaged(scene: Scene) -> AsyncIterator[None]:
-    await scene.let_go()
+    scene.let_go()
     how = scene.dice.choice(("bits", "bits", "pages", "header", "cut", "empty", "garbage"))
     _damage(scene.data / "index" / "data.mdb", how, scene.dice)
     scene.oracle.seen[f"index: {how}"] += 1
@@ -54,7 +54,7 @@ async def index_damaged(scene: Scene) -> AsyncIterator[None]:
 @fault("cache")
 @contextlib.asynccontextmanager
 async def data_lost(scene: Scene) -> AsyncIterator[None]:
-    await scene.let_go()
+    scene.let_go()
     shutil.rmtree(scene.data)
     yield
     await scene.cache.start()

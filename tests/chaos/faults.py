@@ -24,7 +24,7 @@ class Scene:
     dice: random.Random
     number: int
     gone: set[int] = field(default_factory=set)
-    """Entries that nobody needs to have any more: their only holder's bytes were damaged."""
+    """Entries that need not be there any more, unless they are shared: their service's bytes were damaged."""
 
     @property
     def cache(self) -> Process:
@@ -39,20 +39,16 @@ class Scene:
         assert self.world.network is not None
         return self.world.network
 
-    async def let_go(self, end: bool = True) -> None:
-        """From now on this cache service may lose what it holds. It is killed before this returns, or, if it is not
-        to `end`, stands still until the caller has done the damage: the givers may forget what it is given meanwhile.
+    def let_go(self, end: bool = True) -> None:
+        """From now on this cache service may lose what it was given. It is killed before this returns, or, if it is
+        not to `end`, stands still until the caller has done the damage.
         """
         if end:
             self.cache.kill9()
-        held = self.oracle.entries.held_by
-        others = [await held(other) for other in range(CACHES) if other != self.number]
-        # What was on its way to it just now is where nobody else is asked.
-        self.gone |= set(self.oracle.entries.stored).difference(*others)
-        if not end:
+        else:
             self.cache.signal(signal.SIGSTOP)
-        # What it holds and others too counts as lost as well: it may have been moved, and the others then forget it.
-        self.gone |= self.oracle.entries.on_disk(self.data)
+        # Also what is on its way to it just now.
+        self.gone |= {name for name, number in self.oracle.entries.put_at.items() if number == self.number}
 
 
 Context = Callable[[Scene], AbstractAsyncContextManager[None]]
@@ -80,7 +76,7 @@ FAULTS: list[Fault] = []
 def fault(
     who: str, weight: float = 1.0, *, answers_fail: bool = False, needs: str = ""
 ) -> Callable[[Context], Context]:
-    """Lists a context as a fault of `who`: cache, redis, worker or gateway."""
+    """Lists a context as a fault of `who`: cache, remote (the tier that they share), worker or gateway."""
 
     def listed(context: Context) -> Context:
         name = context.__name__.replace("_", " ")  # type: ignore[attr-defined]

@@ -43,17 +43,17 @@ async def cache_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
         yield
 
 
-@fault("redis", needs="tc")
+@fault("remote", needs="tc")
 @contextlib.asynccontextmanager
-async def redis_on_a_narrow_link(scene: Scene) -> AsyncIterator[None]:
-    with _narrow(scene, scene.world.redis_place):
+async def remote_tier_on_a_narrow_link(scene: Scene) -> AsyncIterator[None]:
+    with _narrow(scene, scene.world.remote_place):
         yield
 
 
-@fault("redis", needs="tc")
+@fault("remote", needs="tc")
 @contextlib.asynccontextmanager
-async def redis_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
-    with _lossy(scene, scene.world.redis_place):
+async def remote_tier_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
+    with _lossy(scene, scene.world.remote_place):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Faults of the Redis behind the cache services, and of the workers and the gateway before them."""
+"""Faults of the remote tier behind the cache services, and of the workers and the gateway before them."""
 
 import asyncio
 import contextlib
@@ -6,30 +6,30 @@ import signal
 from collections.abc import AsyncIterator
 
 from tests.chaos.faults import Scene, fault
-from tests.chaos.world import EXPIRY_SECONDS
+from tests.system.redis_process import RedisServer
 
 
-@fault("redis", 2)
+@fault("remote", 2)
 @contextlib.asynccontextmanager
-async def redis_killed(scene: Scene) -> AsyncIterator[None]:
+async def remote_tier_killed(scene: Scene) -> AsyncIterator[None]:
     """It comes back empty."""
-    scene.world.redis.kill9()
+    scene.world.remote.kill9()
     yield
-    await asyncio.to_thread(scene.world.redis.start)
+    await asyncio.to_thread(scene.world.remote.start)
 
 
-@fault("redis", 2)
+@fault("remote", 2)
 @contextlib.asynccontextmanager
-async def redis_stands_still(scene: Scene) -> AsyncIterator[None]:
-    scene.world.redis.pause()
+async def remote_tier_stands_still(scene: Scene) -> AsyncIterator[None]:
+    scene.world.remote.pause()
     try:
         yield
         await asyncio.sleep(scene.dice.choice((0, 0, 3)))
     finally:
-        scene.world.redis.resume()
+        scene.world.remote.resume()
 
 
-@fault("redis", 2)
+@fault("remote", 2, needs="redis")
 @contextlib.asynccontextmanager
 async def redis_slow(scene: Scene) -> AsyncIterator[None]:
     delay = scene.dice.choice((0.02, 0.1, 0.4, 2.0))
@@ -40,54 +40,52 @@ async def redis_slow(scene: Scene) -> AsyncIterator[None]:
         relay.delay = 0.0
 
 
-@fault("cache", 2)
+@fault("cache", 2, needs="redis")
 @contextlib.asynccontextmanager
 async def redis_out_of_reach_of_a_cache(scene: Scene) -> AsyncIterator[None]:
-    """The others go on with it: who does not beat is taken for dead, and answers all the same."""
+    """The others go on with it."""
     relay = scene.world.relays[scene.number]
     relay.shut = True
     relay.part()
     try:
         yield
-        # Longer than a service stays listed, half of the time.
-        await asyncio.sleep(scene.dice.choice((0, EXPIRY_SECONDS + 1)))
     finally:
         relay.shut = False
 
 
-@fault("redis")
+@fault("remote", needs="redis")
 @contextlib.asynccontextmanager
 async def redis_flushed(scene: Scene) -> AsyncIterator[None]:
-    with scene.world.redis.client() as client:
+    with _redis(scene).client() as client:
         await asyncio.to_thread(client.flushall)
     yield
 
 
-@fault("redis", 2)
+@fault("remote", 2, needs="redis")
 @contextlib.asynccontextmanager
 async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
     """Its replica is promoted, and the address that all know leads there; sometimes without the last writes."""
-    world = scene.world
-    replica = await asyncio.to_thread(world.redis.replica)
+    world, primary = scene.world, _redis(scene)
+    replica = await asyncio.to_thread(primary.replica)
     try:
         if scene.dice.random() < 0.5:
             # What is written from now on, the replica never sees.
             await asyncio.to_thread(replica.promote)
             await asyncio.gather(*(scene.oracle.entries.put_one() for _ in range(3)))
     finally:
-        world.redis.kill9()
-        world.redis = replica
+        primary.kill9()
+        world.remote = replica
     yield
     await asyncio.to_thread(replica.promote)
     for relay in world.relays:
         relay.aim(replica.url.removeprefix("redis://"))
 
 
-@fault("redis")
+@fault("remote", needs="redis")
 @contextlib.asynccontextmanager
 async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
-    """Some of what was published is not there any more."""
-    with scene.world.redis.client() as client:
+    """Some of what was written is not there any more."""
+    with _redis(scene).client() as client:
         names = sorted(await asyncio.to_thread(client.keys, "fusionkv:*"))
         lost = [name for name in names if scene.dice.random() < 0.5]
         if lost:
@@ -95,31 +93,31 @@ async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
     yield
 
 
-@fault("redis")
+@fault("remote", needs="redis")
 @contextlib.asynccontextmanager
 async def redis_full(scene: Scene) -> AsyncIterator[None]:
-    with scene.world.redis.client() as client:
+    with _redis(scene).client() as client:
         await asyncio.to_thread(client.config_set, "maxmemory", 1)
         yield
         await asyncio.to_thread(client.config_set, "maxmemory", 0)
 
 
-@fault("redis", needs="network")
+@fault("remote", needs="network")
 @contextlib.asynccontextmanager
-async def redis_cut_off(scene: Scene) -> AsyncIterator[None]:
-    scene.network.cut(scene.world.redis_place)
+async def remote_tier_cut_off(scene: Scene) -> AsyncIterator[None]:
+    scene.network.cut(scene.world.remote_place)
     yield
     await asyncio.sleep(scene.dice.choice((0, 3)))
-    scene.network.mend(scene.world.redis_place)
+    scene.network.mend(scene.world.remote_place)
 
 
-@fault("redis", needs="clock")
+@fault("remote", needs="clock")
 @contextlib.asynccontextmanager
-async def clock_of_redis_jumps(scene: Scene) -> AsyncIterator[None]:
-    """Back to the true time at the end: backwards, the dead stay listed for as long as it jumped."""
-    scene.world.redis_clock.jump(scene.dice.choice((-30, 30, 86_400)))
+async def clock_of_the_remote_tier_jumps(scene: Scene) -> AsyncIterator[None]:
+    """Forwards by a day, and all that is there has expired."""
+    scene.world.remote_clock.jump(scene.dice.choice((-30, 30, 86_400)))
     yield
-    scene.world.redis_clock.jump(0)
+    scene.world.remote_clock.jump(0)
 
 
 @fault("worker", needs="clock")
@@ -191,3 +189,8 @@ async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
         yield
     finally:
         scene.world.gateway.signal(signal.SIGCONT)
+
+
+def _redis(scene: Scene) -> RedisServer:
+    assert isinstance(scene.world.remote, RedisServer)
+    return scene.world.remote

@@ -56,9 +56,13 @@ class Process:
         self, name: str, place: Place, module: str, *flags: str, env: Mapping[str, str] | None = None
     ) -> None:
         self.name, self.place, self.address = name, place, place.listen()
-        self._module, self._flags, self._env = module, flags, env or {}
+        self._module, self.flags, self._env = module, flags, env or {}
         self._service: Service | None = None
         self._logs: list[str] = []
+
+    def add(self, *flags: str) -> None:
+        """Flags that follow from its place."""
+        self.flags = (*self.flags, *flags)
 
     @property
     def pid(self) -> int:
@@ -80,7 +84,7 @@ class Process:
             self._logs = [self.log]
         env = {**self._env, **(version.environment if version else {})}
         self._service = Service(
-            self._module, "--listen", self.address, *self._flags, env=env, before=self.place.before
+            self._module, "--listen", self.address, *self.flags, env=env, before=self.place.before
         )
         return self._service
 

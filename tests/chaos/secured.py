@@ -28,7 +28,8 @@ class Secured:
         self._issued[name] = place
         cert, key = self._authority.issue(name, (place.address,))
         ca = str(self._authority.ca)
-        return "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", ca, "--tls-ca", ca
+        calls = () if name.startswith("cache") else ("--tls-ca", ca)
+        return "--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", ca, *calls
 
     @property
     def disk(self) -> tuple[str, ...]:

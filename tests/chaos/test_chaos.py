@@ -61,7 +61,7 @@ async def test_what_is_whole_is_right(entries: Entries) -> None:
 
 async def test_a_lost_entry_is_seen(entries: Entries) -> None:
     await entries.world.cache_clients[0].delete(namespace=NAMESPACE)
-    with pytest.raises(Wrong, match="entry 0 was acknowledged, and no service has it"):
+    with pytest.raises(Wrong, match="entry 0 was acknowledged by cache0; cache0 has it not"):
         await entries.everything_is_there(set())
     await entries.everything_is_there(set(range(10)))
     assert not entries.stored, "what may be gone is no longer asked for"

@@ -13,7 +13,7 @@ from tests.chaos.world import World
 from tests.waiting import until
 
 
-@fault("cache", 2, needs="history")
+@fault("cache", 2, needs="history of caches")
 @contextlib.asynccontextmanager
 async def cache_of_another_version(scene: Scene) -> AsyncIterator[None]:
     await _replaced(scene.cache, scene.dice, scene.world.other)

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,11 @@ class Version:
     def environment(self) -> Mapping[str, str]:
         """What makes a process import it, and not what is here."""
         return {"PYTHONPATH": str(self.folder)}
+
+    def takes(self, module: str, flags: Iterable[str]) -> bool:
+        """Whether its service has all of these settings."""
+        known = _run(self.folder, self.environment, sys.executable, "-P", "-m", module, "--help").decode()
+        return all(flag in known for flag in flags if flag.startswith("--"))
 
     def _generate(self) -> None:
         """Its gRPC stubs, from its own protos."""

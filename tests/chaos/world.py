@@ -1,4 +1,4 @@
-"""The processes of a chaos run: cache services behind a Redis, workers with a shipped model, a gateway."""
+"""The processes of a chaos run: cache services over a remote tier, workers with a shipped model, a gateway."""
 
 import asyncio
 import json
@@ -14,43 +14,39 @@ from tests.chaos.network import Network, Place, Relay, mounted, unmounted
 from tests.chaos.process import Clock, Process
 from tests.chaos.secured import Secured
 from tests.chaos.versions import Version
+from tests.system.mooncake_process import MooncakeMaster
 from tests.system.redis_process import RedisServer
 
 CACHES, WORKERS = 3, 2
 DISK_MIB, MOUNT_MIB = 48, 96
 # Little more than the largest prompt: what was used is evicted soon, and has to be fetched.
 POOL_TOKENS = 1024
-LOOKUP_SECONDS, FETCH_SECONDS, CACHE_SECONDS, EXPIRY_SECONDS, LEASE_MS = 0.5, 2.0, 6.0, 2.0, 4000
-# A machine that others use as well must not look like a slow Redis all the time.
-REDIS_MS = 300
+LOOKUP_SECONDS, FETCH_SECONDS, CACHE_SECONDS, LEASE_MS = 0.5, 2.0, 6.0, 4000
+# A machine that others use as well must not look like a slow remote tier all the time.
+REMOTE_MS = 300
 
 
 class World:
     """All of them; `async with` starts them. They end with the process that started them."""
 
     def __init__(
-        self, folder: Path, model: Path, network: Network | None, other: Version | None, secured: bool
+        self, folder: Path, model: Path, network: Network | None, other: Version | None, secured: bool, kind: str
     ) -> None:
-        """`other`: a version that services may be replaced by. `secured`: with TLS and encrypted disks."""
+        """other: a version that services may be replaced by. secured: with TLS and encryption. kind: of remote tier,
+        redis or mooncake.
+        """
+        self.kind = kind
         self.folder, self.model, self.network, self.other = folder, model, network, other
         self.secured = Secured(folder / "secrets") if secured else None
         self.caches: list[Process] = []
         self.workers: list[Process] = []
         self.clocks: dict[str, Clock] = {}
         self.mounted = True
-        self.redis_clock = self._clock("redis")
+        self.remote_clock = self._clock("remote")
+        self.relays: list[Relay] = []
 
     async def __aenter__(self) -> "World":
-        self.redis_place = self._place()
-        host, _, port = self.redis_place.listen().rpartition(":")
-        faked = [f"{name}={value}" for name, value in self.redis_clock.environment.items()]
-        before = (*self.redis_place.before, *(["env", *faked] if faked else []))
-        more = ("--protected-mode", "no")
-        self.redis = RedisServer(self.folder, *more, port=int(port), host=host, before=before)
-        here = self.network.here if self.network else Place("127.0.0.1")
-        self.relays = [Relay(here.listen(), f"{host}:{port}") for _ in range(CACHES)]
-        for relay in self.relays:
-            await relay.start()
+        await self._start_remote()
         await asyncio.gather(*(self._start_cache(number) for number in range(CACHES)))
         for number in range(WORKERS):
             await self._start_worker(number)
@@ -74,7 +70,7 @@ class World:
         for process in (self.gateway, self.judge, *self.workers, *self.caches):
             if process.alive:
                 process.kill9()
-        self.redis.kill9()
+        self.remote.kill9()
         for relay in self.relays:
             await relay.close()
         for number in range(CACHES):
@@ -90,6 +86,8 @@ class World:
             "mount": "" if self.mounted else "no mounts",
             "clock": "" if Clock.preload else "no libfaketime",
             "history": "" if self.other else "no other version",
+            "history of caches": self._unlike_caches(),
+            "redis": "" if self.kind == "redis" else "no Redis",
             "secured": "" if self.secured else "not --secured",
         }
 
@@ -102,7 +100,7 @@ class World:
         return self.folder / f"disk{number}" / "data"
 
     async def settled(self, timeout: float) -> None:
-        """Waits until every cache service knows all others and has published all that it holds, and workers answer.
+        """Waits until every cache service reaches the remote tier and has written back all, and workers answer.
 
         Raises:
             TimeoutError: they don't come to that; the message says what is missing.
@@ -110,21 +108,21 @@ class World:
         stats: list[object] = []
         try:
             async with asyncio.timeout(timeout):
-                while not await self._knows_all(stats):  # noqa: ASYNC110 - nobody announces it
+                while not await self._written_back(stats):  # noqa: ASYNC110 - nobody announces it
                     await asyncio.sleep(0.05)
         except TimeoutError:
-            raise TimeoutError(f"the shared index does not settle: {stats}") from None
+            raise TimeoutError(f"the cache services do not settle: {stats}") from None
 
-    async def _knows_all(self, said: list[object]) -> bool:
+    async def _written_back(self, said: list[object]) -> bool:
         said.clear()
         for client in self.cache_clients:
             try:
-                said.append((await client.stats(timeout=5)).shared_index)
+                said.append((await client.stats(timeout=5)).remote)
             except (Unavailable, DeadlineExceeded) as error:  # the connection is made anew within a second or two
                 said.append(error)
                 return False
-        shared = [found for found in said if isinstance(found, kvcache_pb2.SharedIndexStats)]
-        if not all(found.reachable and found.members == CACHES and not found.waiting for found in shared):
+        found = [stats for stats in said if isinstance(stats, kvcache_pb2.RemoteStats)]
+        if not all(stats.reachable and not stats.waiting for stats in found):
             return False
         # A connection to one that was killed is made anew after up to some seconds.
         said += [await client.answers(timeout=5) for client in self.worker_clients]
@@ -142,6 +140,34 @@ class World:
         self.clocks[name] = Clock(self.folder / f"{name}.clock")
         return self.clocks[name]
 
+    async def _start_remote(self) -> None:
+        self.remote_place = self._place()
+        at = self.remote_place.listen()
+        host, _, port = at.rpartition(":")
+        faked = [f"{name}={value}" for name, value in self.remote_clock.environment.items()]
+        before = (*self.remote_place.before, *(["env", *faked] if faked else []))
+        self.remote: RedisServer | MooncakeMaster
+        if self.kind == "mooncake":
+            self.remote = MooncakeMaster(self.folder, port=int(port), host=host, before=before)
+            return
+        self.remote = RedisServer(self.folder, "--protected-mode", "no", port=int(port), host=host, before=before)
+        here = self.network.here if self.network else Place("127.0.0.1")
+        self.relays = [Relay(here.listen(), at) for _ in range(CACHES)]
+        for relay in self.relays:
+            await relay.start()
+
+    def _remote_flags(self, number: int, place: Place) -> tuple[str, ...]:
+        if self.kind == "mooncake":
+            return "--remote-url", f"{self.remote.url}?host={place.address}", *self.remote.flags
+        return "--remote-url", f"redis://{self.relays[number].address}"
+
+    def _unlike_caches(self) -> str:
+        """Why a cache service can't be replaced by another version's."""
+        if self.other is None:
+            return "no other version"
+        alike = self.other.takes("fusionkv.kvcache_service", self.caches[0].flags)
+        return "" if alike else "the other version's cache service has other settings"
+
     async def _start_cache(self, number: int) -> None:
         self.mounted &= mounted(self.data(number).parent, MOUNT_MIB)
         name = f"cache{number}"
@@ -149,10 +175,10 @@ class World:
             name, "fusionkv.kvcache_service", *(self.secured.disk if self.secured else ()),
             "--data-dir", str(self.data(number)),
             "--memory-bytes", "2MiB", "--disk-bytes", f"{DISK_MIB}MiB", "--lease-ms", str(LEASE_MS),
-            "--redis-url", f"redis://{self.relays[number].address}", "--redis-timeout-ms", str(REDIS_MS),
-            "--redis-expiry-seconds", str(EXPIRY_SECONDS), "--drain-seconds", "6",
+            "--remote-lookup-ms", str(REMOTE_MS), "--remote-timeout", "1", "--drain-seconds", "6",
             env=self._clock(name).environment,
         )  # fmt: skip
+        made.add(*self._remote_flags(number, made.place))
         self.caches.append(made)
         await made.start()
 

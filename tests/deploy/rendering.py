@@ -49,8 +49,9 @@ def named(documents: Iterable[Any]) -> dict[str, dict[str, Any]]:
 
 
 def pod_of(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """The pod's spec of a StatefulSet or Deployment."""
-    return ({**found["StatefulSet"], **found["Deployment"]})[name]["spec"]["template"]["spec"]
+    """The pod's spec of a StatefulSet, Deployment or DaemonSet."""
+    kinds = ("StatefulSet", "Deployment", "DaemonSet")
+    return {k: v for kind in kinds for k, v in found.get(kind, {}).items()}[name]["spec"]["template"]["spec"]
 
 
 def config_of(found: dict[str, dict[str, Any]], name: str) -> Any:

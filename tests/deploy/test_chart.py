@@ -48,7 +48,7 @@ def values_of(variant: dict[str, Any]) -> dict[str, Any]:
 
 
 def workloads(documents: list[Any]) -> dict[str, Any]:
-    found = [d for d in documents if d["kind"] in ("StatefulSet", "Deployment")]
+    found = [d for d in documents if d["kind"] in ("StatefulSet", "Deployment", "DaemonSet")]
     return {d["metadata"]["labels"]["app.kubernetes.io/component"]: d for d in found}
 
 
@@ -167,7 +167,7 @@ def test_the_environment_is_what_the_services_accept(render: Render) -> None:
 
 def test_what_may_be_set_is_what_the_services_know(chart: Path) -> None:
     schema = json.loads((chart / "values.schema.json").read_text())
-    places = {"listen", "http_listen", "metrics_listen", "data_dir", "advertise"}
+    places = {"listen", "http_listen", "metrics_listen", "data_dir"}
     own = places | {"model", "cache", "workers", "tensor_parallel"}
     for name, config in CONFIGS.items():
         parts = schema["properties"][name]["properties"]["config"]["allOf"]
@@ -216,45 +216,34 @@ def test_only_neighbours_may_call_each_other(render: Render, clients: list[Any])
         assert reached == {53: [], 4317: [], **{PORTS[c]: [c] for c in callees[name]}}
 
 
+@pytest.mark.parametrize("kind", ["StatefulSet", "DaemonSet"])
 @pytest.mark.parametrize(
     ("url", "port"),
     [("redis://redis", 6379), ("rediss://:secret@redis.data.svc:6380/0", 6380)],
     ids=["short", "long"],
 )
-def test_caches_that_share_an_index_reach_it_and_each_other(render: Render, url: str, port: int) -> None:
-    documents = render({"kvcache": {"replicas": 3, "config": {"redis_url": url, "redis_cluster": True}}})
+def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: int, kind: str) -> None:
+    documents = render({"kvcache": {"kind": kind, "replicas": 3, "config": {"remote_url": url}}})
     workload = workloads(documents)["kvcache"]
-    assert workload["spec"]["replicas"] == 3
-    config = settings.load(CacheConfig, "kvcache", environ=environment(workload))
-    assert (config.redis_url, config.redis_cluster) == (url, True)
-    assert config.advertise == "$(K8S_POD_NAME).rel-kvcache:7070"
-    env = workload["spec"]["template"]["spec"]["containers"][0]["env"]
-    names = [each["name"] for each in env]
-    assert names.index("K8S_POD_NAME") < names.index("FUSIONKV_KVCACHE_ADVERTISE"), "or it is not replaced"
-    policy = next(
-        d["spec"]
-        for d in documents
-        if d["kind"] == "NetworkPolicy" and d["metadata"]["labels"]["app.kubernetes.io/component"] == "kvcache"
-    )
+    assert workload["kind"] == kind
+    assert settings.load(CacheConfig, "kvcache", environ=environment(workload)).remote_url == url
+    of_cache = [d for d in documents if d["metadata"]["labels"]["app.kubernetes.io/component"] == "kvcache"]
+    (policy,) = (d["spec"] for d in of_cache if d["kind"] == "NetworkPolicy")
     (incoming,) = policy["ingress"]
     callers = [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in incoming["from"]]
-    assert callers == ["worker", "kvcache"]
-    reached = {rule["ports"][0]["port"]: "to" in rule for rule in policy["egress"]}
-    assert reached == {53: False, port: False, 7070: True}
+    assert callers == ["worker"]
+    assert {rule["ports"][0]["port"]: "to" in rule for rule in policy["egress"]} == {53: False, port: False}
+    (service,) = (d["spec"] for d in of_cache if d["kind"] == "Service")
+    if kind == "DaemonSet":
+        assert service["internalTrafficPolicy"] == "Local"
+        (volume,) = [v for v in workload["spec"]["template"]["spec"]["volumes"] if v["name"] == "data"]
+        assert volume["emptyDir"]["sizeLimit"] == "20Gi"
+        assert not [d for d in of_cache if d["kind"] == "PodDisruptionBudget"]
+    else:
+        assert workload["spec"]["replicas"] == 3
+        assert service["clusterIP"] == "None"
     for version in VERSIONS:
         validate(documents, version)
-
-
-def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
-    documents = render({"kvcache": {"config": {"remote_url": "redis://redis.data.svc:6390/1"}}})
-    config = settings.load(CacheConfig, "kvcache", environ=environment(workloads(documents)["kvcache"]))
-    assert config.remote_url == "redis://redis.data.svc:6390/1"
-    (policy,) = (
-        d["spec"]
-        for d in documents
-        if d["kind"] == "NetworkPolicy" and d["metadata"]["labels"]["app.kubernetes.io/component"] == "kvcache"
-    )
-    assert {rule["ports"][0]["port"] for rule in policy["egress"]} == {53, 6390}
 
 
 @pytest.mark.parametrize(
@@ -268,8 +257,10 @@ def test_a_cache_reaches_the_redis_below_it(render: Render) -> None:
         ({"kvcache": {"config": {"memory_bytes": ["1GiB"]}}}, "memory_bytes"),
         ({"kvcache": {"resources": {"limits": {"memory": "1GB"}}}}, "memory"),
         ({"kvcache": {"storage": {"size": "big"}}}, "size"),
-        ({"kvcache": {"replicas": 2}}, "redis_url"),
-        ({"kvcache": {"replicas": 2, "config": {"redis_url": ""}}}, "redis_url"),
+        ({"kvcache": {"replicas": 2}}, "remote_url"),
+        ({"kvcache": {"replicas": 2, "config": {"remote_url": ""}}}, "remote_url"),
+        ({"kvcache": {"kind": "DaemonSet"}}, "remote_url"),
+        ({"kvcache": {"kind": "Deployment"}}, "kind"),
         ({"kvcache": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": 0}}, "replicas"),
         ({"worker": {"replicas": "two"}}, "replicas"),

@@ -56,11 +56,10 @@ def test_every_service_has_a_certificate_for_the_names_it_is_called_by(render: R
     certificates = found["Certificate"]
     dialled: dict[str, set[str]] = {
         "worker": {address.partition(":")[0] for address in config_of(found, "gateway").workers},
-        "kvcache": {config_of(found, "worker").cache.partition(":")[0], "rel-kvcache-0.rel-kvcache"},
+        "kvcache": {config_of(found, "worker").cache.partition(":")[0]},
         "gateway": {"rel-gateway", "rel-gateway.ns.svc", "localhost", "rag.example.com"},
     }
     assert len(dialled["worker"]) == 3
-    assert config_of(found, "kvcache").advertise == "$(K8S_POD_NAME).rel-kvcache:7070"
     for name, names in dialled.items():
         certificate = certificates[name]["spec"]
         assert names <= set(certificate["dnsNames"])
@@ -69,7 +68,8 @@ def test_every_service_has_a_certificate_for_the_names_it_is_called_by(render: R
         (volume,) = [v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == certificate["secretName"]]
         (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
         config, at = config_of(found, name), Path(mount["mountPath"])
-        assert (config.tls_cert, config.tls_key, config.tls_ca) == (at / "tls.crt", at / "tls.key", at / "ca.crt")
+        assert (config.tls_cert, config.tls_key) == (at / "tls.crt", at / "tls.key")
+        assert getattr(config, "tls_ca", None) == (None if name == "kvcache" else at / "ca.crt"), "it calls nobody"
         # Applications have tokens and no certificates.
         assert config.tls_client_ca == (None if name == "gateway" else at / "ca.crt")
         assert "tcpSocket" in pod["containers"][0]["readinessProbe"]
@@ -118,9 +118,9 @@ def test_who_calls_the_gateway_trusts_its_ca_and_learns_no_key(render: Render) -
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_caches_share_an_index_in_the_charts_own_redis(render: Render, version: str) -> None:
+def test_caches_share_the_charts_own_redis(render: Render, version: str) -> None:
     found = render({"redis": {"enabled": True}, "kvcache": {"replicas": 3}, "encode": {"corpora": ["a"]}}, version)
-    assert config_of(found, "kvcache").redis_url == "redis://rel-redis:6379"
+    assert config_of(found, "kvcache").remote_url == "redis://rel-redis:6379"
     assert found["Service"]["redis"]["spec"]["ports"][0]["port"] == 6379
     assert (
         "--queue=redis://rel-redis:6379"
@@ -130,8 +130,30 @@ def test_caches_share_an_index_in_the_charts_own_redis(render: Render, version: 
     assert policy_of(found, "redis")["egress"] == []
     assert 6379 in {rule["ports"][0]["port"] for rule in policy_of(found, "kvcache")["egress"]}
     with pytest.raises(ValueError, match="choose one"):
-        render({"redis": {"enabled": True}, "kvcache": {"config": {"redis_url": "redis://other"}}})
+        render({"redis": {"enabled": True}, "kvcache": {"config": {"remote_url": "redis://other"}}})
     assert "redis" not in render({})["Deployment"]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_caches_share_a_mooncake_store(render: Render, version: str) -> None:
+    found = render({"mooncake": {"enabled": True}, "kvcache": {"kind": "DaemonSet"}}, version)
+    assert config_of(found, "kvcache").remote_url == "mooncake://rel-mooncake:50051?host=$(K8S_POD_IP)"
+    (container,) = pod_of(found, "kvcache")["containers"]
+    names = [each["name"] for each in container["env"]]
+    assert names.index("K8S_POD_IP") < names.index("FUSIONKV_KVCACHE_REMOTE_URL"), "or it is not replaced"
+    (master,) = pod_of(found, "mooncake")["containers"]
+    assert container["image"] == master["image"]
+    assert container["image"].startswith("fusionkv-kvcache-mooncake:")
+    assert master["command"][0] == "mooncake_master"
+    assert callers(policy_of(found, "mooncake")) == ["kvcache"]
+    policy = policy_of(found, "kvcache")
+    for way, peers in (("ingress", "from"), ("egress", "to")):
+        (between,) = [rule for rule in policy[way] if "ports" not in rule]
+        (own,) = between[peers]
+        assert own["podSelector"]["matchLabels"][COMPONENT] == "kvcache"
+    assert 50051 in {rule["ports"][0]["port"] for rule in policy["egress"] if "ports" in rule}
+    with pytest.raises(ValueError, match="choose one"):
+        render({"mooncake": {"enabled": True}, "kvcache": {"config": {"remote_url": "redis://other"}}})
 
 
 def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> None:
@@ -139,8 +161,8 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     (container,) = pod_of(render({"redis": {"enabled": True, "megabytes": 64}}), "redis")["containers"]
     program, *flags = container["command"]
     assert program == "redis-server"
-    assert container["resources"]["limits"]["memory"] == "128Mi"
-    wanted = {"maxmemory": str(64 << 20), "maxmemory-policy": "noeviction", "save": "", "appendonly": "no"}
+    assert container["resources"]["limits"]["memory"] == "80Mi"
+    wanted = {"maxmemory": str(64 << 20), "maxmemory-policy": "volatile-ttl", "save": "", "appendonly": "no"}
     wanted |= {"protected-mode": "no"}
     server, told = RedisServer(tmp_path, *flags), dict[str, str]()
     try:
@@ -159,6 +181,7 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
         (("redis", "milvus"), True, None),
         (("redis",), False, "Redis,"),
         (("milvus",), False, "Milvus,"),
+        (("mooncake",), False, "Mooncake Store,"),
         (("redis", "milvus"), False, "Redis and Milvus,"),
     ],
 )

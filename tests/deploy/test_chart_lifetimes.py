@@ -62,13 +62,13 @@ def test_a_shorter_drain_is_refused(render: Render, cache: Any, worker: Any, tol
         render({"kvcache": {"config": cache}, "worker": {"config": worker}})
 
 
-def test_caches_end_one_after_the_other(render: Render) -> None:
-    """Two at once would hand their entries to each other."""
+def test_caches_are_replaced_one_after_the_other(render: Render) -> None:
+    """So that most of what workers ask for is in some memory."""
     found = render({"kvcache": {"replicas": 3}, "redis": {"enabled": True}})
-    spec = found["StatefulSet"]["kvcache"]["spec"]
-    assert spec["podManagementPolicy"] == "OrderedReady"
-    assert "updateStrategy" not in spec, "one after the other, which is what Kubernetes does"
+    assert "updateStrategy" not in found["StatefulSet"]["kvcache"]["spec"], "which is what Kubernetes does"
     assert found["PodDisruptionBudget"]["kvcache"]["spec"]["maxUnavailable"] == 1
+    found = render({"kvcache": {"kind": "DaemonSet"}, "redis": {"enabled": True}})
+    assert found["DaemonSet"]["kvcache"]["spec"]["updateStrategy"]["rollingUpdate"]["maxUnavailable"] == 1
 
 
 @pytest.mark.parametrize(("name", "least"), [("kvcache", 2 * 208), ("worker", 600)])

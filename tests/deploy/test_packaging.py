@@ -16,7 +16,7 @@ import pytest
 EXTRAS = {
     "protos": {"prometheus", "compress"},
     "kernels": {"worker", "gpu"},
-    "kvcache_service": {"cache"},
+    "kvcache_service": {"cache", "mooncake"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds"},
     "gateway": {"gateway", "http", "langchain", "llama-index", "milvus"},
     "models": {"worker"},

@@ -12,8 +12,6 @@ import torch
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.runtime.checksum import checksum
 from tests.fusion_worker.host_file import HostFile
 from tests.fusion_worker.stranger import Stranger
 from tests.system.redis_process import RedisServer
@@ -180,30 +178,29 @@ async def test_without_a_copy_in_host_memory_nothing_is_read(near: Near, monkeyp
     assert (await near.worker()).servicer.loader._direct is None
 
 
-async def test_what_a_stranger_put_at_another_service_is_deleted_there(
+async def test_what_a_stranger_put_at_another_service_is_deleted_in_the_remote_tier(
     redis: RedisServer, launch: Any, start: Any, parts: Any, oracle: Any, tools: Any, tmp_path: Path, key_file: Path
 ) -> None:
     (system, chunks, question), plain = parts, oracle(MODEL)
-    services = Services(launch, tmp_path, redis.url)
+    services = Services(launch, tmp_path, redis)
     services.start()
     services.start()
-    await services.emptied(2)
+    await services.emptied()
     rig = await start(MODEL, cache=services.services[0].address, signing_keys=key_file)
     space, storage = rig.servicer.loader.namespace(""), rig.servicer.loader.storage
     for path in ([system], *([system, chunk] for chunk in chunks)):
         tokens = len(path[-1])
         data = memoryview(torch.randn(storage.size(tokens) // 4).numpy()).cast("B")
-        names = {"namespace": space, "path": map(keys.chunk_digest, path), "checksum": checksum(data)}
-        header = pb.PutHeader(**names, size_bytes=len(data), tokens=tokens, base=sum(map(len, path[:-1])), here=True)
-        await services.clients[1].send(header, data, 30)
-    await services.settled(2)
+        digests, base = [keys.chunk_digest(part) for part in path], sum(map(len, path[:-1]))
+        await services.clients[1].put(namespace=space, path=digests, tokens=tokens, base=base, data=data, timeout=30)
+    await services.settled()
     assert await services.entries() == [0, 4]
     for rejected in (4, 0):
         answer = await rig.ask(*parts, ratio=0.0)
         assert (answer.summary.entries_rejected, answer.summary.chunks_missed) == (rejected, 3 * bool(rejected))
         assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
         await rig.stored()
-        await services.settled(2)
+        await services.settled()
         rig = await start(MODEL, cache=services.services[0].address, signing_keys=key_file)
     await services.close()
 

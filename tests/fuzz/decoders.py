@@ -4,34 +4,25 @@ Each is called with inputs that hypothesis makes up (test_decoders.py), and that
 not reached before (guided.py). What it raises is a bug.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import xxhash
 from google.protobuf.message import DecodeError
 
 from fusionkv.kvcache_service import answers, checks
-from fusionkv.kvcache_service.cluster.shared_index import Member, SharedIndex
 from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.ranker import HitRanker
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
+from fusionkv.kvcache_service.remote import tier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 KEY = bytes(range(32))
 GOOD = record.make(bytes([0]) * 32, [bytes([1]) * 32, bytes([2]) * 32], b"", 5, 1, 0, bytes(16))
-MEMBERS = {bytes([n]) * 8: Member(bytes([n]) * 8, "a:1", False) for n in range(3)}
 _ARENA = memoryview(bytes(1000))
 _put_message = frames.frame_or(pb.PutRequest.FromString)
-
-
-def _shared_index() -> SharedIndex:
-    index = SharedIndex("redis://127.0.0.1:1", cluster=False, password=None, timeout=1, expiry=1)
-    index.members = MEMBERS
-    return index
-
-
-_INDEX = _shared_index()
 
 
 def sealed(body: bytes) -> bytes:
@@ -91,19 +82,18 @@ def answered_hit(message: bytes) -> None:
     assert hit.kind in answers.HitKind
 
 
-def shared_entries(found: Mapping[bytes, bytes]) -> None:
-    """A group of entries in Redis, to which a stranger may write."""
-    for entry, holders in _INDEX._living(dict(found)):
-        assert holders
-        assert len(entry.key) <= DIGEST_BYTES
+def remote_records(found: Sequence[bytes]) -> None:
+    """What stands in the index of the remote tier, to which a stranger may write."""
+    path = [GOOD.system, GOOD.chunk]
+    records = tier._decoded(found)
+    assert all(len(one.key) == DIGEST_BYTES and one.size and one.tokens for one in records)
+    best = HitRanker(GOOD.namespace, path, []).best(None, records)
+    assert best is None or (best.key, best.namespace) == (GOOD.key, GOOD.namespace) or best.chunk == GOOD.chunk
 
 
-def shared_entry(data: bytes) -> None:
-    """One of them: its field and, behind that, its value with the right checksum or with any."""
-    field, value = data[:48], data[48:]
-    shared_entries({field: value})
-    end = 1 + 8 * value[0] if value else 1
-    shared_entries({field: value[:end] + value[end:] + xxhash.xxh3_64_digest(field[:32] + value[end:])})
+def remote_record(data: bytes) -> None:
+    """One of them, with the right checksum or with any."""
+    remote_records([data, data + xxhash.xxh3_64_digest(data)])
 
 
 _PUT = pb.PutRequest(
@@ -113,9 +103,9 @@ _PUT = pb.PutRequest(
 )
 _HIT = pb.Hit(
     kind=pb.HIT_KIND_EXACT,
-    entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950, holders=["a:1"]),
+    entry=pb.Entry(key=KEY, size_bytes=100, tier=pb.TIER_MEMORY, arena_offset=950),
 )
-_SHARED = GOOD.key + GOOD.checksum + b"\x01" + next(iter(MEMBERS)) + record.encode(GOOD, 0)[:-8]
+_REMOTE = GOOD.key + record.encode(GOOD, 0)[:-8]
 
 GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "index_record": (index_record, (record.encode(GOOD, 0)[:-8], b"")),
@@ -123,6 +113,6 @@ GUIDED: Mapping[str, tuple[Callable[[bytes], None], tuple[bytes, ...]]] = {
     "frame": (frame, (frames.encode_frame(bytes(200)), b"")),
     "put_message": (put_message, (_PUT.SerializeToString(),)),
     "answered_hit": (answered_hit, (_HIT.SerializeToString(),)),
-    "shared_entry": (shared_entry, (_SHARED,)),
+    "remote_record": (remote_record, (_REMOTE,)),
 }
 """What atheris calls, by name, and inputs to begin with."""

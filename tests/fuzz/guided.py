@@ -12,7 +12,10 @@ sys.path.append(str(ROOT))
 
 # No more than what decodes: to instrument all that it imports takes ten times as long.
 _DECODERS = [
-    *(f"fusionkv.kvcache_service.{module}" for module in ("answers", "checks", "keys", "record", "shared_index")),
+    *(
+        f"fusionkv.kvcache_service.{module}"
+        for module in ("answers", "checks", "keys", "index.record", "remote.tier")
+    ),
     *("fusionkv.protos.runtime.frames", "tests.fuzz.decoders"),
 ]
 with atheris.instrument_imports(include=_DECODERS, enable_loader_override=False):

@@ -57,16 +57,14 @@ def test_put_headers() -> None:
     fuzz(decoders.put_message, messages(pb.PutRequest.DESCRIPTOR).map(lambda made: made.SerializeToString()), 200)
 
 
-def test_what_redis_says() -> None:
+def test_what_the_remote_tier_says() -> None:
     """A stranger may write to it."""
-    good = decoders.GOOD
-    value = b"\x01" + bytes(8) + record.encode(good, 0)
-    fields = st.one_of(st.just(good.key + good.checksum), st.binary(max_size=60))
+    value = decoders.GOOD.key + record.encode(decoders.GOOD, 0)
     changed = st.tuples(st.integers(0, len(value) - 1), st.integers(0, 255)).map(
         lambda at: value[: at[0]] + bytes([at[1]]) + value[at[0] + 1 :]
     )
     values = st.one_of(st.just(value), changed, st.binary(max_size=80))
-    fuzz(decoders.shared_entries, st.dictionaries(fields, values), 200)
+    fuzz(decoders.remote_records, st.lists(values, max_size=5), 200)
 
 
 def test_segments_that_are_encrypted(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """A store over real tiers, and a real server over it, in the test's own process."""
 
+import asyncio
 import hashlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.remote.sharing import Sharing
+from fusionkv.kvcache_service.remote.tier import RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
@@ -52,6 +56,7 @@ class Service:
     address: str
     client: CacheClient
     clock: Clock
+    sharing: Sharing | None
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def put(self, path: list[bytes], data: bytes, **more: Any) -> tuple[bytes, bool]:
@@ -83,24 +88,32 @@ def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, memory: int = 4 * MIB, disk: int = 16 * MIB, **more: Any
+    directory: Path, memory: int = 4 * MIB, disk: int = 16 * MIB, engine: Engine | None = None, **more: Any
 ) -> AsyncIterator[Service]:
+    """engine: what its remote tier stands on, if it is to have one."""
     clock = Clock()
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **more)
     store = Store(config, make_tiers(directory, memory, disk), clock=clock, wall=clock)
     await store.open()
+    sharing = Sharing(store, RemoteTier(engine), lookup_seconds=5, ttl=0.4) if engine is not None else None
+    writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler(KVCacheServicer(store, config)),))
+    server.add_generic_rpc_handlers((handler(KVCacheServicer(store, config, sharing)),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     client = CacheClient(f"127.0.0.1:{port}")
-    service = Service(config, store, f"127.0.0.1:{port}", client, clock)
+    service = Service(config, store, f"127.0.0.1:{port}", client, clock, sharing)
     try:
         yield service
         await service.settled()
     finally:
         await client.close()
         await server.stop(1)
+        if sharing is not None and writing is not None:
+            writing.cancel()
+            with suppress(asyncio.CancelledError):
+                await writing
+            await sharing.close()
         await store.close()
 
 

@@ -12,7 +12,6 @@ import xxhash
 
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from tests.conftest import Service
 from tests.system.cache_process import flags
 
@@ -74,9 +73,8 @@ async def test_it_is_refused_and_stays(
     if started_on_another_boot:
         (tmp_path / "boot").write_text("another")
     before = everything(tmp_path)
-    for tier in (DiskTier, DiskCopies):
-        with pytest.raises(OSError, match="later version of FusionKV"):
-            tier(tmp_path, 16 * MIB)
+    with pytest.raises(OSError, match="later version of FusionKV"):
+        DiskTier(tmp_path, 16 * MIB)
     failed = Service(*flags(tmp_path))
     assert failed.wait() == 1
     assert "later version of FusionKV" in failed.log
@@ -105,6 +103,6 @@ async def test_a_directory_in_use_keeps_its_index(tools: Any, tmp_path: Path) ->
     async with tools.serving(tmp_path) as service:
         await service.put([tools.digest("S")], b"x" * 5000)
         with pytest.raises(OSError, match="is in use by process"):
-            DiskCopies(tmp_path, 16 * MIB)
+            DiskTier(tmp_path, 16 * MIB)
     async with tools.serving(tmp_path) as service:
         assert len(service.store.residents) == 1

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.cluster.shared_index import SharedIndex
-from fusionkv.protos.runtime.errors import Unavailable
+from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
+from fusionkv.kvcache_service.tiers.base import Unreachable
 from tests.conftest import Authority
 from tests.system.redis_process import RedisServer
 
 pytestmark = pytest.mark.system
-MARK = b"m" * 8
 
 
 @asynccontextmanager
@@ -44,36 +43,36 @@ async def behind_tls(redis: RedisServer, certificate: tuple[Path, Path]) -> Asyn
 
 
 @pytest.fixture
-async def beat(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
-    """`await beat(certificate, ca)` says to a Redis with that certificate that somebody is alive."""
+async def ask(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
+    """`await ask(certificate, ca)` writes to a Redis with that certificate, and reads it."""
     redis = RedisServer(tmp_path)
 
     async def once(certificate: tuple[Path, Path], ca: Path) -> bool:
         async with behind_tls(redis, certificate) as port:
             url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={ca}"
-            index = SharedIndex(url, cluster=False, password=None, timeout=20, expiry=60)
+            engine = RedisEngine(url, ttl=60, timeout=20)
             try:
-                await index.beat(MARK, "a:1", "serving", {})
-                return (await index.beat(MARK, "a:1", "serving", {}))[0]
+                await asyncio.to_thread(engine.put, [("a", b"1")])
+                return await asyncio.to_thread(engine.get, ["a"]) == [b"1"]
             finally:
-                await index.close()
+                engine.close()
 
     yield once
     redis.kill9()
 
 
 async def test_a_certificate_of_the_named_ca_is_taken(
-    beat: Callable[..., Any], authority: Callable[[str], Authority]
+    ask: Callable[..., Any], authority: Callable[[str], Authority]
 ) -> None:
     own = authority("own")
-    assert await beat(own.issue("redis"), own.ca)
+    assert await ask(own.issue("redis"), own.ca)
 
 
 async def test_another_ca_and_another_host_are_refused(
-    beat: Callable[..., Any], authority: Callable[[str], Authority]
+    ask: Callable[..., Any], authority: Callable[[str], Authority]
 ) -> None:
     own, other = authority("own"), authority("other")
-    with pytest.raises(Unavailable):
-        await beat(own.issue("redis"), other.ca)
-    with pytest.raises(Unavailable):
-        await beat(own.issue("elsewhere", ("10.9.8.7",)), own.ca)
+    with pytest.raises(Unreachable):
+        await ask(own.issue("redis"), other.ca)
+    with pytest.raises(Unreachable):
+        await ask(own.issue("elsewhere", ("10.9.8.7",)), own.ca)

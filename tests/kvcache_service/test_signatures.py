@@ -1,6 +1,5 @@
 """Signatures are the callers': kept as they were put, in every place that an entry goes to, and of bounded size."""
 
-import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.cluster.mover import Mover
-from fusionkv.kvcache_service.cluster.shared_index import Change, SharedIndex, group_of
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.system.redis_process import RedisServer
-from tests.waiting import until
+from tests.system.shared_services import Services
 
 NAMESPACE, PATH = b"n" * 32, [b"s" * 32, b"c" * 32]
 SIGNATURES = [b"", b"\0", b"signed", b"\xff" * 36, bytes(63)]
@@ -104,23 +101,6 @@ async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any, tools:
     assert (await found(client, tools)).signature == b"signed"
 
 
-@pytest.mark.parametrize("leaves", [False, True], ids=["join", "leave"])
-async def test_a_move_takes_the_signature_along(tmp_path: Path, tools: Any, leaves: bool) -> None:
-    async with tools.serving(tmp_path / "old") as old, tools.serving(tmp_path / "new") as new:
-        assert await put(old.client, b"signed", tools)
-        mover = Mover(old.store, lambda: [new.address], None)
-        mover.own = old.address
-        if leaves:
-            await mover.hand_over()
-        else:
-            mover.members_changed()
-            moving = asyncio.create_task(mover.move())
-            await until(lambda: old.store.counters.get("moves") == 1)
-            moving.cancel()
-        assert (await found(new.client, tools)).signature == b"signed"
-        await mover.close()
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     started = RedisServer(tmp_path_factory.mktemp("redis"))
@@ -130,36 +110,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.mark.system
 async def test_the_remote_tier_keeps_signatures(launch: Any, server: RedisServer, tools: Any, tmp_path: Path) -> None:
-    place = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--memory-bytes", "1MiB", "--disk-bytes", "0")
-    flags = (*place, "--remote-url", server.url, "--remote-name", "own", "--remote-timeout", "30")
-    for restarted in (False, True):
-        service = launch("fusionkv.kvcache_service", *flags)
-        client = CacheClient(service.address)
-        if not restarted:
-            assert await put(client, b"signed", tools)
-        entry = await found(client, tools)
-        assert (entry.tier, entry.signature) == ("remote" if restarted else "memory", b"signed")
-        await client.close()
-        service.kill9()
-
-
-@pytest.mark.system
-async def test_the_shared_index_tells_copies_apart_by_their_signatures(server: RedisServer) -> None:
-    """Of the same bytes: one of them may be a stranger's, or from before workers signed."""
-    shared = SharedIndex(server.url, cluster=False, password=None, timeout=30, expiry=60)
-    marks = {b"": b"a" * 8, b"signed": b"b" * 8}
-    for signature, mark in marks.items():
-        await shared.beat(mark, mark.decode(), "serving", {})
-        one = made(signature)
-        await shared.apply(mark, [Change(one.key, group_of(one), one)])
-    await shared.beat(b"a" * 8, "a" * 8, "serving", {})
-    (entries,) = await shared.entries([group_of(made())])
-    assert {one.signature: [m.mark for m in members] for one, members in entries} == {
-        signature: [mark] for signature, mark in marks.items()
-    }
-    # A service has one entry of a key: the one that was published last.
-    signed = made(b"signed")
-    await shared.apply(b"a" * 8, [Change(signed.key, group_of(signed), signed)])
-    (entries,) = await shared.entries([group_of(signed)])
-    assert [(one, {m.mark for m in members}) for one, members in entries] == [(signed, set(marks.values()))]
-    await shared.close()
+    services = Services(launch, tmp_path, server, "--disk-bytes", "0")
+    services.start()
+    services.start()
+    await services.emptied()
+    assert await put(services.clients[0], b"signed", tools)
+    await services.settled()
+    entry = await found(services.clients[1], tools)
+    assert (entry.tier, entry.signature) == ("remote", b"signed")
+    await services.close()

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import shutil
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,9 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
-from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.remote import RemoteTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.examples import examples
-from tests.system.redis_process import RedisServer
 from tests.waiting import until
 
 BLOCK = 4096
@@ -45,19 +39,12 @@ def path(text: str) -> list[bytes]:
     return [d(name) for name in text]
 
 
-def make_machine(
-    tools: Any, memory: int, disk: int, below: Callable[[], list[Tier]] = list
-) -> type[RuleBasedStateMachine]:
-    """`below`: makes the tier below the disk's, which holds copies then, if there is one."""
-
+def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachine]:
     class StoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
             self.loop = asyncio.new_event_loop()
             self.directory = Path(tempfile.mkdtemp(prefix="fusionkv-model", dir=SCRATCH))
-            for tier in below():
-                tier.forget([(found.record.key, found.place) for found in tier.recover()])
-                tier.close()
             self.clock = tools.Clock()
             self.content: dict[bytes, tuple[record.Record, str, bytes]] = {}
             self.leases: dict[int, tuple[set[bytes], float]] = {}
@@ -65,9 +52,7 @@ def make_machine(
             self.open()
 
         def open(self) -> None:
-            last = below()
-            tiers = [MemoryTier(memory), DiskCopies(self.directory, disk)] if last else []
-            tiers = [*tiers, *last] or tools.make_tiers(self.directory, memory, disk)
+            tiers = tools.make_tiers(self.directory, memory, disk)
             self.store = Store(Config(max_leases=6), tiers, clock=self.clock, wall=self.clock)
             self.loop.run_until_complete(self.store.open())
 
@@ -251,26 +236,3 @@ def test_store_behaves_as_its_model(tools: Any, memory: int, disk: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
-
-
-@pytest.mark.system
-@pytest.mark.hypothesis
-def test_a_store_over_redis_behaves_as_its_model(tools: Any, tmp_path: Path) -> None:
-    """Fewer examples, since each write is a round trip."""
-    server = RedisServer(tmp_path)
-
-    def remote() -> list[Tier]:
-        return [RemoteTier(server.url, 16 * BLOCK, space="model", ttl=600, timeout=30)]
-
-    try:
-        run_state_machine_as_test(
-            make_machine(tools, 8 * BLOCK, 8 * BLOCK, remote),
-            settings=settings(
-                max_examples=examples(15, few=3),
-                stateful_step_count=40,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
-    finally:
-        server.kill9()

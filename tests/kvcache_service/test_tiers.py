@@ -1,4 +1,4 @@
-"""One contract suite over every tier."""
+"""One contract suite over every tier of a service's own; that of the remote tier is test_remote_tier.py."""
 
 import os
 from collections.abc import Iterator
@@ -9,36 +9,20 @@ import pytest
 
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_copies import DiskCopies
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.remote import RemoteTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
-from tests.system.redis_process import RedisServer
 
 BLOCK = 4096
 CAPACITY = 16 * BLOCK
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill9()
-
-
-@pytest.fixture(params=["memory", "disk", "disk with sync", "disk, encrypted", "disk above another", "remote"])
+@pytest.fixture(params=["memory", "disk", "disk with sync", "disk, encrypted"])
 def tier(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
     made: Tier
     if request.param == "memory":
         made = MemoryTier(CAPACITY)
-    elif request.param == "remote":
-        server = request.getfixturevalue("redis_server")
-        server.client().flushall()
-        made = RemoteTier(server.url, CAPACITY, space="test", ttl=600, timeout=30)
-    elif "above" in request.param:
-        made = DiskCopies(tmp_path / "data", CAPACITY)
     elif "encrypted" in request.param:
         (tmp_path / "keys").write_text(os.urandom(32).hex())
         made = SealedDiskTier(tmp_path / "data", CAPACITY, DiskKeys(tmp_path / "keys"))

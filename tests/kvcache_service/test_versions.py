@@ -10,11 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.cluster.elsewhere import Choice
-from fusionkv.kvcache_service.cluster.shared_index import Member, group_of
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import Index
+from fusionkv.kvcache_service.index.ranker import HitRanker
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
 
@@ -58,17 +57,16 @@ def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, p
     kind, row, _ = index.find(NAMESPACE, path(asked), [(), *[(THREE,)] * (len(asked) - 1)])[-1]
     assert kind is (HitKind.ALTERNATIVE if expected else HitKind.MISS)
     assert (index.rows.key(row) in expected) if row is not None else not expected
-    # Without its name none is found; and what others hold is judged in the same way.
+    # Without its name none is found; and what the remote tier holds is judged in the same way.
     plainly = index.find(NAMESPACE, path(asked), [()] * len(asked))[-1][1]
     assert plainly == (index.row(fallback.key) if plain else None)
-    there = [(one, [Member(b"m" * 8, "a:1", False)]) for one in entries.values()]
-    choice = Choice(NAMESPACE, path(asked), [THREE])
-    found = choice.best(None, group_of(fallback), there)
-    assert (found.record.key in good) if found is not None else not good
+    ranker = HitRanker(NAMESPACE, path(asked), [THREE])
+    found = ranker.best(None, entries.values())
+    assert (found.key in good) if found is not None else not good
     if found is not None:
-        assert found.kind is HitKind.ALTERNATIVE
-        assert choice.best(found.record, group_of(fallback), there) is None
-        assert choice.best(fallback, group_of(fallback), there) is not None
+        assert ranker.kind(found) is HitKind.ALTERNATIVE
+        assert ranker.best(found, entries.values()) is None
+        assert ranker.best(fallback, entries.values()) is not None
 
 
 def test_an_exact_entry_comes_before_every_version() -> None:

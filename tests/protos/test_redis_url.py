@@ -58,8 +58,8 @@ ENCODE = (
 
 
 @pytest.mark.parametrize(
-    "command", [(*CACHE, "--redis-url", URL), (*CACHE, "--remote-url", URL), (*ENCODE, "--queue", URL)],
-    ids=["shared index", "remote tier", "queue"],
+    "command", [(*CACHE, "--remote-url", URL), (*ENCODE, "--queue", URL)],
+    ids=["remote tier", "queue"],
 )  # fmt: skip
 def test_no_command_prints_it(command: tuple[str, ...], tmp_path: Path) -> None:
     arguments: list[Any] = [part.format(folder=tmp_path) for part in command]

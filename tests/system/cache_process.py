@@ -2,14 +2,11 @@
 
 import hashlib
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from fusionkv.kvcache_service import integrity
 from fusionkv.kvcache_service.client import CacheClient, Lookup
-from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 
-Asking = Callable[[CacheClient, object], Awaitable[Lookup]]
 MODULE = "fusionkv.kvcache_service"
 MIB = 1 << 20
 NAMESPACE = hashlib.sha256(b"namespace").digest()
@@ -41,15 +38,9 @@ async def find(client: CacheClient, name: object, timeout: float = 10) -> Lookup
     return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=timeout)
 
 
-async def ask(client: CacheClient, name: object) -> Lookup:
-    """As `find`, at the client's own service: a lookup that is late is asked of others too, who may hold more."""
-    path = [pb.PathElement(digest=SYSTEM), pb.PathElement(digest=chunk(name))]
-    return await client.ask(pb.LookupRequest(namespace=NAMESPACE, path=path, lease_ms=1), 10)
-
-
-async def get(client: CacheClient, name: object, asking: Asking = find) -> bytes | None:
+async def get(client: CacheClient, name: object) -> bytes | None:
     """The bytes of an entry, None where there is none."""
-    hit = (await asking(client, name)).hits[1]
+    hit = (await find(client, name)).hits[1]
     if hit.entry is None:
         return None
     buffer = bytearray(hit.entry.size)

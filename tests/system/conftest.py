@@ -1,4 +1,4 @@
-"""Three cache services that share an index, for the tests of a module."""
+"""Three cache services over one Redis, for the tests of a module."""
 
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -18,7 +18,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 @pytest.fixture(scope="module")
 def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> Services:
-    made = Services(launch_module, tmp_path_factory.mktemp("services"), server.url)
+    made = Services(launch_module, tmp_path_factory.mktemp("services"), server)
     for _ in range(3):
         made.start()
     return made
@@ -26,7 +26,7 @@ def services(launch_module: Any, tmp_path_factory: pytest.TempPathFactory, serve
 
 @pytest.fixture
 async def cluster(services: Services) -> AsyncIterator[Services]:
-    """Three services that share an index, and are empty."""
+    """Three services that share a Redis, and are empty, as it is."""
     await services.emptied()
     yield services
     await services.close()

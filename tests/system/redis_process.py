@@ -28,6 +28,9 @@ def server() -> str:
 class RedisServer:
     """One server on a port that stays its own over restarts; it keeps nothing on disk."""
 
+    flags: Sequence[str] = ()
+    """Of a cache service that shares it."""
+
     def __init__(
         self, folder: Path, *more: str, port: int = 0, host: str = "127.0.0.1", before: Sequence[str] = ()
     ) -> None:
@@ -101,6 +104,8 @@ def _replication(client: "redis.Redis") -> dict[str, Any]:
 class RedisCluster:
     """Three servers that divide the slots; without replicas, so a dead one takes its slots with it."""
 
+    flags: Sequence[str] = ()
+
     def __init__(self, folder: Path) -> None:
         # A busy machine must not look like a dead node.
         flags = ("--cluster-enabled", "yes", "--cluster-node-timeout", "5000")
@@ -116,6 +121,12 @@ class RedisCluster:
             server.client().execute_command("CLUSTER MEET", "127.0.0.1", self.servers[0].port)
         wait_until(lambda: all(self._complete(server) for server in self.servers))
 
+    def start(self) -> None:
+        """Again, after all were killed: each knows the others from its file."""
+        for server in self.servers:
+            server.start()
+        wait_until(lambda: all(self._complete(server) for server in self.servers))
+
     def client(self) -> "redis.RedisCluster":
         return redis.RedisCluster.from_url(self.url)
 
@@ -127,3 +138,11 @@ class RedisCluster:
     def kill9(self) -> None:
         for server in self.servers:
             server.kill9()
+
+    def pause(self) -> None:
+        for server in self.servers:
+            server.pause()
+
+    def resume(self) -> None:
+        for server in self.servers:
+            server.resume()

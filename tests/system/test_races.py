@@ -10,8 +10,7 @@ import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.checksum import checksum
-from tests.system.cache_process import find, flags, payload, put
-from tests.system.redis_process import RedisServer
+from tests.system.cache_process import find, flags, get, payload, put
 from tests.system.shared_services import Services
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -42,17 +41,14 @@ async def races(clients: Sequence[CacheClient], count: int) -> None:
         await asyncio.gather(*(race(clients, f"{n + more}", dice) for more in range(10)))
 
 
-@pytest.mark.parametrize("tiers", ["memory", "disk", "both", "redis"])
+@pytest.mark.parametrize("tiers", ["memory", "disk", "both"])
 async def test_at_one_service(launch: Any, tmp_path: Path, tiers: str) -> None:
     more = {
         "memory": ("--disk-bytes", "0", "--memory-bytes", "128MiB"),
         "disk": ("--memory-bytes", "1MiB"),
         "both": ("--memory-bytes", "128MiB"),
-        "redis": ("--disk-bytes", "0", "--memory-bytes", "1MiB"),
     }[tiers]
-    server = RedisServer(tmp_path) if tiers == "redis" else None
-    remote = ("--remote-url", server.url, "--remote-name", "own") if server else ()
-    service = launch(*flags(tmp_path / "data", *more, *remote))
+    service = launch(*flags(tmp_path / "data", *more))
     clients = [CacheClient(service.address) for _ in range(3)]
     try:
         await races(clients, RACES)
@@ -60,9 +56,18 @@ async def test_at_one_service(launch: Any, tmp_path: Path, tiers: str) -> None:
     finally:
         for client in clients:
             await client.close()
-        if server:
-            server.kill9()
 
 
-async def test_at_services_that_share_an_index(cluster: Services) -> None:
-    await races(cluster.clients, RACES)
+async def test_at_services_that_share_a_remote_tier(cluster: Services) -> None:
+    """Each keeps what it was given first; what a third finds in the remote tier is one of them, whole."""
+    dice = random.Random(1)
+    *writers, reader = cluster.clients
+    for n in range(RACES):
+        sizes = [dice.choice((1, 4096, 70_000, 1_500_000)) if n % 10 == 0 else dice.randrange(1, 9000) for _ in "ab"]
+        offered = [payload((n, m), size) for m, size in enumerate(sizes)]
+        assert await asyncio.gather(*(put(c, n, data, 60) for c, data in zip(writers, offered, strict=True)))
+        if n % 10 == 9:
+            await cluster.settled()
+        assert [await get(client, n) for client in writers] == offered
+        assert await get(reader, n) in (None, *offered)
+    assert sum([(await client.stats()).checksum_failures for client in cluster.clients]) == 0

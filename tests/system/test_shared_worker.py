@@ -1,4 +1,4 @@
-"""A worker beside one of two cache services: it fetches from the other, and goes on when either is killed."""
+"""Two workers, each beside a cache service of its own, over one remote tier."""
 
 import json
 from collections.abc import AsyncIterator
@@ -23,7 +23,7 @@ def ids(count: int, seed: int) -> list[int]:
 
 
 SYSTEM, QUESTION = ids(8, 1), ids(6, 2)
-CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]  # so many that one service holding all of them is 1 in 10^6
+CHUNKS = [ids(10 + n % 6, 10 + n) for n in range(20)]
 
 
 async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tuple[list[int], Summary]:
@@ -39,71 +39,64 @@ async def ask(worker: WorkerClient, chunks: list[list[int]], **more: Any) -> tup
 
 
 @pytest.fixture
-async def services(launch: Any, tmp_path: Path) -> AsyncIterator[Services]:
+async def services(launch: Any, tmp_path: Path) -> AsyncIterator[tuple[Services, RedisServer]]:
     server = RedisServer(tmp_path)
-    made = Services(launch, tmp_path, server.url)
+    made = Services(launch, tmp_path, server)
     made.start()
     made.start()
-    yield made
+    yield made, server
     await made.close()
     server.kill9()
 
 
-@pytest.mark.parametrize(
-    ("killed", "signed"), [(1, False), (0, False), (0, True)], ids=["the other", "its own", "its own, signed"]
-)
-async def test_a_worker_fetches_from_the_holder_and_outlives_either(
-    launch: Any, services: Services, reference_model: Path, tmp_path: Path, killed: int, signed: bool
-) -> None:
-    shape = json.loads((reference_model / "config.json").read_text())
+def start_worker(launch: Any, model: Path, cache: str, *more: str) -> Any:
+    shape = json.loads((model / "config.json").read_text())
     head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    pool = POOL_TOKENS * shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
+    return launch(
+        "fusionkv.fusion_worker", "--model", str(model), "--listen", "127.0.0.1:0", "--device", "cpu",
+        "--dtype", "float32", "--threads", "1", "--pool-bytes", str(pool), "--cache", cache, *more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["plain", "signed"])
+async def test_workers_at_two_nodes(
+    launch: Any, services: tuple[Services, RedisServer], reference_model: Path, tmp_path: Path, signed: bool
+) -> None:
+    """What one encoded the other finds; with its own cache service or without the remote tier each answers right."""
+    cluster, server = services
     (tmp_path / "signing.keys").write_text("11" * 32)
     keys = ("--signing-keys", str(tmp_path / "signing.keys")) if signed else ()
-    pool = POOL_TOKENS * shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
-    service = launch(
-        "fusionkv.fusion_worker", "--model", str(reference_model), "--listen", "127.0.0.1:0", "--device", "cpu",
-        "--dtype", "float32", "--threads", "1", "--pool-bytes", str(pool), "--cache", services.services[0].address,
-        *keys,
-    )  # fmt: skip
-    await services.emptied(2)
-    worker = WorkerClient(service.address)
-
-    async def evict() -> None:
-        """Empties the worker's pool by a prompt that needs all of it."""
-        await ask(worker, [ids(740, 3)], recipe="full_attention")
-
-    right, _ = await ask(worker, CHUNKS, recipe="full_attention")
-    found, summary = await ask(worker, CHUNKS, recipe="prophetkv", ratio=1.0)
+    await cluster.emptied()
+    workers = [
+        WorkerClient(start_worker(launch, reference_model, service.address, *keys).address)
+        for service in cluster.services
+    ]
+    right, _ = await ask(workers[0], CHUNKS, recipe="full_attention")
+    found, summary = await ask(workers[0], CHUNKS, recipe="prophetkv", ratio=1.0)
     assert found == right
     assert summary.chunks_missed == len(CHUNKS)
 
     async def stored() -> bool:
-        return sum(await services.entries()) == len(CHUNKS) + 1
+        return (await cluster.entries())[0] == len(CHUNKS) + 1
 
     await until(stored)
-    await services.settled(2)
-    held = await services.entries()
-    assert all(held), "both have some"
-    await evict()
-    found, summary = await ask(worker, CHUNKS, recipe="prophetkv", ratio=1.0)
+    await cluster.settled()
+    found, summary = await ask(workers[1], CHUNKS, recipe="prophetkv", ratio=1.0)
     assert found == right
-    assert not summary.degraded
-    assert summary.chunks_missed == 0
-    assert {hit.tier for hit in summary.hits} == {"memory", "remote"}
-    remote = sum(hit.chunks for hit in summary.hits if hit.tier == "remote")
+    assert (summary.degraded, summary.chunks_missed) == (False, 0)
+    assert {hit.tier for hit in summary.hits if hit.chunks} == {"remote"}
 
-    await evict()
-    services.services[killed].kill9()
-    found, summary = await ask(worker, CHUNKS, recipe="prophetkv", ratio=1.0)
+    # Their own node's copies, without the remote tier; then nothing at all.
+    server.kill9()
+    await ask(workers[1], [ids(740, 3)], recipe="full_attention")  # empties its pool
+    found, summary = await ask(workers[1], CHUNKS, recipe="prophetkv", ratio=1.0)
     assert found == right
-    assert not summary.degraded, summary.degraded_reason
-    lost, left = (remote, "memory") if killed else (len(CHUNKS) - remote, "remote")
-    assert summary.chunks_missed == lost, "what it held is encoded anew"
-    assert {hit.tier for hit in summary.hits if hit.chunks} <= {left, "device"}
-
-    async def held_by_the_other() -> bool:
-        there = (await services.clients[1 - killed].stats()).tiers[-1].entries
-        return there == len(CHUNKS) + 1
-
-    await until(held_by_the_other)
-    await worker.close()
+    assert (summary.degraded, summary.chunks_missed) == (False, 0)
+    cluster.services[1].kill9()
+    await ask(workers[1], [ids(740, 3)], recipe="full_attention")
+    found, summary = await ask(workers[1], CHUNKS, recipe="prophetkv", ratio=1.0)
+    assert found == right
+    assert summary.degraded
+    for worker in workers:
+        await worker.close()

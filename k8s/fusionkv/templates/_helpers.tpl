@@ -43,12 +43,19 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* Where the shared index is: the Redis that config names, or the chart's own. */}}
+{{/* The chart's own Redis. */}}
 {{- define "fusionkv.redis" -}}
-{{- if .Values.redis.enabled -}}
 redis://{{ include "fusionkv.fullname" (dict "root" . "name" "redis") }}:6379
+{{- end }}
+
+{{/* The tier that cache services share: what config names, or the chart's own; empty without one. */}}
+{{- define "fusionkv.remote" -}}
+{{- if .Values.mooncake.enabled -}}
+mooncake://{{ include "fusionkv.fullname" (dict "root" . "name" "mooncake") }}:50051?host=$(K8S_POD_IP)
+{{- else if .Values.redis.enabled -}}
+{{ include "fusionkv.redis" . }}
 {{- else -}}
-{{ .Values.kvcache.config.redis_url | default "" }}
+{{ .Values.kvcache.config.remote_url | default "" }}
 {{- end }}
 {{- end }}
 
@@ -104,7 +111,7 @@ http://{{ include "fusionkv.fullname" (dict "root" . "name" "milvus") }}:19530
 {{- end }}
 {{- end }}
 
-{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port), `advertise`. */}}
+{{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port). */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
 {{- $section := upper .name -}}
@@ -150,6 +157,11 @@ spec:
         - {name: metrics, containerPort: {{ . }}, protocol: TCP}
         {{- end }}
       env:
+        {{- if eq .name "kvcache" }}
+        # What a remote_url may name as $(K8S_POD_IP): where the clients of a Mooncake Store reach each other.
+        - name: K8S_POD_IP
+          valueFrom: {fieldRef: {fieldPath: status.podIP}}
+        {{- end }}
         - {name: FUSIONKV_{{ $section }}_LISTEN, value: "[::]:{{ .port }}"}
         {{- with .http }}
         - {name: FUSIONKV_{{ $section }}_HTTP_LISTEN, value: "[::]:{{ . }}"}
@@ -171,19 +183,14 @@ spec:
         {{- end }}
         - {name: FUSIONKV_{{ $section }}_TLS_CERT, value: {{ $at }}/tls.crt}
         - {name: FUSIONKV_{{ $section }}_TLS_KEY, value: {{ $at }}/tls.key}
+        {{- if ne .name "kvcache" }}
         - {name: FUSIONKV_{{ $section }}_TLS_CA, value: {{ $at }}/ca.crt}
+        {{- end }}
         {{- if ne .name "gateway" }}
         - {name: FUSIONKV_{{ $section }}_TLS_CLIENT_CA, value: {{ $at }}/ca.crt}
         {{- end }}
         {{- end }}
         {{- include "fusionkv.telemetry" .root | nindent 8 }}
-        {{- with .advertise }}
-        {{- /* Kubernetes puts into a value only what stands above it, once: telemetry has the name as well. */}}
-        {{- if not $.root.Values.otlp.endpoint }}
-        {{- include "fusionkv.podName" $.root | nindent 8 }}
-        {{- end }}
-        - {name: FUSIONKV_{{ $section }}_ADVERTISE, value: {{ . | quote }}}
-        {{- end }}
       startupProbe:
         {{- include "fusionkv.probe" . | nindent 8 }}
         periodSeconds: 2

@@ -1,29 +1,17 @@
-"""The better of what this service has and what others have, for every element of a path."""
+"""Judges entries of elsewhere for an element of a path, in the order in which `Index.find` prefers its own."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-from fusionkv.kvcache_service.cluster.shared_index import Member
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index.index import common, likeness
 from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.keys import VERSIONS, entry_key, path_keys
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, entry_key, path_keys
 
 Rank = tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Elsewhere:
-    """An entry that others hold."""
-
-    kind: HitKind
-    record: Record
-    holders: tuple[Member, ...]
-    group: bytes
-
-
-class Choice:
-    """Judges entries for the element at the end of a path, as `Index.find` does."""
+class HitRanker:
+    """Ranks entries for the element at the end of a path."""
 
     def __init__(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> None:
         self._namespace = namespace
@@ -52,20 +40,19 @@ class Choice:
     def kind(self, record: Record) -> HitKind:
         return HitKind.EXACT if record.key == self._exact else HitKind.ALTERNATIVE
 
-    def best(
-        self, own: Record | None, group: bytes, entries: Iterable[tuple[Record, list[Member]]]
-    ) -> Elsewhere | None:
-        """The best of `entries` if it is better than `own`."""
+    def best(self, own: Record | None, others: Iterable[Record]) -> Record | None:
+        """The best of `others`, if it is better than `own`."""
         least = self.rank(own) if own is not None else ()
-        for record, holders in sorted(entries, key=lambda entry: self.rank(entry[0]), reverse=True):
+        for record in sorted(others, key=self.rank, reverse=True):
             if self.rank(record) <= least:
                 return None
             if self._genuine(record):
-                return Elsewhere(self.kind(record), record, tuple(holders), group)
+                return record
         return None
 
     def _genuine(self, record: Record) -> bool:
-        """Whether an entry is what its key says: what is read from Redis never leads to another tenant's KV."""
-        path = [record.trail[at - 32 : at] for at in range(len(record.trail), 0, -32)]
+        """Whether an entry is what its key says: what others wrote never leads to another tenant's KV."""
+        trail, end = record.trail, len(record.trail)
+        path = [trail[at - DIGEST_BYTES : at] for at in range(end, 0, -DIGEST_BYTES)]
         names = (record.chunk, record.system) == self._ends and record.namespace == self._namespace
         return names and entry_key(record.namespace, path, record.variant) == record.key

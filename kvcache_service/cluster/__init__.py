@@ -1,1 +1,0 @@
-"""An index that several cache services share."""

@@ -1,0 +1,109 @@
+"""A Mooncake Store that a remote tier stands on."""
+
+import contextlib
+import ctypes
+import importlib.util
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.tiers.base import Unreachable
+
+# Through which values come and go: a batch of 8 MiB for each of eight threads, and as much again.
+_BUFFER_BYTES = 128 << 20
+# What Mooncake answers for a name without a value, and for a value that is there already.
+_NOT_THERE, _THERE = -704, -705
+_DEFAULTS = {"host": "127.0.0.1", "metadata": "P2PHANDSHAKE", "protocol": "tcp", "device": ""}
+
+
+class MooncakeEngine(Engine):
+    """A client of a store's master, which also lends memory to the store.
+
+    Values are in the memory that all clients lend, and are gone with the client that lent it. The store evicts for
+    room what was not used for longest, and knows no time to live. A client's calls have time limits of their own.
+    """
+
+    def __init__(self, url: str, segment_bytes: int) -> None:
+        """url: mooncake://MASTER:PORT?host=OWN&protocol=tcp|rdma&device=NAMES&metadata=URL, the last four optional.
+
+        Raises:
+            ImportError: the package, or a library that it needs, is not there.
+            ValueError: the URL is malformed.
+        """
+        self._make = _store_class()
+        parts = urlsplit(url)
+        settings = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        if not parts.hostname or not parts.port or parts.path or settings.keys() - _DEFAULTS:
+            raise ValueError(f"it is not mooncake://MASTER:PORT, with any of {', '.join(_DEFAULTS)} as a query")
+        own = _DEFAULTS | settings
+        self._setup = (
+            own["host"], own["metadata"], segment_bytes, _BUFFER_BYTES, own["protocol"], own["device"], parts.netloc,
+        )  # fmt: skip
+        self._store: Any = None
+        self._connecting = threading.Lock()
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        store = self._connected()
+        found = [value or None for value in store.get_batch(list(names))] if names else []
+        if not any(found):
+            # An empty answer also stands for one that did not come.
+            self.touch(["fusionkv:probe"])
+        return found
+
+    def put(self, values: Sequence[tuple[str, bytes]]) -> None:
+        store = self._connected()
+        _done(store.upsert_batch([name for name, _ in values], [value for _, value in values]))
+
+    def touch(self, names: Sequence[str]) -> list[bool]:
+        answers = self._connected().batch_is_exist(list(names)) if names else []
+        if any(answer < 0 for answer in answers):
+            raise Unreachable(f"the Mooncake Store is out of reach: {min(answers)}")
+        return [answer == 1 for answer in answers]
+
+    def remove(self, names: Sequence[str]) -> None:
+        for answer in self._connected().batch_remove(list(names), True) if names else []:
+            if answer != _NOT_THERE:
+                _done(answer)
+
+    def remove_all(self, prefix: str) -> None:
+        answer = self._connected().remove_by_regex(f"^{prefix}.*", True)
+        _done(min(answer, 0))
+
+    def close(self) -> None:
+        if self._store is not None:
+            self._store.close()
+
+    def _connected(self) -> Any:
+        with self._connecting:
+            if self._store is None:
+                store = self._make()
+                answer = store.setup(*self._setup)
+                if answer:
+                    with contextlib.suppress(Exception):
+                        store.close()
+                    raise Unreachable(f"the Mooncake Store at {self._setup[-1]} can't be joined: {answer}")
+                self._store = store
+            return self._store
+
+
+def _done(answer: int) -> None:
+    """Raises for an answer that is an error."""
+    if answer <= -900:
+        raise Unreachable(f"the Mooncake Store is out of reach: {answer}")
+    if answer < 0:
+        raise OSError(f"the Mooncake Store refuses: {answer}")
+
+
+def _store_class() -> Any:
+    """Raises ImportError when it is not installed."""
+    # The package for machines without CUDA is linked against its runtime, which comes with a package of its own.
+    runtime = importlib.util.find_spec("nvidia.cuda_runtime") if importlib.util.find_spec("nvidia") else None
+    for folder in runtime.submodule_search_locations or () if runtime is not None else ():
+        for library in Path(folder, "lib").glob("libcudart.so.*"):
+            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    from mooncake.store import MooncakeDistributedStore
+
+    return MooncakeDistributedStore

@@ -1,0 +1,66 @@
+"""A real Mooncake master for tests; without the package, or a library that it needs, the test is skipped."""
+
+import signal
+import socket
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.ports import free_port
+from tests.waiting import wait_until
+
+# Of one service: the tests' entries are small, and memory is allocated as a whole.
+SEGMENT = "64MiB"
+
+
+class MooncakeMaster:
+    """One master on a port that stays its own over restarts; what it knows of is in its clients' memory."""
+
+    def __init__(self, folder: Path, *, port: int = 0, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
+        """before: a command to run it with."""
+        try:
+            from fusionkv.kvcache_service.remote import mooncake_engine
+
+            mooncake_engine._store_class()
+            import mooncake
+        except ImportError as error:
+            pytest.skip(f"no Mooncake Store: pip install 'fusionkv[mooncake]', and its libraries ({error})")
+        self._program = Path(mooncake.__path__[0], "mooncake_master")
+        self._log = folder / "mooncake.log"
+        self._metrics = free_port()
+        self._host, self._before = host, before
+        self.port = port or free_port()
+        self.url = f"mooncake://{host}:{self.port}"
+        self.flags = ("--remote-segment-bytes", SEGMENT)
+        self.start()
+
+    def start(self) -> None:
+        ports = ("--rpc_port", str(self.port), "--metrics_port", str(self._metrics))
+        # Of a client that was killed its memory is given up soon.
+        where = ("--rpc_address", self._host, "--metrics_host", self._host, "--client_ttl", "3")
+        with self._log.open("w") as out:
+            self.process = subprocess.Popen(
+                [*self._before, str(self._program), *ports, *where], stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        try:
+            wait_until(lambda: self._listens() or self.process.poll() is not None)
+            assert self.process.poll() is None, self._log.read_text()
+        except BaseException:
+            self.kill9()
+            raise
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex((self._host, self.port)) == 0
+
+    def kill9(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)

@@ -1,0 +1,237 @@
+"""Two cache services over each remote tier: what one has put the other finds, whatever is killed."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.protos.runtime import errors
+from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
+from tests.system.mooncake_process import MooncakeMaster
+from tests.system.shared_services import REMOTES, Remote, Services, made
+from tests.waiting import until
+
+pytestmark = pytest.mark.system
+SIZES = (1, 4096, 100_000, 1 << 20, (3 << 20) + 17)
+
+
+@pytest.fixture(params=list(REMOTES))
+async def remote(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Remote]:
+    started = made(request.param, tmp_path / "remote")
+    yield started
+    started.kill9()
+
+
+@pytest.fixture
+async def two(launch: Any, tmp_path: Path, remote: Remote) -> AsyncIterator[Services]:
+    services = Services(launch, tmp_path, remote)
+    services.start()
+    services.start()
+    await services.emptied()
+    yield services
+    await services.close()
+    for service in services.services:
+        service.kill9()
+
+
+async def content(client: CacheClient, path: list[bytes]) -> tuple[HitKind, bytes | None]:
+    """How the last element of a path is found, and what."""
+    hit = (await client.lookup(NAMESPACE, [(digest, ()) for digest in path], timeout=20)).hits[-1]
+    if hit.entry is None:
+        return hit.kind, None
+    buffer = bytearray(hit.entry.size)
+    await client.fetch(hit.entry, memoryview(buffer), timeout=20)
+    return hit.kind, bytes(buffer)
+
+
+async def test_what_one_has_put_the_other_finds(two: Services) -> None:
+    """By exact and by alternative path; a copy is the other's own from then on."""
+    a, b = two.clients
+    for size in SIZES:
+        assert await put(a, size, payload(size, size))
+    await two.settled()
+    for size in SIZES:
+        entry = (await find(b, size)).hits[1].entry
+        assert entry is not None
+        assert entry.tier in ("remote", "memory")
+        assert await get(b, size) == payload(size, size)
+        assert await content(b, [SYSTEM, chunk("other"), chunk(size)]) == (HitKind.ALTERNATIVE, payload(size, size))
+    assert await content(b, [chunk("another system prompt"), chunk(SIZES[0])]) == (HitKind.MISS, None)
+    assert await two.entries() == [len(SIZES), len(SIZES)], "copied by being read"
+    # An alternative that was never looked up by its own path, either.
+    assert await put(b, "alone", b"alone")
+    await two.settled()
+    assert await content(a, [SYSTEM, chunk("other"), chunk("alone")]) == (HitKind.ALTERNATIVE, b"alone")
+    assert sum([(await client.stats()).checksum_failures for client in two.clients]) == 0
+
+
+async def test_a_tenant_never_finds_anothers(two: Services) -> None:
+    a, b = two.clients
+    assert await put(a, "mine", b"mine")
+    await two.settled()
+    other = [(SYSTEM, ()), (chunk("mine"), ())]
+    assert (await b.lookup(chunk("another namespace"), other, timeout=20)).hits[1].kind is HitKind.MISS
+    assert await get(b, "mine") == b"mine"
+
+
+async def test_the_first_service_is_killed(two: Services, remote: Remote) -> None:
+    """kill -9: what it wrote back is found, or where that was in its own memory, a miss; then it comes back."""
+    a, b = two.clients
+    names = [f"{n}" for n in range(20)]
+    for name in names:
+        assert await put(a, name, payload(name, 20_000))
+    await two.settled()
+    await two.kill9(0)
+    began = time.monotonic()
+    for name in names:
+        found = await fetched(b, name)
+        assert found in (None, payload(name, 20_000))
+        if not isinstance(remote, MooncakeMaster):
+            assert found is not None
+    assert time.monotonic() - began < 60
+    await asyncio.to_thread(two.restart, 0)
+    again = CacheClient(two.services[0].address)
+    for name in names:
+        assert await get(again, name) == payload(name, 20_000), "its own disk has all that was acknowledged"
+    await again.close()
+
+    async def shared() -> bool:
+        return [await fetched(b, name) for name in names] == [payload(name, 20_000) for name in names]
+
+    if not isinstance(remote, MooncakeMaster):
+        await until(shared)
+
+
+async def test_what_a_killed_service_had_not_written_back_is_shared_after_its_start(
+    two: Services, remote: Remote
+) -> None:
+    a, b = two.clients
+    remote.kill9()
+    for n in range(10):
+        assert await put(a, n, payload(n, 3000))
+    await two.kill9(0)
+    remote.start()
+    await asyncio.to_thread(two.restart, 0)
+    await a.close()
+    two.clients[0] = CacheClient(two.services[0].address)
+    await two.settled()
+
+    async def shared() -> bool:
+        """At once, unless the other service meets only now that its connection was lost."""
+        return [await fetched(b, n) for n in range(10)] == [payload(n, 3000) for n in range(10)]
+
+    await until(shared)
+
+
+async def fetched(client: CacheClient, name: object) -> bytes | None:
+    """Looked up, fetched, and looked up once more if it was gone, as a worker does."""
+    with contextlib.suppress(errors.NotFound):
+        return await get(client, name)
+    return await get(client, name)
+
+
+@pytest.mark.slow
+async def test_the_remote_tier_is_killed_and_comes_back_empty(two: Services, remote: Remote) -> None:
+    """Each service goes on with its own, without an error; what is used afterwards is shared again."""
+    a, b = two.clients
+    assert await put(a, "before", payload("before", 50_000))
+    await two.settled()
+    found = (await find(b, "never fetched")).hits[1]
+    assert found.kind is HitKind.MISS
+    remote.kill9()
+    for n in range(5):
+        assert await put(a, n, payload(n, 3000))
+        assert await get(a, n) == payload(n, 3000)
+        assert (await find(b, n)).hits[1].kind is HitKind.MISS
+    assert await get(a, "before") == payload("before", 50_000)
+    assert (await find(b, "before")).hits[1].kind in (HitKind.MISS, HitKind.EXACT), "it may have been copied"
+    assert not (await a.stats()).remote.reachable
+    with pytest.raises(errors.Unavailable, match="remote tier"):
+        await a.delete(namespace=chunk("any"))
+    remote.start()
+    await two.settled()
+
+    async def shared() -> bool:
+        return [await fetched(b, n) for n in range(5)] == [payload(n, 3000) for n in range(5)]
+
+    await until(shared)
+    await find(a, "before")  # what is used is written anew
+
+    async def healed() -> bool:
+        await find(a, "before")
+        return await fetched(b, "before") == payload("before", 50_000)
+
+    await until(healed)
+
+
+@pytest.mark.slow
+async def test_a_remote_tier_that_stands_still_costs_a_lookup_its_time_once(two: Services, remote: Remote) -> None:
+    a, _ = two.clients
+    assert await put(a, "own", payload("own", 3000))
+    await two.settled()
+    remote.pause()
+    try:
+        asked = time.monotonic()
+        assert (await find(a, "nothing", timeout=30)).hits[1].kind is HitKind.MISS
+        assert time.monotonic() - asked < 20
+        asked = time.monotonic()
+        for _ in range(50):
+            assert await get(a, "own") == payload("own", 3000)
+            assert (await find(a, "nothing")).hits[1].kind is HitKind.MISS
+        assert time.monotonic() - asked < 10, "nobody asks it any more"
+        assert await put(a, "meanwhile", b"meanwhile")
+    finally:
+        remote.resume()
+    await two.settled()
+    assert await fetched(two.clients[1], "meanwhile") == b"meanwhile"
+
+
+async def test_what_is_deleted_is_deleted_in_the_remote_tier(two: Services) -> None:
+    a, b = two.clients
+    for name in ("one", "other", "kept"):
+        assert await put(a, name, payload(name, 2000))
+    await two.settled()
+    entry = (await find(a, "one")).hits[1].entry
+    assert entry is not None
+    assert await a.delete([entry.key]) == 1
+    assert await get(b, "one") is None
+    assert await get(b, "kept") == payload("kept", 2000)
+    assert await a.delete(namespace=NAMESPACE) == 2
+    assert await get(b, "other") is None
+    assert await get(b, "kept") == payload("kept", 2000), "its own copy is the other's own to delete"
+
+
+async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote: Remote) -> None:
+    """The other finds all; but what a Mooncake Store had in the memory of the one that ended is gone."""
+    a, _ = two.clients
+    for n in range(30):
+        assert await put(a, n, payload(n, 30_000))
+    assert await asyncio.to_thread(two.services[0].stop) == 0
+    expected = [payload(n, 30_000) for n in range(30)]
+    found = [await fetched(two.clients[1], n) for n in range(30)]
+    assert all(data in (None, right) for data, right in zip(found, expected, strict=True))
+    if not isinstance(remote, MooncakeMaster):
+        assert found == expected
+
+
+@pytest.mark.parametrize("remote", ["redis"], indirect=True)
+async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> None:
+    """As a DNS name of several does."""
+    assert await put(two.clients[0], "x", b"data")
+    await two.settled()
+    client = CacheClient("ipv4:" + ",".join(service.address for service in two.services))
+    assert await get(client, "x") == b"data"
+    await two.kill9(0)
+
+    async def found() -> bool:
+        with contextlib.suppress(errors.Unavailable):
+            return await fetched(client, "x") == b"data"
+        return False
+
+    await until(found)
+    await client.close()
