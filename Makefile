@@ -111,6 +111,10 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.bench.quality --auxiliary models/clip/tuned-1 $(ARGS)
 
+.PHONY: recall
+recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
+	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)
+
 .PHONY: quality
 quality: setup ## Writes the tables of docs/quality.md from the report of `make eval`
 	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -12,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from fusionkv.gateway.client.results import fields
 from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parent.parent
-REAL_MODEL = "smollm2"
+REAL_MODEL, EMBEDDER = "smollm2", "minilm"
+WORDS_ALONE = {"EMBEDDER": "none"}
 PROGRAM = Path(sys.executable).parent / "fusionkv"
 RECIPES = ("full_attention", "default")
 START_SECONDS = 120
@@ -36,13 +38,13 @@ STOP_SECONDS = 60
 class Setting:
     """What is asked of which model.
 
-    top_k: chunks in a prompt. neighbours: that each chunk is encoded behind, 0 for alone. sure: whether full
-    attention answers everything right.
+    gateway: its settings. neighbours: that each chunk is encoded behind, 0 for alone. sure: whether full attention
+    answers everything right.
     """
 
     model: str
     corpora: Path
-    top_k: int
+    gateway: dict[str, str]
     neighbours: int
     sure: bool
 
@@ -80,34 +82,45 @@ class Failed(Exception):
 def choose(console: Console, model: str | None) -> Setting:
     """The real model over real prose, or the reference model where the real one can't be fetched."""
     references = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
-    small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", 8, 10, True)
-    world = Setting(model or REAL_MODEL, ROOT / "examples/world", 12, 0, False)
-    if model is not None:
-        return Setting(model, small.corpora, 8, 10, True) if Path(model).resolve() in references else world
-    console.print(f"fetching the model {REAL_MODEL} (93 MB, once)")
-    if subprocess.run([PROGRAM, "model", "get", REAL_MODEL], stdin=subprocess.DEVNULL).returncode == 0:
-        return world
-    if not references:
-        raise Failed(f"{REAL_MODEL} could not be fetched, and there is no model in models/")
-    console.print(
-        f"[yellow]{REAL_MODEL} could not be fetched.[/] What follows is the small demo: a reference model of this "
-        "project, which answers questions about generated reports only."
-    )
-    return small
+    # Names in the reports are made up: words alone find them.
+    small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, True)
+    world = Setting(model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512"}, 0, False)
+    if model is not None and Path(model).resolve() in references:
+        return replace(small, model=model)
+    if model is None and not fetched(console, REAL_MODEL, "93 MB"):
+        if not references:
+            raise Failed(f"{REAL_MODEL} could not be fetched, and there is no model in models/")
+        console.print(
+            f"[yellow]{REAL_MODEL} could not be fetched.[/] What follows is the small demo: a reference model of "
+            "this project, which answers questions about generated reports only."
+        )
+        return small
+    if not fetched(console, EMBEDDER, "91 MB"):
+        console.print(f"[yellow]{EMBEDDER} could not be fetched:[/] documents are searched by their words alone.")
+        return replace(world, gateway=world.gateway | WORDS_ALONE)
+    return world
+
+
+def fetched(console: Console, name: str, size: str) -> bool:
+    console.print(f"fetching the model {name} ({size}, once)")
+    return subprocess.run([PROGRAM, "model", "get", name], stdin=subprocess.DEVNULL).returncode == 0
 
 
 @contextlib.asynccontextmanager
-async def services(model: str, folder: Path, console: Console) -> AsyncIterator[str]:
+async def services(setting: Setting, folder: Path, console: Console) -> AsyncIterator[str]:
     """Runs cache service, worker and gateway by `fusionkv serve`; gives the gateway's address.
 
     Raises:
         Failed: they did not come up, ended badly, or logged an error.
     """
     log = folder / "services.log"
-    flags = ("--json", "--model", model, "--data-dir", str(folder / "data"), "--listen", "127.0.0.1:0")
+    flags = ("--json", "--model", setting.model, "--data-dir", str(folder / "data"), "--listen", "127.0.0.1:0")
     with log.open("w") as errors:
         process = await asyncio.create_subprocess_exec(
-            PROGRAM, "serve", "all", *flags, stdout=asyncio.subprocess.PIPE, stderr=errors
+            *(PROGRAM, "serve", "all", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=os.environ | {f"FUSIONKV_GATEWAY_{name}": value for name, value in setting.gateway.items()},
         )
     try:
         yield await asyncio.wait_for(_gateway_address(process, console), START_SECONDS)
@@ -165,8 +178,8 @@ def pick(corpora: Path, count: int) -> list[Question]:
     return picked[:count]
 
 
-async def ask(client: AsyncClient, question: Question, recipe: str, top_k: int) -> Row:
-    answer = await client.ask(question.corpus, question.question, recipe=recipe, top_k=top_k, max_tokens=32)
+async def ask(client: AsyncClient, question: Question, recipe: str) -> Row:
+    answer = await client.ask(question.corpus, question.question, recipe=recipe, max_tokens=32)
     return Row(
         question=question.question,
         kind=question.kind,
@@ -227,21 +240,21 @@ async def run(
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="demo-", dir=out.parent))
     try:
-        async with services(setting.model, folder, console) as address, AsyncClient(address) as client:
+        async with services(setting, folder, console) as address, AsyncClient(address) as client:
             await load(client, setting, corpora, console)
             for question in questions:
-                answers = [await ask(client, question, recipe, setting.top_k) for recipe in RECIPES]
+                answers = [await ask(client, question, recipe) for recipe in RECIPES]
                 show(console, answers)
                 rows += answers
-            await explain(address, questions[0], setting.top_k, out.with_suffix(".html"))
+            await explain(address, questions[0], out.with_suffix(".html"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return rows
 
 
-async def explain(address: str, question: Question, top_k: int, page: Path) -> None:
+async def explain(address: str, question: Question, page: Path) -> None:
     """Has the command line write the page on an answer."""
-    asked = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address, "--top-k", str(top_k))
+    asked = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address)
     process = await asyncio.create_subprocess_exec(
         *asked,
         "--max-tokens",

@@ -2,10 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 
 import grpc
-import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -74,12 +73,6 @@ class WorkerClient:
         """Encodes one chunk and waits until the cache service holds it."""
         with self._errors():
             return await self._stub.Encode(request, timeout=timeout)
-
-    async def embed(self, texts: Sequence[str], timeout: float | None = None) -> np.ndarray:
-        """Unit vectors, float32 `[text, dim]`."""
-        with self._errors():
-            response = await self._stub.Embed(pb.EmbedRequest(texts=texts), timeout=timeout)
-        return np.array([v.values for v in response.vectors], dtype=np.float32)
 
     async def close(self) -> None:
         """Ends the connection; calls in flight are cancelled."""

@@ -5,7 +5,6 @@ from contextlib import aclosing
 from typing import Any
 
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
-from fusionkv.fusion_worker.compute.embedder import Embedder
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -31,8 +30,6 @@ _MAX_LABEL = _MAX_RECIPE = 256
 _MAX_VARIANTS = 64
 # Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks (docs/correction.md).
 _LESSON_CHUNKS = 6
-# Characters of one Embed: tokenising them takes about 0.3 s, and the event loop waits.
-_MAX_EMBED = 1 << 20
 
 
 class FusionServicer:
@@ -56,7 +53,6 @@ class FusionServicer:
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
         self._encoder = Encoder(self.loader)
-        self._embedder = Embedder(model, self.engine, self.loader)
 
     async def settle(self) -> None:
         """Waits until nothing is learned any more, every load has ended, and every chunk is stored or dropped."""
@@ -94,7 +90,6 @@ class FusionServicer:
             ),
             bos_token=model.bos,
             max_tokens=model.max_tokens,
-            embedding_dim=model.network.config.hidden_size,
             kv_bytes_per_token=model.token_bytes,
             recipes=[
                 pb.Recipe(
@@ -185,12 +180,6 @@ class FusionServicer:
             )
         await corrector.study(sample, corpus, _LESSON_CHUNKS)
         return pb.EncodeResponse()
-
-    async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        if (length := sum(map(len, request.texts))) > _MAX_EMBED:
-            raise InvalidArgument(f"the texts have {length} characters together; at most {_MAX_EMBED} are taken")
-        vectors = await self._embedder.embed(request.texts)
-        return pb.EmbedResponse(vectors=[pb.Vector(values=v.tolist()) for v in vectors])
 
     def _verdicts(self) -> list[answer_pb2.Verdict]:
         judged = self._verdict.recipes.items()

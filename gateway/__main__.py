@@ -12,6 +12,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
+from fusionkv.protos.runtime.errors import ServiceError
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer
@@ -30,7 +31,7 @@ def main() -> int:
         process.check_ports(config.admin_listen, "--admin-listen")
         telemetry.attach("fusionkv-gateway", config.metrics_listen)
         asyncio.run(_serve(config))
-    except (settings.SettingsError, OSError, ValueError) as error:
+    except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-gateway: {error}", file=sys.stderr)
         return 1
     finally:
@@ -41,7 +42,9 @@ def main() -> int:
 async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.auth.quotas import Quotas
     from fusionkv.gateway.auth.tenants import Tenants, read_key
+    from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
+    from fusionkv.gateway.retrieval.hybrid import HybridSearch
     from fusionkv.gateway.servicer import SERVICE, GatewayServicer
     from fusionkv.gateway.workers.workers import WorkerPool
 
@@ -54,14 +57,15 @@ async def _serve(config: GatewayConfig) -> None:
             return await _milvus(config, tenant)
         from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 
-        return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir)
+        return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir, config.language)
 
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Those there are, so that damage is told at start and the figures are whole.
     for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
         await tenants.get(name)
     history = History(config.admin_answers) if config.admin_listen else None
-    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history)
+    search = HybridSearch(config, await open_embedder(config), await open_reranker(config))
+    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history, search)
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,

@@ -7,6 +7,14 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
+# What `embedder` may be besides a model.
+AUTO, NONE = "auto", "none"
+# Those that have stemmers and lists of stop words in both retrieval engines.
+LANGUAGES = (
+    *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
+    *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
+)
+
 
 @dataclass(frozen=True)
 class GatewayConfig:
@@ -60,7 +68,26 @@ class GatewayConfig:
 
     top_k: int = setting(8, "chunks retrieved for a question that does not say", low=1)
     max_top_k: int = setting(128, "most chunks that a question may ask for, or passages that it may bring", low=1)
-    dense_weight: float = setting(0.3, "weight of vector similarity against BM25 in retrieval", low=0, high=1)
+    language: str = setting(
+        "english", f"language of the corpora that are made, for stems and stop words: {', '.join(LANGUAGES)}"
+    )
+    embedder: str = setting(
+        AUTO,
+        "model of embeddings: one of `fusionkv model list`, a Sentence-Transformers directory, or the URL of an "
+        "OpenAI-compatible /v1/embeddings; auto is minilm if it was fetched, and none matches words alone",
+    )
+    embedder_model: str = setting("", "model that an embedder's URL is asked for")
+    embedder_token: Path | None = setting(None, "file with the bearer token for an embedder's URL")
+    embedder_threads: int = setting(2, "threads of an embedder, and of a reranker, on this machine", low=1, high=256)
+    dense_weight: float = setting(
+        0.7, "weight of embeddings against words in retrieval; 0 ranks by words alone, 1 by embeddings", low=0, high=1
+    )
+    reranker: str = setting(
+        "", "cross-encoder that ranks the best chunks anew: a directory, or the URL of a /v1/rerank; empty ranks none"
+    )
+    reranker_model: str = setting("", "model that a reranker's URL is asked for")
+    reranker_token: Path | None = setting(None, "file with the bearer token for a reranker's URL")
+    rerank_depth: int = setting(32, "chunks that a reranker reads for a question", low=1, high=1000)
 
     recipe: str = setting(
         DEFAULT_RECIPE,
@@ -108,6 +135,8 @@ class GatewayConfig:
             raise ValueError("milvus_url must begin with http:// or https://")
         if self.milvus_token and not self.milvus_url:
             raise ValueError("milvus_token is for a milvus_url: set that as well")
+        if self.language not in LANGUAGES:
+            raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
         if not self.workers:
             raise ValueError("workers names no fusion worker")
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
@@ -15,27 +15,25 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.conversation import Conversation, check_question
 from fusionkv.gateway.ingest.ingest import check_corpus
 from fusionkv.gateway.plan import Passage
-from fusionkv.gateway.retrieval import hybrid
-from fusionkv.gateway.retrieval.base import within
+from fusionkv.gateway.retrieval.base import NO_FILTER, within
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 
 tracer = trace.get_tracer(__name__)
-# Both lists go this deep, so that a chunk which one of them ranks low still gets both its scores.
-_DEPTH = 4
-_LEAST_DEPTH = 100
 
 
 class Pipeline:
     """Answers questions over what the retrieval engine holds, on the workers."""
 
-    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
         self._config = config
         self._workers = workers
+        self._search = search
 
     async def retrieve(
         self,
@@ -45,9 +43,14 @@ class Pipeline:
         top_k: int,
         timeout: float,
         vocabulary: Vocabulary | None = None,
+        where: Mapping[str, str] = NO_FILTER,
     ) -> list[Passage]:
-        """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number."""
+        """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number.
+
+        where: only of documents with this metadata.
+        """
         check_question(question)
+        plan.check_filter(where)
         check_corpus(corpus)
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
@@ -61,13 +64,15 @@ class Pipeline:
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
             await tenant.retrieval.check(corpus)
             vocabulary = vocabulary or await self._workers.model(timeout)
-            asked = genai.embedding(vocabulary.model.name)
-            with tracer.start_as_current_span("gateway.embed", attributes=asked) as embed, genai.failures(embed):
-                vector = (await self._workers.embed([question], timeout))[0]
-            depth = max(_DEPTH * count, _LEAST_DEPTH)
-            found = await tenant.retrieval.candidates(corpus, question, vector, depth, vocabulary.identity)
-            span.set_attribute("fusionkv.candidates", len(found))
-            return [plan.retrieved(*best) for best in hybrid.rank(found, self._config.dense_weight, count)]
+            # Whoever embeds or ranks does not know how long the caller waits.
+            try:
+                async with asyncio.timeout(timeout):
+                    found = await self._search.search(
+                        tenant.retrieval, corpus, question, count, vocabulary.identity, where
+                    )
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"retrieval took longer than the {timeout:.1f} s that were left") from error
+            return [plan.retrieved(*best) for best in found]
 
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
@@ -83,7 +88,7 @@ class Pipeline:
             passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
             asked = request.corpus, request.query or conversation.question, request.top_k
-            passages = await self.retrieve(tenant, *asked, timeout, vocabulary)
+            passages = await self.retrieve(tenant, *asked, timeout, vocabulary, request.filter)
         if not named:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()

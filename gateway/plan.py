@@ -4,7 +4,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fusionkv.gateway.conversation import Conversation, check_question
 from fusionkv.gateway.retrieval.base import Chunk
@@ -19,6 +19,8 @@ Passage = tuple[Chunk, pb.Passage]
 _MOST_PASSAGE, _MOST_PASSAGES = 1 << 15, 1 << 19
 # Characters of what is told of a passage without being in the prompt.
 _MOST_NOTES = 4096
+# Of a filter.
+_MOST_PAIRS = 16
 MOST_RECIPE = 256
 # As the worker takes them, but told before anything is retrieved.
 _MOST_STOPS, _MOST_STOP = 16, 256
@@ -75,8 +77,8 @@ def check(request: pb.GenerateRequest, most_passages: int) -> None:
     if bool(request.corpus) == bool(request.passages):
         given = "both a corpus and passages are" if request.corpus else "neither a corpus nor passages are"
         raise InvalidArgument(f"{given} given: a request has one of them")
-    if request.passages and (request.query or request.top_k):
-        raise InvalidArgument("query and top_k are for a corpus: of given passages, all are taken")
+    if request.passages and (request.query or request.top_k or request.filter):
+        raise InvalidArgument("query, top_k and filter are for a corpus: of given passages, all are taken")
     if len(request.passages) > most_passages:
         raise InvalidArgument(f"{len(request.passages)} passages are given; at most {most_passages} are taken")
     _check_passages(request.passages)
@@ -112,6 +114,12 @@ def _check_passages(passages: Sequence[pb.Passage]) -> None:
         raise InvalidArgument(f"the passages have {length} characters; at most {_MOST_PASSAGES} are taken")
 
 
+def check_filter(where: Mapping[str, str]) -> None:
+    """Raises InvalidArgument for a filter that is far too long."""
+    if len(where) > _MOST_PAIRS or sum(map(len, (*where.keys(), *where.values()))) > _MOST_NOTES:
+        raise InvalidArgument(f"a filter has at most {_MOST_PAIRS} pairs and {_MOST_NOTES} characters")
+
+
 def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passage]:
     """A request's own passages: each is one chunk, the one that a corpus would have of the same text."""
     found = []
@@ -130,7 +138,13 @@ def given(passages: Sequence[pb.Passage], vocabulary: Vocabulary) -> list[Passag
 def retrieved(chunk: Chunk, score: float) -> Passage:
     """A chunk of a corpus."""
     return chunk, pb.Passage(
-        document=chunk.document, position=chunk.position, text=chunk.text, score=score, tokens=len(chunk.ids)
+        document=chunk.document,
+        position=chunk.position,
+        text=chunk.text.removeprefix(f"{chunk.title}\n") if chunk.title else chunk.text,
+        title=chunk.title,
+        metadata=dict(chunk.metadata),
+        score=score,
+        tokens=len(chunk.ids),
     )
 
 

@@ -1,12 +1,15 @@
 """The gateway's RPCs: admission, deadlines and counters around ingest, pipeline and precompute."""
 
+import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any, Protocol
 
+import numpy as np
 from opentelemetry import metrics
 
 from fusionkv.gateway import page_tokens
@@ -20,11 +23,19 @@ from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.retrieval.base import Item
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.mover import Mover
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import ResourceExhausted, ServiceError
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    NotFound,
+    ResourceExhausted,
+    ServiceError,
+)
 
 log = logging.getLogger(__name__)
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
@@ -51,16 +62,23 @@ class GatewayServicer:
     """One method an RPC, named as in gateway.proto."""
 
     def __init__(
-        self, config: GatewayConfig, tenants: Tenants, workers: WorkerPool, history: History | None = None
+        self,
+        config: GatewayConfig,
+        tenants: Tenants,
+        workers: WorkerPool,
+        history: History | None = None,
+        search: HybridSearch | None = None,
     ) -> None:
-        """history: keeps answers with explanations, for operators to look at."""
+        """history: keeps answers with explanations, for operators to look at. search: None is by words alone."""
         self.history = history
+        self._search = search or HybridSearch(config)
         self._config = config
         self._tenants = tenants
         self._workers = workers
-        self._ingest = Ingest(config, workers)
-        self._pipeline = Pipeline(config, workers)
-        self._precompute = Precompute(config, workers)
+        self._ingest = Ingest(config, workers, self._search)
+        self._pipeline = Pipeline(config, workers, self._search)
+        self._precompute = Precompute(config, workers, self._search)
+        self._mover = Mover(workers, self._search)
         self._started = time.monotonic()
         self._active = Shares(config.max_requests, spare=int(config.several_tenants))
         self._served = self._failed = self._marked_degraded = 0
@@ -68,15 +86,21 @@ class GatewayServicer:
     async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
         with self._admitted("Ingest"):
             tenant = await self._tenant()
-            done = await self._ingest.document(
-                tenant, request.corpus, request.name, request.media_type, request.content, self._time_left(context)
-            )
-            return pb.IngestResponse(chunks=done.chunks, tokens=done.tokens, replaced=done.replaced)
+            done = await self._ingest.file(tenant, request, self._time_left(context))
+            return pb.IngestResponse(**asdict(done))
 
     async def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
         with self._admitted("Precompute"):
             tenant = await self._tenant()
             async with contextlib.aclosing(self._precompute.run(tenant, request)) as progress:
+                async for response in progress:
+                    yield response
+
+    async def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
+        with self._admitted("Move"):
+            tenant = await self._tenant()
+            check_corpus(request.corpus)
+            async with contextlib.aclosing(self._mover.run(tenant.retrieval, request.corpus)) as progress:
                 async for response in progress:
                     yield response
 
@@ -110,9 +134,37 @@ class GatewayServicer:
         with self._admitted("Retrieve"):
             tenant = await self._tenant()
             found = await self._pipeline.retrieve(
-                tenant, request.corpus, request.question, request.top_k, self._time_left(context)
+                tenant,
+                request.corpus,
+                request.question,
+                request.top_k,
+                self._time_left(context),
+                where=request.filter,
             )
             return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
+
+    async def embed(self, texts: Sequence[str], model: str, context: Call) -> tuple[np.ndarray, str, int]:
+        """Vectors of texts, float32 `[text, dim]`, by the embedder of retrieval; its name, and the tokens spent: one
+        for every four bytes, which is about what they are.
+
+        Raises:
+            NotFound: the model is another one.
+            FailedPrecondition: there is no embedder.
+        """
+        with self._admitted("Embed"):
+            tenant = await self._tenant()
+            embedder = self._search.embedder
+            if embedder is None:
+                raise FailedPrecondition("this gateway has no embedder: it retrieves by words alone")
+            if model not in ("", embedder.name, embedder.name.partition("@")[0]):
+                raise NotFound(f"no model {model[:80]!r} of embeddings; there is {embedder.name}")
+            tokens = sum(-(-len(text.encode()) // 4) for text in texts)
+            tenant.meter.spend(tokens)
+            try:
+                async with asyncio.timeout(self._time_left(context)):
+                    return await embedder.embed(texts), embedder.name, tokens
+            except TimeoutError as error:
+                raise DeadlineExceeded("embedding took longer than a request may") from error
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
         async with contextlib.aclosing(self.generate(request, context, self.history)) as responses:
@@ -162,6 +214,7 @@ class GatewayServicer:
         """After the last call."""
         await self._ingest.close()
         await self._workers.close()
+        await self._search.close()
         await self._tenants.close()
 
     def _time_left(self, context: Call) -> float:
@@ -224,4 +277,4 @@ class GatewayServicer:
 
 
 def _item(item: Item) -> pb.Item:
-    return pb.Item(name=item.name, documents=item.documents, chunks=item.chunks, tokens=item.tokens, bytes=item.bytes)
+    return pb.Item(**asdict(item))

@@ -2,18 +2,21 @@
 
 import hashlib
 import re
-from collections.abc import Sequence
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
 
-from fusionkv.gateway.ingest.parse import Section
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.retrieval.base import ModelIdentity
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Characters of a line that are split together: the splitter takes the square, 0.14 s of 4,000 of them ("e.g.e.g.").
 _LONGEST_LINE = 4096
+# Tokens of a title are counted in steps of so many.
+_TITLE_STEP = 16
+# Characters of a token, at most, of a text that may be one chunk.
+_SHORT = 16
 _LONG_LINE = re.compile(rf"[^\n]{{{_LONGEST_LINE + 1}}}")
 
 
@@ -27,7 +30,9 @@ class Vocabulary:
         self.identity = ModelIdentity(
             model.fingerprint,
             hashlib.sha256(model.tokenizer_json + b"\0" + model.template.chunk.encode()).digest(),
+            name=model.name,
         )
+        self._splitters: dict[tuple[bool, int, int], TextSplitter | MarkdownSplitter] = {}
         self._tokenizer = Tokenizer.from_str(model.tokenizer_json.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -62,27 +67,42 @@ class Vocabulary:
         before, after = self.model.template.chunk.split("{text}")
         return self._encode(before, text, after)
 
-    def chunks(self, sections: Sequence[Section], most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
-        """Splits sections into texts of at most about `most_tokens`, each with its ids as it stands in a prompt."""
+    def chunks(self, document: Document, most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
+        """Splits a document into texts of at most about `most_tokens`, each with its ids as it stands in a prompt.
+
+        Its title stands on a line of its own above each.
+
+        Raises:
+            InvalidArgument: template, title and overlap leave no room.
+        """
+        head = f"{document.title}\n" if document.title else ""
         before, after = self.model.template.chunk.split("{text}")
-        room = most_tokens - len(self._encode(before, "", after))
+        # In steps, so that titles of many lengths need few splitters.
+        aside = -(-len(self._encode("", head)) // _TITLE_STEP) * _TITLE_STEP
+        room = most_tokens - len(self._encode(before, "", after)) - aside
         if room <= overlap:
+            beside = f"the template, a title of {aside} tokens" if head else "the template"
             raise InvalidArgument(
-                f"chunk_tokens = {most_tokens} leaves no room beside the template and {overlap} tokens of overlap"
+                f"chunk_tokens = {most_tokens} leaves no room beside {beside} and {overlap} tokens of overlap"
             )
-        # One splitter for all sections: each takes a copy of the tokenizer.
-        splitters = {
-            markdown: kind.from_huggingface_tokenizer(self._tokenizer, room, overlap=overlap)
-            for markdown, kind in ((False, TextSplitter), (True, MarkdownSplitter))
-            if any(section.markdown is markdown for section in sections)
-        }
-        texts = [
-            text
-            for section in sections
-            for part in _parts(section.text)
-            for text in splitters[section.markdown].chunks(part)
-        ]
-        return [(text, self.chunk(text)) for text in texts]
+        found = []
+        for part in _parts(document.text):
+            whole = head + part.strip()
+            # Most passages are one chunk, which needs no splitter.
+            if len(part) <= _SHORT * most_tokens and len(ids := self.chunk(whole)) <= most_tokens:
+                found += [(whole, ids)] if part.strip() else []
+                continue
+            splitter = self._splitter(document.markdown, room, overlap)
+            found += [(head + text, self.chunk(head + text)) for text in splitter.chunks(part)]
+        return found
+
+    def _splitter(self, markdown: bool, room: int, overlap: int) -> TextSplitter | MarkdownSplitter:
+        """One for all documents: each takes a copy of the tokenizer."""
+        key = markdown, room, overlap
+        if key not in self._splitters:
+            kind = MarkdownSplitter if markdown else TextSplitter
+            self._splitters[key] = kind.from_huggingface_tokenizer(self._tokenizer, room, overlap=overlap)
+        return self._splitters[key]
 
     def _encode(self, *pieces: str) -> list[int]:
         """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""

@@ -31,6 +31,8 @@ hypothesis.settings.load_profile(FEW)
 # A busy machine is not a cache that fails, for any worker that a test starts without timeouts of its own.
 BUSY = {"LOOKUP_TIMEOUT": "30", "FETCH_TIMEOUT": "60", "CACHE_SECONDS": "120"}
 os.environ.update({f"FUSIONKV_WORKER_{name}": seconds for name, seconds in BUSY.items()})
+# Whether or not a model was fetched: gateways that tests start retrieve by words alone, and load no torch.
+os.environ["FUSIONKV_GATEWAY_EMBEDDER"] = "none"
 
 
 # Files of a few tests that take minutes: begun last, one would run alone on one of the cores.

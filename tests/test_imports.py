@@ -26,6 +26,8 @@ ALLOWED = {
     "gateway": {
         "fusionkv.protos",
         "fusionkv.fusion_worker.client",
+        # Where `fusionkv model get` puts a model of embeddings.
+        "fusionkv.fusion_worker.library",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },

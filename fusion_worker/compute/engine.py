@@ -88,14 +88,13 @@ class Engine:
             hidden = forward(self._model, step.batch, parts[0].work.ahead)
         last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
-        for work, span in last.items():
+        for work in last:
             rows = predicted.get(work)
             token = work.sampler.draw(rows[-1]) if work.sampler is not None and rows is not None else None
             result = Result(
                 token=token,
                 logits=rows if work.logits else None,
                 scores=step.probes[work].scores if work in step.probes else None,
-                mean=hidden[span.start : span.stop].float().mean(0).cpu() if work.mean else None,
                 votes=torch.stack(step.votes[work].layers) if work in step.votes else None,
             )
             work.future.set_result(result)
@@ -156,7 +155,7 @@ class Engine:
         """How many rows at the end of a part are looked at in the last layer or behind it."""
         work, last = part.work, self._model.kv.layers - 1
         probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
-        if work.mean or probed:
+        if probed:
             return part.stop - part.start
         return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
 

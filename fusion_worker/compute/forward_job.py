@@ -23,14 +23,13 @@ class Result:
     """What was asked for, the rest None.
 
     token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
-    [last position + 1], of a shallow probe [selectors, last position + 1]. mean: float32 [hidden], the mean of the
-    rows' last hidden states. shallow: the rows behind layer 0. votes: float32 [layers, kv_heads, last position + 1].
+    [last position + 1], of a shallow probe [selectors, last position + 1]. shallow: the rows behind layer 0. votes:
+    float32 [layers, kv_heads, last position + 1].
     """
 
     token: int | None = None
     logits: torch.Tensor | None = None
     scores: torch.Tensor | None = None
-    mean: torch.Tensor | None = None
     shallow: Shallow | None = None
     votes: torch.Tensor | None = None
 
@@ -77,7 +76,6 @@ class ForwardJob:
     sampler: Sampler | None = None
     logits: int = 0
     probe: frozenset[int] | ShallowProbe = frozenset()
-    mean: bool = False
     ahead: LayerState | None = None
     temper: Temper | None = None
     votes: int = 0
@@ -101,7 +99,7 @@ class ForwardJob:
 
     @property
     def splittable(self) -> bool:
-        return not (self.probe or self.mean or self.logits > 1 or self.ahead or self.votes)
+        return not (self.probe or self.logits > 1 or self.ahead or self.votes)
 
     @property
     def alone(self) -> bool:

@@ -47,9 +47,10 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
             made = scratch / "model"
             made.mkdir()
             fill(scratch, made)
-            for file in made.iterdir():
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
+            for file in made.rglob("*"):
+                if file.is_file():
+                    with file.open("rb") as written:
+                        os.fsync(written.fileno())
             made.rename(target)
         finally:
             shutil.rmtree(scratch)

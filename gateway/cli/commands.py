@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import functools
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -10,17 +11,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from fusionkv.gateway import explain
-from fusionkv.gateway.cli import connect, encode, figures
+from fusionkv.gateway.cli import connect, encode, figures, files
 from fusionkv.gateway.cli.console import patiently, print_json, progress_bar
-from fusionkv.gateway.cli.files import find
-from fusionkv.gateway.client.results import Answer, Explanation, Item, Passage, Sources, Summary, Token, fields
+from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.results import (
+    Answer,
+    Explanation,
+    Ingested,
+    Item,
+    Passage,
+    Progress,
+    Sources,
+    Summary,
+    Token,
+    fields,
+)
 from fusionkv.gateway.ingest import brief
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
-from fusionkv.protos.runtime.errors import InvalidArgument, ServiceError
+from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
 _FALLBACK_CACHE = "127.0.0.1:7070"
@@ -29,36 +41,25 @@ _STATS_SECONDS = 5.0
 
 async def ingest(args: argparse.Namespace) -> int:
     """Stores files, several at once; one that fails is named and does not stop the others."""
-    files = await asyncio.to_thread(find, args.paths, args.media_type)
+    found = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
     total = _Total()
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
     async with connect.client(args) as client:
         with progress_bar(args.json) as progress:
-            bar = progress.add_task("ingest", total=len(files))
+            bar = progress.add_task("ingest", total=len(found))
 
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
-                        content, kind = await _content(name, path, args)
-                        done = await patiently(
-                            lambda: client.ingest(args.corpus, name, content, media_type=kind),
-                            args.timeout,
-                        )
-                    except (InvalidArgument, OSError) as error:
+                        await _store(client, name, path, args, total)
+                    except (InvalidArgument, AlreadyExists, OSError) as error:
                         # It is this file's own fault; whatever else goes wrong would hit the next one as well.
                         total.failed += 1
                         print(f"fusionkv: {path}: {error}", file=sys.stderr)
-                    else:
-                        total.documents += 1
-                        total.replaced += done.replaced
-                        total.chunks += done.chunks
-                        total.tokens += done.tokens
-                        if args.json:
-                            print_json({"event": "document", **asdict(done)})
                     progress.advance(bar)
 
-            await _all(one(name, path) for name, path in files.items())
+            await _all(one(name, path) for name, path in found.items())
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
             done = await encode.corpus(client, args.json, args.corpus, args.precompute)
@@ -70,11 +71,21 @@ async def ingest(args: argparse.Namespace) -> int:
     return 1 if total.failed else 0
 
 
-async def _content(name: str, path: Path, args: argparse.Namespace) -> tuple[Path | str, str]:
-    """What is stored of a file, and its media type."""
-    if not args.compress:
-        return path, args.media_type
-    return await asyncio.to_thread(brief.document, name, path.read_bytes, args.media_type, args.compress)
+async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Namespace, total: "_Total") -> None:
+    """Stores one file, JSON lines in several calls."""
+    told = {"source": files.source(path), "replace": args.replace, "prefix": args.prefix}
+    found = files.parts(name, path, args.media_type)
+    while (part := await asyncio.to_thread(next, found, None)) is not None:
+        first_line, content = part
+        kind = args.media_type
+        if args.compress:
+            text, kind = await asyncio.to_thread(brief.document, name, content, kind, args.compress)
+            content = text.encode()
+        call = functools.partial(client.ingest, args.corpus, name, content, media_type=kind, first_line=first_line)
+        done = await patiently(functools.partial(call, **told), args.timeout)
+        total.add(done)
+        if args.json:
+            print_json({"event": "document", **asdict(done)})
 
 
 @dataclass
@@ -88,6 +99,10 @@ class _Total:
     encoded: int = 0
     encoded_before: int = 0
 
+    def add(self, done: Ingested) -> None:
+        for what in ("documents", "replaced", "chunks", "tokens"):
+            setattr(self, what, getattr(self, what) + getattr(done, what))
+
     def line(self, corpus: str) -> str:
         rate = self.documents / self.seconds if self.seconds else 0.0
         line = (
@@ -100,8 +115,9 @@ class _Total:
 
 async def ask(args: argparse.Namespace) -> int:
     """Streams the answer to standard output and its figures to standard error."""
-    names = "system recipe ratio top_k order max_tokens temperature top_p seed stop"
+    names = "system recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
+    options["filter"] = dict(args.filter)
     page = explain.template() if args.explain is not None else None
     explanation: Explanation | None = None
     text = ""
@@ -194,6 +210,23 @@ async def delete(args: argparse.Namespace) -> int:
     return 0
 
 
+async def move(args: argparse.Namespace) -> int:
+    """Makes corpora anew for the worker's model and the gateway's embedder."""
+    async with connect.client(args) as client:
+        for name in args.corpora:
+            done = Progress(0, 0)
+            with progress_bar(args.json) as progress:
+                bar = progress.add_task(f"move {name}", total=None)
+                async with contextlib.aclosing(client.move(name)) as events:
+                    async for done in events:
+                        progress.update(bar, completed=done.done, total=done.total)
+            if args.json:
+                print_json({"event": "moved", "corpus": name, "chunks": done.done})
+            else:
+                print(f"{name}: {done.done} chunks moved")
+    return 0
+
+
 async def show(args: argparse.Namespace) -> int:
     """Lists corpora or documents."""
     async with connect.client(args) as client:
@@ -202,13 +235,14 @@ async def show(args: argparse.Namespace) -> int:
         for item in items:
             print_json(asdict(item))
         return 0
-    sizes = ["chunks", "tokens", "bytes"]
-    columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes]
+    sizes, made_with = ["chunks", "tokens", "bytes"], ["model", "embedder"]
+    columns = ["document", *sizes] if args.corpus else ["corpus", "documents", *sizes, *made_with]
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="left" if column == columns[0] else "right", overflow="fold")
+        justify: JustifyMethod = "right" if column in ("documents", *sizes) else "left"
+        table.add_column(column, justify=justify, overflow="fold")
     for item in items:
-        table.add_row(item.name, *[str(getattr(item, c)) for c in columns[1:]])
+        table.add_row(item.name, *[str(getattr(item, c)) or "none" for c in columns[1:]])
     Console(highlight=False, markup=False).print(table)
     return 0
 
@@ -251,7 +285,7 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
         model = await client.model()
     finally:
         await client.close()
-    plain = "name family device dtype max_tokens embedding_dim kv_bytes_per_token"
+    plain = "name family device dtype max_tokens kv_bytes_per_token"
     recipes = [
         {"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours}
         for r in model.recipes
@@ -296,4 +330,12 @@ async def _all(work: Any) -> None:
             task.cancel()
 
 
-COMMANDS = {"ingest": ingest, "encode": encode.run, "ask": ask, "delete": delete, "list": show, "stats": stats}
+COMMANDS = {
+    "ingest": ingest,
+    "encode": encode.run,
+    "ask": ask,
+    "delete": delete,
+    "move": move,
+    "list": show,
+    "stats": stats,
+}

@@ -91,7 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")
     ingest.add_argument("corpus", metavar="CORPUS")
     ingest.add_argument(
-        "paths", nargs="+", metavar="PATH", help=f"file, glob, or directory (searched for {' '.join(ENDINGS)})"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help=f"file, glob, directory (searched for {' '.join(ENDINGS)}), or - for standard input",
+    )
+    ingest.add_argument(
+        "--name", default="", help="of the document, in place of the file's name; for one file, or standard input"
+    )
+    ingest.add_argument("--prefix", default="", metavar="TEXT", help="stands before the name of every document")
+    ingest.add_argument(
+        "--replace", action="store_true", help="also documents of the same name that came from another file"
     )
     ingest.add_argument(
         "--media-type",
@@ -171,6 +181,14 @@ def _parser() -> argparse.ArgumentParser:
     ask.add_argument(
         "--order", choices=[*ORDERS], default="document", help="of the chunks in the prompt (default: %(default)s)"
     )
+    ask.add_argument(
+        "--filter",
+        action="append",
+        default=[],
+        type=_pair,
+        metavar="KEY=VALUE",
+        help="only chunks of documents with this metadata; may be repeated: all of them",
+    )
     ask.add_argument("--system", default="", metavar="TEXT", help="system prompt (default: the worker's)")
     ask.add_argument("--max-tokens", type=int, default=0, metavar="N", help="of the answer (default: the worker's)")
     ask.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
@@ -191,6 +209,11 @@ def _parser() -> argparse.ArgumentParser:
         help="write a page (HTML) on what was reused and recomputed; asks again with full attention for that",
     )
 
+    move = commands.add_parser(
+        "move", parents=[client], help="make corpora anew, for another model or embedder, from their stored text"
+    )
+    move.add_argument("corpora", nargs="+", metavar="CORPUS")
+
     delete = commands.add_parser("delete", parents=[client], help="delete a document, or a whole corpus")
     delete.add_argument("corpus", metavar="CORPUS")
     delete.add_argument("document", nargs="?", default="", metavar="DOCUMENT", help="without it the corpus goes")
@@ -209,6 +232,13 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     commands.add_parser("model", help="fetches models by name, and lists them")
     return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError("must be KEY=VALUE")
+    return key, value
 
 
 def _seconds(text: str) -> float:

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import TypeVar, Unpack
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, Unpack
 
 import grpc
 
@@ -68,17 +68,14 @@ class AsyncClient:
         name: str,
         content: bytes | str | os.PathLike[str],
         *,
-        media_type: str = "",
         timeout: float | None = None,
+        **options: Any,
     ) -> Ingested:
-        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
-
-        An empty media type is guessed from the name's ending.
-        """
-        request = await asyncio.to_thread(requests.ingest, corpus, name, content, media_type)
+        """Stores one document, or those of JSON lines, each in place of what it had. Options: `requests.ingest`."""
+        request = await asyncio.to_thread(requests.ingest, corpus, name, content, **options)
         with _errors(self.address):
             r = await self._stub.Ingest(request, **self._with.options(timeout))
-        return Ingested(name, r.chunks, r.tokens, r.replaced)
+        return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
     async def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -102,10 +99,17 @@ class AsyncClient:
             return _answer([event async for event in events])
 
     async def retrieve(
-        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+        self,
+        corpus: str,
+        question: str,
+        *,
+        top_k: int = 0,
+        order: str = "rank",
+        filter: Mapping[str, str] = requests.NO_FILTER,
+        timeout: float | None = None,
     ) -> tuple[Passage, ...]:
-        """The passages for a question, without answering it."""
-        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
+        """The passages for a question, without answering it; of documents that have all the metadata of `filter`."""
+        wanted = requests.retrieve(corpus, question, top_k, order, filter)
         with _errors(self.address):
             return results.passages(await self._stub.Retrieve(wanted, **self._with.options(timeout)))
 
@@ -127,6 +131,16 @@ class AsyncClient:
         finally:
             call.cancel()
 
+    async def move(self, corpus: str) -> AsyncGenerator[Progress]:
+        """Makes a corpus anew for the worker's model and the gateway's embedder, with progress. Has no deadline."""
+        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._with.metadata())
+        try:
+            with _errors(self.address):
+                async for p in call:
+                    yield Progress(p.done, p.total)
+        finally:
+            call.cancel()
+
     async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document, or without a name the whole corpus."""
         with _errors(self.address):
@@ -140,7 +154,7 @@ class AsyncClient:
         wanted = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
         with _errors(self.address):
             r = await self._stub.List(wanted, **self._with.options(timeout))
-        return [Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items], r.next_page_token
+        return [results.item(i) for i in r.items], r.next_page_token
 
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of one corpus, by name."""
@@ -184,16 +198,14 @@ class Client:
         name: str,
         content: bytes | str | os.PathLike[str],
         *,
-        media_type: str = "",
         timeout: float | None = None,
+        **options: Any,
     ) -> Ingested:
-        """Stores one document in place of what it had. `content` is its bytes, its text or the path of a file.
-
-        An empty media type is guessed from the name's ending.
-        """
+        """Stores one document, or those of JSON lines, each in place of what it had. Options: `requests.ingest`."""
+        request = requests.ingest(corpus, name, content, **options)
         with _errors(self.address):
-            r = self._stub.Ingest(requests.ingest(corpus, name, content, media_type), **self._with.options(timeout))
-        return Ingested(name, r.chunks, r.tokens, r.replaced)
+            r = self._stub.Ingest(request, **self._with.options(timeout))
+        return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
@@ -216,12 +228,29 @@ class Client:
         return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 
     def retrieve(
-        self, corpus: str, question: str, *, top_k: int = 0, order: str = "rank", timeout: float | None = None
+        self,
+        corpus: str,
+        question: str,
+        *,
+        top_k: int = 0,
+        order: str = "rank",
+        filter: Mapping[str, str] = requests.NO_FILTER,
+        timeout: float | None = None,
     ) -> tuple[Passage, ...]:
-        """The passages for a question, without answering it."""
-        wanted = pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=requests.order_of(order))
+        """The passages for a question, without answering it; of documents that have all the metadata of `filter`."""
+        wanted = requests.retrieve(corpus, question, top_k, order, filter)
         with _errors(self.address):
             return results.passages(self._stub.Retrieve(wanted, **self._with.options(timeout)))
+
+    def move(self, corpus: str) -> Iterator[Progress]:
+        """Makes a corpus anew for the worker's model and the gateway's embedder, with progress. Has no deadline."""
+        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._with.metadata())
+        try:
+            with _errors(self.address):
+                for p in call:
+                    yield Progress(p.done, p.total)
+        finally:
+            call.cancel()
 
     def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document, or without a name the whole corpus."""
@@ -253,7 +282,7 @@ class Client:
             page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
             with _errors(self.address):
                 r = self._stub.List(page, **self._with.options(timeout))
-            items.extend(Item(i.name, i.documents, i.chunks, i.tokens, i.bytes) for i in r.items)
+            items.extend(map(results.item, r.items))
             token = r.next_page_token
             if not token:
                 return items

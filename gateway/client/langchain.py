@@ -145,7 +145,7 @@ class ChatFusionKV(_Gateway, BaseChatModel):
 
 def _document(passage: Passage) -> Document:
     known = {"document": passage.document, "position": passage.position, "score": passage.score}
-    return Document(passage.text, metadata=known)
+    return Document(passage.text, metadata={**passage.metadata, **known})
 
 
 def _chunk(event: Event) -> ChatGenerationChunk | None:

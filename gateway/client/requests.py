@@ -12,6 +12,7 @@ from fusionkv.protos.runtime import errors
 
 ORDERS = {"document": pb.ORDER_DOCUMENT, "rank": pb.ORDER_RANK, "rank_reversed": pb.ORDER_RANK_REVERSED}
 
+NO_FILTER: Mapping[str, str] = {}
 ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_ASSISTANT}
 
 
@@ -31,6 +32,7 @@ class Options(TypedDict, total=False):
     seed: makes sampling repeatable.
     stop: the answer ends before the first of these.
     query: chunks are searched for by it in place of the question.
+    filter: metadata that a document must have for its chunks to be searched.
     explain: an Explanation is asked for.
     """
 
@@ -48,6 +50,7 @@ class Options(TypedDict, total=False):
     seed: int | None
     stop: Sequence[str]
     query: str
+    filter: Mapping[str, str]
     explain: bool
 
 
@@ -92,8 +95,54 @@ def order_of(name: str) -> pb.Order:
     return ORDERS[name]
 
 
-def ingest(corpus: str, name: str, content: bytes | str | os.PathLike[str], media_type: str) -> pb.IngestRequest:
+def retrieve(
+    corpus: str, question: str, top_k: int = 0, order: str = "rank", filter: Mapping[str, str] = NO_FILTER
+) -> pb.RetrieveRequest:
+    """Raises InvalidArgument: a value that can't be sent."""
+    try:
+        return pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=order_of(order), filter=filter)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise errors.InvalidArgument(f"bad option: {error}") from error
+
+
+def ingest(
+    corpus: str,
+    name: str,
+    content: bytes | str | os.PathLike[str],
+    *,
+    media_type: str = "",
+    metadata: Mapping[str, str] = NO_FILTER,
+    source: str = "",
+    replace: bool = False,
+    first_line: int = 0,
+    prefix: str = "",
+) -> pb.IngestRequest:
+    """A document, or JSON lines. `content` is its bytes, its text or the path of a file, which is then its source.
+
+    An empty media type is guessed from the name's ending. `metadata` is what a filter may ask for. What comes from a
+    `source` replaces a document of its name from another one only with `replace`; an empty one replaces all.
+    `prefix` stands before the names of all documents, and `first_line` is the number of the first of JSON lines that
+    are sent in parts.
+
+    Raises:
+        InvalidArgument: a value that can't be sent.
+        OSError: the file can't be read.
+    """
     if isinstance(content, os.PathLike):
+        source = source or str(Path(content).resolve())
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
-    return pb.IngestRequest(corpus=corpus, name=name, media_type=media_type, content=raw)
+    try:
+        return pb.IngestRequest(
+            corpus=corpus,
+            name=name,
+            media_type=media_type,
+            content=raw,
+            metadata=metadata,
+            source=source,
+            replace=replace,
+            first_line=first_line,
+            prefix=prefix,
+        )
+    except (TypeError, ValueError, OverflowError) as error:
+        raise errors.InvalidArgument(f"bad option: {error}") from error

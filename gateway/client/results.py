@@ -14,9 +14,9 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 class Passage:
     """A chunk of the prompt: one that was retrieved, or one that the caller gives.
 
-    A retrieved one has its document and its position in it, and its score (higher is better). A given one may have an
-    id and metadata, which Sources repeat, and a title, which stands above its text in the prompt; Sources say its
-    position in the request. tokens: its length, filled by the gateway.
+    A retrieved one has its document and its position in it, its score (higher is better), and the document's title
+    and metadata. A given one may have an id and metadata, which Sources repeat, and a title, which stands above its
+    text in the prompt; Sources say its position in the request. tokens: its length, filled by the gateway.
     """
 
     document: str = ""
@@ -54,21 +54,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ingested:
-    """One document that was stored."""
+    """One file that was stored: a document, or one for each JSON line. replaced: how many were there before."""
 
     name: str
+    documents: int
     chunks: int
     tokens: int
-    replaced: bool
+    replaced: int
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far Precompute is, in chunks; `skipped` of those done were stored already."""
+    """How far Precompute or Move is, in chunks; `skipped` of those done were stored already."""
 
     done: int
     total: int
-    skipped: int
+    skipped: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,18 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus; `bytes` are those of its text."""
+    """A corpus, or one document of a corpus; `bytes` are those of its text.
+
+    model, embedder: what a corpus was made with; without an embedder it is searched by words alone.
+    """
 
     name: str
     documents: int
     chunks: int
     tokens: int
     bytes: int
+    model: str = ""
+    embedder: str = ""
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,10 @@ def fields(message: Message) -> dict[str, Any]:
         f.name: [plain(v) for v in getattr(message, f.name)] if f.is_repeated else plain(getattr(message, f.name))
         for f in message.DESCRIPTOR.fields
     }
+
+
+def item(i: pb.Item) -> Item:
+    return Item(i.name, i.documents, i.chunks, i.tokens, i.bytes, i.model, i.embedder)
 
 
 def stats(s: pb.StatsResponse) -> Stats:

@@ -12,7 +12,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Of `fusionkv` in the body: as `fusionkv.gateway.client.requests.generate` takes them.
-OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query", "system"])
+OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query", "system", "filter"])
 # The model of requests that bring their passages, under either name.
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")

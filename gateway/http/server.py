@@ -1,5 +1,6 @@
-"""The OpenAI-compatible HTTP endpoint: chat completions and models, in front of the same RPCs as gRPC's."""
+"""The OpenAI-compatible HTTP endpoint: chat completions, models, embeddings, by the same methods as gRPC's."""
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.http import chat, failures, replies
+from fusionkv.gateway.http import chat, embeddings, failures, replies
 from fusionkv.gateway.http.listener import Call, Handler, Listener
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -34,6 +35,7 @@ class HTTPServer(Listener):
         self.get("/v1/models", self._guarded("List", self._models))
         self.get("/v1/models/{model}", self._guarded("List", self._model))
         self.post("/v1/chat/completions", self._guarded("Generate", self._complete))
+        self.post("/v1/embeddings", self._guarded("Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
         """JSON."""
@@ -75,6 +77,13 @@ class HTTPServer(Listener):
             await response.write(_event("[DONE]"))
         await response.write_eof()
         return response
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        wanted = embeddings.read(await self._json(request))
+        vectors, model, tokens = await self._servicer.embed(wanted.texts, wanted.model, Call())
+        if wanted.dimensions not in (0, vectors.shape[1]):
+            raise chat.BadRequest(f"vectors of {model} have {vectors.shape[1]} dimensions", "dimensions")
+        return web.json_response(await asyncio.to_thread(embeddings.reply, wanted, vectors, model, tokens))
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(replies.models(await self._corpora()))

@@ -1,18 +1,24 @@
-"""One document in: parse, split, embed, store."""
+"""A file in: parse, split, embed, store; it is one document, or as many as it has JSON lines."""
 
+import asyncio
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 from opentelemetry import metrics, trace
 
 from fusionkv.gateway.auth.shares import Shares
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
-from fusionkv.gateway.ingest.parsers import Parsers
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.ingest.document import metadata_pairs
+from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.workers.workers import WorkerPool
-from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 
 tracer = trace.get_tracer(__name__)
 _documents = metrics.get_meter(__name__).create_counter(
@@ -24,73 +30,154 @@ MOST_NAME = 512
 
 @dataclass(frozen=True)
 class Ingested:
+    """replaced: how many of the documents were there before."""
+
+    documents: int
     chunks: int
     tokens: int
-    replaced: bool
+    replaced: int
 
 
 class Ingest:
     """Stores documents. They are parsed in other processes, so that a hostile one delays no answer."""
 
-    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
         self._config = config
         self._workers = workers
+        self._search = search
         self._parsers = Parsers(config)
         # Where there are several tenants, the largest document of another one always fits beside one tenant's.
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
 
-    async def document(
-        self, tenant: Tenant, corpus: str, name: str, kind: str, content: bytes, timeout: float
-    ) -> Ingested:
-        """Replaces the tenant's document `name` as a whole.
+    async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> Ingested:
+        """Replaces each of the tenant's documents that the file holds as a whole.
 
         Raises:
-            InvalidArgument: a bad name, an unknown media type, or content that is not of it.
-            Unavailable: no worker can be reached.
-            FailedPrecondition: the corpus was made with another model.
+            InvalidArgument: a bad name, bad metadata, an unknown media type, or content that is not of it.
+            AlreadyExists: a document of that name came from another source.
+            Unavailable: no worker, or the embedder can't be reached.
+            FailedPrecondition: the corpus was made with another model or embedder.
             ResourceExhausted: too much is in work already, all parsers stay busy, or it is over the tenant's quota.
         """
-        check_corpus(corpus)
-        check_document(name)
-        kind = parse.media_type(name, kind)
-        if len(content) > self._config.max_document_bytes:
+        check_corpus(request.corpus)
+        check_document(request.name)
+        metadata_pairs(request.metadata)
+        kind = parse.media_type(request.name, request.media_type)
+        size = len(request.content)
+        if size > self._config.max_document_bytes:
             raise InvalidArgument(
-                f"the document has {len(content)} bytes; at most {self._config.max_document_bytes} are taken"
+                f"the document has {size} bytes; at most {self._config.max_document_bytes} are taken"
             )
-        with self._bytes.holding(tenant.salt, len(content)) as held:
+        with self._bytes.holding(tenant.salt, size) as held:
             if not held:
                 raise ResourceExhausted(
                     f"documents of {self._bytes.held} bytes are in work already; try again later", retry_after=0.5
                 )
-            return await self._store(tenant, corpus, name, kind, content, timeout)
+            return await self._store(tenant, request, kind, timeout)
 
     async def close(self) -> None:
         """Ends the parsers."""
         await self._parsers.close()
 
-    async def _store(
-        self, tenant: Tenant, corpus: str, name: str, kind: str, content: bytes, timeout: float
-    ) -> Ingested:
+    async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> Ingested:
         vocabulary = await self._workers.model(timeout)
         with tracer.start_as_current_span("gateway.parse") as span:
-            parsed = await self._parsers.parse(tenant, content, kind, vocabulary)
-            span.set_attribute("fusionkv.chunks", len(parsed.pieces))
-        chunks = [Chunk(name, position, text, tuple(ids)) for position, (text, ids) in enumerate(parsed.pieces)]
+            parsed = await self._parsers.parse(tenant, request.content, kind, vocabulary, request.first_line or 1)
+            documents = _documents_of(request, parsed.documents)
+            chunks = [chunk for found in documents.values() for chunk in found]
+            span.set_attribute("fusionkv.chunks", len(chunks))
+        model = self._search.identity(vocabulary.identity)
+        stored = await self._stored(tenant, request, [*documents], model)
         tokens = sum(len(c.ids) for c in chunks)
         async with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), tenant.stored_bytes):
             rest = max(0, tokens - parsed.cost)
             tenant.meter.spend(rest)
             try:
                 with tracer.start_as_current_span("gateway.embed"):
-                    vectors = await self._workers.embed([c.text for c in chunks], timeout)
-            except (ResourceExhausted, Unavailable):  # no worker computed anything, and the caller will come again
+                    vectors = await self._search.vectors([c.text for c in chunks], stored.vectors)
+            except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will come again
                 tenant.meter.give_back(rest)
                 raise
             with tracer.start_as_current_span("gateway.store"):
-                replaced = await tenant.retrieval.replace(corpus, name, chunks, vectors, vocabulary.identity)
-        _documents.add(1, {"fusionkv.media_type": kind})
-        return Ingested(len(chunks), tokens, replaced)
+                writes, at = [], 0
+                for name, found in documents.items():
+                    kept = [stored.encoded(chunk) for chunk in found]
+                    writes.append(
+                        tenant.retrieval.replace(request.corpus, name, kept, vectors[at : at + len(kept)], model)
+                    )
+                    at += len(kept)
+                replaced = sum(await asyncio.gather(*writes))
+        _documents.add(len(documents), {"fusionkv.media_type": kind})
+        return Ingested(len(documents), len(chunks), tokens, replaced)
+
+    async def _stored(
+        self, tenant: Tenant, request: pb.IngestRequest, names: Sequence[str], model: ModelIdentity
+    ) -> "_Stored":
+        """What the corpus has of these documents.
+
+        Raises:
+            AlreadyExists: one came from another source.
+        """
+        stored = _Stored()
+        for name in names:
+            try:
+                found = await tenant.retrieval.chunks(request.corpus, name, model)
+            except NotFound:  # no such corpus
+                break
+            source = found[0][0].source if found else ""
+            if source and request.source and source != request.source and not request.replace:
+                raise AlreadyExists(
+                    f"document {name!r} of corpus {request.corpus!r} came from {source}, and this one from "
+                    f"{request.source}: give it another name (--name, --prefix), or --replace the other"
+                )
+            for chunk, vector in found:
+                stored.add(chunk, vector)
+        return stored
+
+
+class _Stored:
+    """What was computed of chunks that may come again."""
+
+    def __init__(self) -> None:
+        self.vectors: dict[str, np.ndarray] = {}
+        self._encoded: dict[tuple[int, ...], Chunk] = {}
+
+    def add(self, chunk: Chunk, vector: np.ndarray) -> None:
+        self.vectors[chunk.text] = vector
+        self._encoded[chunk.ids] = chunk
+
+    def encoded(self, chunk: Chunk) -> Chunk:
+        """The chunk with what one of the same tokens was encoded as ahead of time."""
+        known = self._encoded.get(chunk.ids)
+        return chunk if known is None else replace(chunk, variant=known.variant, neighbours=known.neighbours)
+
+
+def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -> dict[str, list[Chunk]]:
+    """The chunks of each document by its name; a JSON line without an id is named by the file and its number.
+
+    Raises:
+        InvalidArgument: a bad id, or one that two lines have.
+    """
+    found: dict[str, list[Chunk]] = {}
+    lines: dict[str, int] = {}
+    for document in parsed:
+        name = request.prefix + (
+            document.name or (f"{request.name}#{document.line}" if document.line else request.name)
+        )
+        try:
+            check_document(name)
+            metadata = metadata_pairs(dict(request.metadata) | dict(document.metadata))
+        except InvalidArgument as error:
+            raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
+        if name in found:
+            raise InvalidArgument(f"lines {lines[name]} and {document.line} have the same id {name!r}")
+        lines[name] = document.line
+        found[name] = [
+            Chunk(name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata)
+            for position, (text, ids) in enumerate(document.pieces)
+        ]
+    return found
 
 
 def check_corpus(name: str) -> None:

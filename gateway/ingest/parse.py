@@ -1,13 +1,12 @@
 """A document's bytes to its text, by media type."""
 
 import io
-import json
 import mimetypes
 import sys
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from fusionkv.gateway.ingest.text_limit import check_text
+from fusionkv.gateway.ingest import json_lines
+from fusionkv.gateway.ingest.document import Document, check_text
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 PLAIN, MARKDOWN, HTML, PDF, JSONL = (
@@ -33,14 +32,6 @@ ENDINGS = {
 # A document's text may be so many times as long as the document, and this long in any case. A compressed PDF comes
 # near it; whatever else grows so much was made to.
 MOST_GROWTH, LEAST_TEXT = 50, 1 << 20
-
-
-@dataclass(frozen=True)
-class Section:
-    """A piece of text that no chunk crosses the border of."""
-
-    text: str
-    markdown: bool
 
 
 def media_type(name: str, given: str = "") -> str:
@@ -69,29 +60,29 @@ def most_text(size: int, most: int) -> int:
     return min(most, max(LEAST_TEXT, MOST_GROWTH * size))
 
 
-def parse(content: bytes, kind: str, most: int = sys.maxsize) -> list[Section]:
-    """The sections of a document; HTML becomes Markdown, and each line of JSONL a section of its own.
+def parse(content: bytes, kind: str, most: int = sys.maxsize, first_line: int = 1) -> list[Document]:
+    """The documents of a file: one, or as many as it has JSON lines. HTML becomes Markdown.
 
     Blocks, and holds the interpreter's lock; a service calls it in a process of its own (parser.py). `most`: bytes of
-    all sections together.
+    text together. `first_line`: the number of the content's first.
 
     Raises:
         InvalidArgument: the content is not of media type `kind`, or holds no text or too much.
     """
-    if kind == PDF:
-        sections = [Section(_pdf(content, most), False)]
+    if kind == JSONL:
+        found = json_lines.documents(_utf8(content), first_line)
+    elif kind == PDF:
+        found = [Document(_pdf(content, most))]
     elif kind == HTML:
-        sections = [Section(_html(content, most), True)]
-    elif kind == JSONL:
-        sections = [Section(text, False) for text in _jsonl(_utf8(content))]
+        found = [Document(_html(content, most), markdown=True)]
     else:
-        sections = [Section(_utf8(content), kind == MARKDOWN)]
-    sections = [s for s in sections if s.text.strip()]
-    if not sections:
+        found = [Document(_utf8(content), kind == MARKDOWN)]
+    found = [document for document in found if document.text.strip()]
+    if not found:
         hint = "; a scanned PDF must go through text recognition first" if kind == PDF else ""
         raise InvalidArgument(f"no text in the document{hint}")
-    check_text(sum(len(s.text.encode()) for s in sections), most)
-    return sections
+    check_text(sum(len(document.text.encode()) for document in found), most)
+    return found
 
 
 def _utf8(content: bytes, encoding: str = "utf-8") -> str:
@@ -138,39 +129,3 @@ def _pdf(content: bytes, most: int) -> str:
     except Exception as error:
         # Broken files make pypdf raise whatever their numbers lead to, a division by zero among others.
         raise InvalidArgument(f"the PDF can't be read: {error or type(error).__name__}") from error
-
-
-def _jsonl(text: str) -> list[str]:
-    sections = []
-    # Not splitlines: JSON strings may hold U+2028 unescaped.
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidArgument(f"line {number} is not JSON: {error}") from error
-        sections.append(_record(value, number))
-    return sections
-
-
-def _record(value: object, number: int) -> str:
-    if isinstance(value, str):
-        return _characters(value, number)
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"line {number} is neither a JSON object nor a string")
-    text = value.get("text", value.get("contents"))
-    if not isinstance(text, str):
-        raise InvalidArgument(f'line {number} has no string under "text" or "contents"')
-    title = value.get("title")
-    whole = f"{title}\n\n{text}" if isinstance(title, str) and title.strip() and title not in text else text
-    return _characters(whole, number)
-
-
-def _characters(text: str, number: int) -> str:
-    """The text, unless it holds half a character: JSON may escape one, and nothing else can carry it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidArgument(f"line {number} holds half of a surrogate pair at {error.start}") from None
-    return text

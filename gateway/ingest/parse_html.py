@@ -5,7 +5,7 @@ import re
 from bs4 import BeautifulSoup, NavigableString, ParserRejectedMarkup, Tag
 from markdownify import MarkdownConverter
 
-from fusionkv.gateway.ingest.text_limit import check_text
+from fusionkv.gateway.ingest.document import check_text
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _UNSEEN = ("head", "title", "script", "style", "noscript", "template", "svg")

@@ -25,9 +25,9 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument, details
 
 HEAD = struct.Struct("<cQQ")
-# To the parser: a GetModelResponse; options as JSON, then the document. From it: that it is ready; a chunk's text,
-# then its token ids as uint32; the end of a document, as JSON.
-MODEL, DOCUMENT, READY, PIECE, END = b"M", b"D", b"R", b"P", b"E"
+# To the parser: a GetModelResponse; options as JSON, then a file. From it: that it is ready; a document's name and so
+# on as JSON, then for each of its chunks the text and the token ids as uint32; the end of the file, as JSON.
+MODEL, FILE, READY, DOCUMENT, PIECE, END = b"M", b"F", b"R", b"D", b"P", b"E"
 # Behind the gateway and the workers of the same machine: with a tenth of their weight where cores are short.
 _NICE = 10
 # A process that once had more is replaced: its memory is in pieces.
@@ -113,14 +113,16 @@ def _document(
     resource.setrlimit(resource.RLIMIT_CPU, (whole, hard))
     refused, ends = "", False
     try:
-        sections = parse.parse(content, options["kind"], options["most_text"])
-        pieces = vocabulary.chunks(sections, options["chunk_tokens"], options["overlap_tokens"])
-        if len(pieces) > options["most_chunks"]:
-            raise InvalidArgument(
-                f"the document has {len(pieces)} chunks; at most {options['most_chunks']} are taken"
-            )
-        for text, ids in pieces:
-            answers.write(frame(PIECE, text.encode(), array("I", ids).tobytes()))
+        count = 0
+        for document in parse.parse(content, options["kind"], options["most_text"], options["first_line"]):
+            pieces = vocabulary.chunks(document, options["chunk_tokens"], options["overlap_tokens"])
+            count += len(pieces)
+            if count > options["most_chunks"]:
+                raise InvalidArgument(f"the document has {count} chunks; at most {options['most_chunks']} are taken")
+            known = [document.name, document.title, document.metadata, document.line]
+            answers.write(frame(DOCUMENT, json.dumps(known).encode()))
+            for text, ids in pieces:
+                answers.write(frame(PIECE, text.encode(), array("I", ids).tobytes()))
     except InvalidArgument as error:
         refused = details(error)
     except MemoryError:

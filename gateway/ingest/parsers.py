@@ -16,6 +16,7 @@ from fusionkv.gateway.auth.shares import Shares
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser
+from fusionkv.gateway.ingest.document import Pairs
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
@@ -32,10 +33,21 @@ _FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
+class ParsedDocument:
+    """One of a file. name, title, metadata, line: as of ingest.document.Document."""
+
+    name: str
+    title: str
+    metadata: Pairs
+    line: int
+    pieces: list[Piece]
+
+
+@dataclass(frozen=True)
 class Parsed:
     """`cost`: tokens that parsing counted as, which are spent already."""
 
-    pieces: list[Piece]
+    documents: list[ParsedDocument]
     cost: int
 
 
@@ -48,8 +60,10 @@ class Parsers:
         self._idle: list[Parser] = []
         self._starting: set[asyncio.Task[None]] = set()
 
-    async def parse(self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary) -> Parsed:
-        """A document's chunks. What parsing costs is spent, whether it succeeds or not.
+    async def parse(
+        self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int = 1
+    ) -> Parsed:
+        """A file's documents with their chunks. What parsing costs is spent, whether it succeeds or not.
 
         Raises:
             InvalidArgument: content that is not of its type, has too much text or too many chunks, or takes too long
@@ -71,8 +85,8 @@ class Parsers:
             tenant.meter.check_tokens()
             process = self._idle.pop() if self._idle else Parser(self._config)
             await process.use(vocabulary)
-            pieces = await process.parse(content, kind)
-            return Parsed(pieces, _cost(process))
+            documents = await process.parse(content, kind, first_line)
+            return Parsed(documents, _cost(process))
         finally:
             if process is not None:
                 tenant.meter.spend(_cost(process))
@@ -145,8 +159,8 @@ class Parser:
             raise Unavailable(f"no parser could be started: {error or type(error).__name__}") from error
         self._vocabulary, self.usable = vocabulary, True
 
-    async def parse(self, content: bytes, kind: str) -> list[Piece]:
-        """As Parsers.parse, of one document."""
+    async def parse(self, content: bytes, kind: str, first_line: int = 1) -> list[ParsedDocument]:
+        """As Parsers.parse."""
         config, used, began = self._config, self._used(), time.monotonic()
         self.usable, answered = False, False
         most_text = parse.most_text(len(content), config.max_text_bytes)
@@ -157,16 +171,22 @@ class Parser:
             "most_chunks": config.max_document_chunks,
             "chunk_tokens": config.chunk_tokens,
             "overlap_tokens": config.overlap_tokens,
+            "first_line": first_line,
         }
-        pieces: list[Piece] = []
+        documents: list[ParsedDocument] = []
         try:
             async with asyncio.timeout(config.parse_seconds):
-                await self._write(parser.frame(parser.DOCUMENT, json.dumps(options).encode(), content))
+                await self._write(parser.frame(parser.FILE, json.dumps(options).encode(), content))
                 while True:
                     tag, first, second = await self._read()
                     if tag == parser.END:
                         break
-                    pieces.append((first.decode(), array("I", second).tolist()))
+                    if tag == parser.DOCUMENT:
+                        name, title, metadata, line = json.loads(first)
+                        pairs = tuple((key, value) for key, value in metadata)
+                        documents.append(ParsedDocument(name, title, pairs, line, []))
+                    else:
+                        documents[-1].pieces.append((first.decode(), array("I", second).tolist()))
             end = json.loads(first)
             answered = True
         except TimeoutError as error:
@@ -182,7 +202,7 @@ class Parser:
         self.seconds, self.usable = end["seconds"], not end["ends"]
         if end["refused"]:
             raise InvalidArgument(end["refused"])
-        return pieces
+        return documents
 
     def kill(self) -> None:
         """Ends it at once; also the start of one that was cancelled."""

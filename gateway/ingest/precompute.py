@@ -12,6 +12,7 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.ingest import check_corpus, check_document
 from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -32,9 +33,10 @@ class Precompute:
     A worker looks each chunk up there, in one round trip: what a corpus says was encoded may be lost since.
     """
 
-    def __init__(self, config: GatewayConfig, workers: WorkerPool) -> None:
+    def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
         self._config = config
         self._workers = workers
+        self._search = search
 
     async def run(self, tenant: Tenant, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
         """Streams progress after each batch, first with nothing done.
@@ -55,8 +57,9 @@ class Precompute:
         count = request.neighbours or recipe.neighbours
         if count > _MOST_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
+        model = self._search.identity(vocabulary.identity)
         if request.name:
-            found = await tenant.retrieval.chunks(request.corpus, request.name, vocabulary.identity)
+            found = await tenant.retrieval.chunks(request.corpus, request.name, model)
             if not found:
                 raise NotFound(f"corpus {request.corpus!r} has no document {request.name!r}")
             sizes = {request.name: len(found)}
@@ -65,7 +68,7 @@ class Precompute:
         progress = pb.PrecomputeResponse(total=sum(sizes.values()))
         yield _copy(progress)
         for name, counted in sizes.items():
-            stored = await tenant.retrieval.chunks(request.corpus, name, vocabulary.identity)
+            stored = await tenant.retrieval.chunks(request.corpus, name, model)
             for start in range(0, len(stored), _TOGETHER):
                 batch = stored[start : start + _TOGETHER]
                 tenant.meter.check_tokens()
@@ -130,7 +133,9 @@ class Precompute:
         self, tenant: Tenant, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
     ) -> list[Chunk]:
         """The most similar other chunks, best first, as many as the model's length takes."""
-        found = await tenant.retrieval.nearest(corpus, vector, count + 1, vocabulary.identity)
+        known = vector if vector.size else None
+        model = self._search.identity(vocabulary.identity)
+        found = await tenant.retrieval.nearest(corpus, chunk.text, known, count + 1, model)
         room = vocabulary.model.max_tokens - len(vocabulary.system()) - len(chunk.ids)
         near = []
         for other in [c for c in found if c.key != chunk.key][:count]:

@@ -3,16 +3,17 @@
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
+NO_FILTER: Mapping[str, str] = {}
 _until: ContextVar[float] = ContextVar("_until", default=math.inf)
 
 
@@ -33,25 +34,41 @@ def left() -> float:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a corpus depends on: vectors on the weights, token ids on the tokenizer and the chunk template."""
+    """What a corpus depends on: variants on the weights, token ids on the tokenizer and the chunk template, and
+    vectors on the embedder; an empty one stands for no vectors. name: what people call the model.
+    """
 
     fingerprint: bytes
     tokenizer: bytes
+    embedder: str = ""
+    name: str = field(default="", compare=False)
 
 
 def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> None:
-    """Raises FailedPrecondition if a corpus was made with another model."""
+    """Raises FailedPrecondition if a corpus was made with another model or embedder."""
     if made_with == model:
         return
-    what = "model" if made_with.fingerprint != model.fingerprint else "prompt template"
-    raise FailedPrecondition(
-        f"corpus {corpus!r} was made with another {what} than the worker runs now: delete it and ingest it again"
-    )
+    if made_with.fingerprint != model.fingerprint:
+        what = f"with another model{_named(made_with.name)} than the worker runs now{_named(model.name)}"
+    elif made_with.tokenizer != model.tokenizer:
+        what = "with another prompt template than the worker has now"
+    else:
+        now = f"the gateway embeds by {model.embedder}" if model.embedder else "the gateway has no embedder"
+        what = f"with embeddings of {made_with.embedder or 'no model'}, and {now}"
+    raise FailedPrecondition(f"corpus {corpus!r} was made {what}: run `fusionkv move {corpus}`")
+
+
+def _named(name: str) -> str:
+    return f" ({name})" if name else ""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of a document as it is stored."""
+    """One chunk of a document as it is stored.
+
+    text: as it stands in the prompt, with the title of the document on a line of its own above it, if there is one.
+    source: where the document came from, in its caller's words. metadata: of the document, sorted by key.
+    """
 
     document: str
     position: int
@@ -61,6 +78,9 @@ class Chunk:
     # Digest of the chunk as encoded with its neighbours ahead of time, and how many were asked for; empty and 0: not.
     variant: bytes = b""
     neighbours: int = 0
+    title: str = ""
+    source: str = ""
+    metadata: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> tuple[str, int]:
@@ -93,13 +113,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus; `bytes` are those of its chunks' texts in UTF-8."""
+    """A corpus, or one document of a corpus; `bytes` are those of its chunks' texts in UTF-8.
+
+    model, embedder: what a corpus was made with.
+    """
 
     name: str
     documents: int
     chunks: int
     tokens: int
     bytes: int
+    model: str = ""
+    embedder: str = ""
+
+
+# Chunks of a document with their vectors, to the same made with another model.
+Rewrite = Callable[[Sequence[Chunk], np.ndarray], Awaitable[tuple[Sequence[Chunk], np.ndarray]]]
 
 
 class Retrieval(ABC):
@@ -108,6 +137,7 @@ class Retrieval(ABC):
     Once its method has returned, a change survives any end of the process and is seen by every later call. Readers
     see a document as it was before a change or after it, never in between. Methods on a corpus that does not exist
     raise NotFound; a corpus made with another model raises FailedPrecondition from every method that takes `model`.
+    Where the model has no embedder, vectors are 0 wide and `vector` is None.
     """
 
     @abstractmethod
@@ -137,21 +167,45 @@ class Retrieval(ABC):
 
     @abstractmethod
     async def candidates(
-        self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
+        self,
+        corpus: str,
+        question: str,
+        vector: np.ndarray | None,
+        depth: int,
+        model: ModelIdentity,
+        where: Mapping[str, str] = NO_FILTER,
     ) -> list[Candidate]:
-        """The `depth` best chunks by BM25 and the `depth` best by cosine, joined, in no order."""
+        """The `depth` best chunks by BM25 and the `depth` best by cosine, joined, in no order.
+
+        where: only of documents that have all of this metadata.
+        """
 
     @abstractmethod
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
         """The chunks of one document with their vectors, by position; none when there is no such document."""
 
     @abstractmethod
-    async def nearest(self, corpus: str, vector: np.ndarray, count: int, model: ModelIdentity) -> list[Chunk]:
-        """The `count` chunks of highest cosine, best first, ties by document and position."""
+    async def nearest(
+        self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
+    ) -> list[Chunk]:
+        """The `count` chunks of highest cosine, best first, ties by document and position; without a vector those
+        that have most words of the text.
+        """
 
     @abstractmethod
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
         """Stores `variant` and `neighbours` of chunks that are still there with the same ids; skips the others."""
+
+    @abstractmethod
+    def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
+        """Makes the corpus anew for another model, whatever it was made with; changes of it wait meanwhile.
+
+        Yields how many chunks of each document are done. All of it is there as it was until the last one is, and then
+        all of it is new.
+
+        Raises:
+            FailedPrecondition: this engine can't.
+        """
 
     @abstractmethod
     async def close(self) -> None:

@@ -7,9 +7,9 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,14 +17,29 @@ from lancedb import AsyncConnection, Session, connect_async
 from lancedb.table import AsyncTable
 
 from fusionkv.gateway.retrieval import disk_errors, rows
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model
+from fusionkv.gateway.retrieval.base import (
+    NO_FILTER,
+    Candidate,
+    Chunk,
+    Item,
+    ModelIdentity,
+    Retrieval,
+    Rewrite,
+    check_model,
+)
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
-from fusionkv.protos.runtime.errors import NotFound, ServiceError
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 # No corpus name begins with it, so "." and ".." are no folders.
 _PREFIX = "corpus-"
 _DELETED = "deleted"
+# A corpus that is made anew lies in the first, and once it is whole, in the second, until it has its place.
+_MOVING, _MOVED = "moving", "moved"
+# Documents that a corpus made anew is given in one commit.
+_TOGETHER = 64
+_STAGED = "staged.lance"
 # Searches at once, which wait for cores and disk anyway; each has about three files open, and some hundred kilobytes.
 _SEARCHES = 8
 
@@ -32,7 +47,8 @@ _SEARCHES = 8
 class EmbeddedRetrieval(Retrieval):
     """Owns a folder; a second process that opens it is refused."""
 
-    def __init__(self, folder: Path, connection: AsyncConnection, lock: TextIO) -> None:
+    def __init__(self, folder: Path, connection: AsyncConnection, lock: TextIO, language: str) -> None:
+        self._language = language
         self._folder = folder.absolute()
         self._connection = connection
         self._lock = lock
@@ -41,15 +57,15 @@ class EmbeddedRetrieval(Retrieval):
         self._searching = asyncio.Semaphore(_SEARCHES)
 
     @classmethod
-    async def open(cls, folder: Path) -> "EmbeddedRetrieval":
-        """Opens all corpora in `folder`, made when it does not exist.
+    async def open(cls, folder: Path, language: str = "english") -> "EmbeddedRetrieval":
+        """Opens all corpora in `folder`, made when it does not exist. language: of corpora that are made.
 
         Raises:
             OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
         lock = _lock(folder)
         corpora = await asyncio.to_thread(_clean, folder)
-        made = cls(folder, await connect_async(str(corpora)), lock)
+        made = cls(folder, await connect_async(str(corpora)), lock, language)
         for name in await made._table_names():
             corpus = name.removeprefix(_PREFIX)
             try:
@@ -74,15 +90,14 @@ class EmbeddedRetrieval(Retrieval):
         while True:
             table = self._tables.get(corpus) or await self._make(corpus, rows.schema(model, vectors.shape[1]))
             check_model(corpus, table.model, model)
+            _check_width(corpus, table, vectors.shape[1])
             with contextlib.suppress(CorpusGone):
                 return await table.replace(document, data)
 
     async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
         table = self._table(corpus)
         if document:
-            with contextlib.suppress(CorpusGone):
-                return 1, await table.delete(document)
-            raise NotFound(f"no corpus {corpus!r}")
+            return 1, await self._with(corpus, lambda table: table.delete(document))
         async with self._changing:
             if self._tables.pop(corpus, None) is not table:
                 raise NotFound(f"no corpus {corpus!r}")
@@ -106,35 +121,125 @@ class EmbeddedRetrieval(Retrieval):
         return self._table(corpus).documents(after, limit)
 
     async def candidates(
-        self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
+        self,
+        corpus: str,
+        question: str,
+        vector: np.ndarray | None,
+        depth: int,
+        model: ModelIdentity,
+        where: Mapping[str, str] = NO_FILTER,
     ) -> list[Candidate]:
-        table = self._table(corpus, model)
+        async def search(table: CorpusTable) -> tuple[pa.Table, pa.Table | None]:
+            words = table.by_words(question, depth, where)
+            if vector is None:
+                return await words, None
+            _check_width(corpus, table, len(vector))
+            return await asyncio.gather(words, table.by_meaning(vector, depth, where))
+
         async with self._searching:
-            words, meaning = table.by_words(question, depth), table.by_meaning(vector, depth)
-            by_words, by_meaning = await asyncio.gather(words, meaning)
+            by_words, by_meaning = await self._with(corpus, search, model)
         return await asyncio.to_thread(rows.candidates, by_words, by_meaning, vector)
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
-        found = await self._table(corpus, model).of_document(document)
-        return sorted(zip(rows.chunks(found), rows.vectors(found), strict=True), key=lambda pair: pair[0].position)
+        return _in_order(await self._with(corpus, lambda table: table.of_document(document), model))
 
-    async def nearest(self, corpus: str, vector: np.ndarray, count: int, model: ModelIdentity) -> list[Chunk]:
-        # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
-        found = await self._table(corpus, model).by_meaning(vector, 2 * count)
-        scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
+    async def nearest(
+        self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
+    ) -> list[Chunk]:
+        async def search(table: CorpusTable) -> pa.Table:
+            # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
+            if vector is None:
+                return await table.by_words(text, 2 * count, NO_FILTER)
+            return await table.by_meaning(vector, 2 * count, NO_FILTER)
+
+        found = await self._with(corpus, search, model)
+        scores = found["_score"].to_numpy() if vector is None else rows.vectors(found) @ vector
+        scored = zip(rows.chunks(found), scores, strict=True)
         return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
+        await self._with(corpus, lambda table: table.set_variants(rows.variants(chunks)))
+
+    async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
+        table = self._table(corpus)
+        staging = self._folder / _MOVING / uuid.uuid4().hex
         try:
-            await self._table(corpus).set_variants(rows.variants(chunks))
+            async with table.still():
+                async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
+                    async for chunks in done:
+                        yield chunks
+                if self._tables.get(corpus) is not table:
+                    raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
+                # Nothing else of this process runs until it has its place.
+                table.retire()
+                (self._folder / _MOVED).mkdir(exist_ok=True)
+                os.rename(staging / _STAGED, self._folder / _MOVED / f"{_PREFIX}{corpus}.lance")
+                _finish_moves(self._folder)
+                opened = await self._open(corpus)
+                if self._tables.get(corpus) is table:
+                    self._tables[corpus] = opened
+                else:
+                    await opened.close()
         except CorpusGone as error:
             raise NotFound(f"no corpus {corpus!r}") from error
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staging, True)
+            with contextlib.suppress(OSError):  # others are moved, or nothing was written
+                staging.parent.rmdir()
+        await table.close()
+
+    async def _rewritten(
+        self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path
+    ) -> AsyncGenerator[int]:
+        """Writes a corpus's documents to a table in `staging`; yields how many chunks each has."""
+        schema: pa.Schema | None = None
+        waiting: list[pa.Table] = []
+
+        async def write() -> None:
+            with disk_errors.named():
+                connection = await connect_async(str(staging))
+                try:
+                    made = await connection.create_table(Path(_STAGED).stem, schema=schema, exist_ok=True)
+                    if waiting:
+                        await made.add(pa.concat_tables(waiting))
+                finally:
+                    connection.close()
+            waiting.clear()
+
+        for item in table.documents("", 0):
+            stored = _in_order(await table.of_document(item.name))
+            chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
+            schema = schema or rows.schema(model, vectors.shape[1])
+            waiting.append(await asyncio.to_thread(rows.full, chunks, vectors))
+            if len(waiting) == _TOGETHER:
+                await write()
+            yield len(chunks)
+        if schema is None:  # it has no document
+            _, vectors = await rewrite([], np.zeros((0, table.dim), np.float32))
+            schema = rows.schema(model, vectors.shape[1])
+        await write()
 
     async def close(self) -> None:
         for table in self._tables.values():
             await table.close()
         self._connection.close()
         self._lock.close()
+
+    async def _with(
+        self, corpus: str, work: Callable[[CorpusTable], Awaitable[T]], model: ModelIdentity | None = None
+    ) -> T:
+        """Work on a corpus's table, done again where the corpus was made anew meanwhile."""
+        while True:
+            table = self._table(corpus, model)
+            try:
+                return await work(table)
+            except (CorpusGone, NotFound) as error:
+                if self._tables.get(corpus) is table:
+                    if isinstance(error, NotFound):
+                        raise
+                    await asyncio.sleep(0)  # until the new one is opened
+                if corpus not in self._tables:
+                    raise NotFound(f"no corpus {corpus!r}") from error
 
     def _table(self, corpus: str, model: ModelIdentity | None = None) -> CorpusTable:
         table = self._tables.get(corpus)
@@ -158,7 +263,7 @@ class EmbeddedRetrieval(Retrieval):
             connection = await connect_async(self._connection.uri, session=Session())
             return await connection.open_table(_PREFIX + corpus)
 
-        return await CorpusTable.open(reopen)
+        return await CorpusTable.open(reopen, self._language)
 
     def _discard(self, corpus: str) -> None:
         """Moved away first, so that a crash leaves all of a corpus or nothing."""
@@ -194,7 +299,9 @@ def _lock(folder: Path) -> TextIO:
 
 def _clean(folder: Path) -> Path:
     """Removes what an interrupted change left; returns where the corpora are."""
-    shutil.rmtree(folder / _DELETED, ignore_errors=True)
+    _finish_moves(folder)
+    for left in (_DELETED, _MOVING):
+        shutil.rmtree(folder / left, ignore_errors=True)
     # Absolute: LanceDB takes some relative paths for names in its cloud.
     corpora = folder.absolute() / "corpora"
     for table in corpora.glob(f"{_PREFIX}*.lance"):
@@ -202,3 +309,27 @@ def _clean(folder: Path) -> Path:
         if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
             shutil.rmtree(table)
     return corpora
+
+
+def _finish_moves(folder: Path) -> None:
+    """Puts corpora that were made anew in the place of those that they replace; also after an end in the middle."""
+    for moved in (folder / _MOVED).glob(f"{_PREFIX}*.lance"):
+        place = folder / "corpora" / moved.name
+        if place.exists():
+            (folder / _DELETED).mkdir(exist_ok=True)
+            os.rename(place, folder / _DELETED / uuid.uuid4().hex)
+        os.rename(moved, place)
+    for left in (_MOVED, _DELETED):
+        shutil.rmtree(folder / left, ignore_errors=True)
+
+
+def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:
+    if dim != table.dim:
+        raise FailedPrecondition(
+            f"vectors of corpus {corpus!r} have {table.dim} numbers, and those of the embedder {dim}: "
+            f"run `fusionkv move {corpus}`"
+        )
+
+
+def _in_order(found: pa.Table) -> list[tuple[Chunk, np.ndarray]]:
+    return sorted(zip(rows.chunks(found), rows.vectors(found), strict=True), key=lambda pair: pair[0].position)

@@ -8,24 +8,34 @@ import asyncio
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import Candidate, Chunk, Item, ModelIdentity, Retrieval, check_model, packed
+from fusionkv.gateway.retrieval.base import (
+    NO_FILTER,
+    Candidate,
+    Chunk,
+    Item,
+    ModelIdentity,
+    Retrieval,
+    Rewrite,
+    check_model,
+    packed,
+)
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MOST_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
-from fusionkv.gateway.retrieval.words import content
-from fusionkv.protos.runtime.errors import NotFound, Unavailable
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 
 T = TypeVar("T")
 # A document that changed less long ago is looked at twice; clocks of gateways may differ by as much.
 _RECENT_SECONDS = 5
 _TRIES = 50
+_NO_VECTOR = np.zeros(0, np.float32)
 
 
 class MilvusRetrieval(Retrieval):
@@ -73,16 +83,26 @@ class MilvusRetrieval(Retrieval):
         return [item for item in found if item.name > after][: limit or None]
 
     async def candidates(
-        self, corpus: str, question: str, vector: np.ndarray, depth: int, model: ModelIdentity
+        self,
+        corpus: str,
+        question: str,
+        vector: np.ndarray | None,
+        depth: int,
+        model: ModelIdentity,
+        where: Mapping[str, str] = NO_FILTER,
     ) -> list[Candidate]:
-        wanted = {"words": content(question), "vector": vector.astype(np.float32)}
+        wanted: dict[str, Any] = {"words": rows.searched_for(question)}
+        if vector is not None:
+            wanted["vector"] = vector.astype(np.float32)
         with _naming(corpus):
-            by_words, by_meaning = await self._search(corpus, model, wanted, depth)
+            by_words, *rest = await self._search(corpus, model, wanted, depth, where)
+        by_meaning = rest[0] if rest else []
         found: dict[tuple[str, int], Candidate] = {}
         # Milvus Lite gives BM25 with its sign turned.
         for row, score in (*((row, abs(score)) for row, score in by_words), *((row, 0.0) for row, _ in by_meaning)):
             chunk = rows.chunk(row)
-            found.setdefault(chunk.key, Candidate(chunk, score, float(rows.vector(row) @ vector)))
+            cosine = float(rows.vector(row) @ vector) if vector is not None else 0.0
+            found.setdefault(chunk.key, Candidate(chunk, score, cosine))
         return list(found.values())
 
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
@@ -91,10 +111,17 @@ class MilvusRetrieval(Retrieval):
             version = await self._version(name, document)
             found = await self._of_version(name, document, version) if version is not None else []
             if version is None or len(found) == version.chunks:
-                return sorted(((rows.chunk(r), rows.vector(r)) for r in found), key=lambda pair: pair[0].position)
+                pairs = ((rows.chunk(r), rows.vector(r) if model.embedder else _NO_VECTOR) for r in found)
+                return sorted(pairs, key=lambda pair: pair[0].position)
         raise Unavailable(f"document {document!r} changes all the time: try again later")
 
-    async def nearest(self, corpus: str, vector: np.ndarray, count: int, model: ModelIdentity) -> list[Chunk]:
+    async def nearest(
+        self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
+    ) -> list[Chunk]:
+        if vector is None:
+            by_words = await self.candidates(corpus, text, None, 2 * count, model)
+            ranked = sorted(by_words, key=lambda candidate: (-candidate.words, candidate.chunk.key))
+            return [candidate.chunk for candidate in ranked[:count]]
         # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
         with _naming(corpus):
             (found,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
@@ -118,6 +145,13 @@ class MilvusRetrieval(Retrieval):
                     )
             await self._milvus.write(name, changed)
 
+    async def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
+        await self.check(corpus)
+        raise FailedPrecondition(
+            f"corpus {corpus!r} is in Milvus, where none can be moved to another model: delete it and ingest it again"
+        )
+        yield 0  # it is a generator
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -127,7 +161,7 @@ class MilvusRetrieval(Retrieval):
     async def _replace(
         self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
-        name, dim, revision = self._collection(corpus), vectors.shape[1], rows.new_revision()
+        name, dim, revision = self._collection(corpus), vectors.shape[1] or rows.FILLER, rows.new_revision()
         made = [rows.of_chunk(c, revision, v) for c, v in zip(chunks, vectors.astype(np.float32), strict=True)]
         for _ in range(_TRIES):
             try:
@@ -181,12 +215,19 @@ class MilvusRetrieval(Retrieval):
     async def _own(self, corpus: str) -> Row:
         """The corpus's own row."""
         with _naming(corpus):
-            found = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS)
+            found = await self._milvus.query(self._collection(corpus), rows.IS_CORPUS, rows.OWN)
             if not found:
                 raise NoCollection("it is not there whole")
         return found[0]
 
-    async def _search(self, corpus: str, model: ModelIdentity, wanted: dict[str, Any], depth: int) -> list[Hits]:
+    async def _search(
+        self,
+        corpus: str,
+        model: ModelIdentity,
+        wanted: dict[str, Any],
+        depth: int,
+        where: Mapping[str, str] = NO_FILTER,
+    ) -> list[Hits]:
         """For every field, its `depth` best chunks of documents as they are now.
 
         A document that changed of late may have done so between the search and the look at its row, so that chunks of
@@ -199,7 +240,8 @@ class MilvusRetrieval(Retrieval):
         limit = min(MOST_ROWS, depth + 16)
         for _ in range(_TRIES):
             began = time.time()
-            found = await asyncio.gather(*(self._hits(name, field, x, limit, dead) for field, x in wanted.items()))
+            hits_of = (self._hits(name, field, x, limit, dead, where) for field, x in wanted.items())
+            found = await asyncio.gather(*hits_of)
             owners |= {row["owner"] for hits in found for row, _ in hits}
             now = await self._versions(name, owners)
             settled = all(v.since < began - _RECENT_SECONDS or known.get(d) == v for d, v in now.items())
@@ -213,9 +255,11 @@ class MilvusRetrieval(Retrieval):
             dead = (dead | {row["revision"] for hits in found for row, _ in hits}) - current
         raise Unavailable(f"documents of corpus {corpus!r} change all the time: try again later")
 
-    async def _hits(self, name: str, field: str, data: Any, limit: int, dead: Iterable[str]) -> Hits:
+    async def _hits(
+        self, name: str, field: str, data: Any, limit: int, dead: Iterable[str], where: Mapping[str, str]
+    ) -> Hits:
         condition = f"{rows.IS_CHUNK} and revision not in {listed(dead)}" if dead else rows.IS_CHUNK
-        return await self._milvus.search(name, field, data, limit, condition)
+        return await self._milvus.search(name, field, data, limit, condition + rows.has_all(where))
 
     async def _version(self, name: str, document: str) -> Version | None:
         return (await self._versions(name, [rows.owner(document)])).get(document)
@@ -240,12 +284,15 @@ class MilvusRetrieval(Retrieval):
     async def _corpus(self, name: str) -> Item | None:
         """None: it is being made, or deleted."""
         try:
-            own = await self._milvus.query(name, rows.IS_CORPUS, ["document"])
+            own = await self._milvus.query(name, rows.IS_CORPUS, rows.OWN)
             found = await self._documents(name)
         except NotFound:
             return None
-        sizes = (sum(getattr(item, what) for item in found) for what in ("chunks", "tokens", "bytes"))
-        return Item(own[0]["document"], len(found), *sizes) if own else None
+        chunks, tokens, size = (sum(getattr(item, what) for item in found) for what in ("chunks", "tokens", "bytes"))
+        if not own:
+            return None
+        made_with = rows.identity(own[0])
+        return Item(own[0]["document"], len(found), chunks, tokens, size, made_with.name, made_with.embedder)
 
     async def _change(self, corpus: str, document: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """One change of a document at a time, none beside that of a whole corpus. It runs to its end although its

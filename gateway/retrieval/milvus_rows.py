@@ -2,8 +2,9 @@
 
 import base64
 import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,26 @@ _CORPUS_KEY = "corpus"
 IS_CORPUS, IS_DOCUMENT, IS_CHUNK = f'key == "{_CORPUS_KEY}"', f"position == {_DOCUMENT}", "position >= 0"
 # The most that a Milvus field of text holds.
 _MOST_BYTES = 65_535
-# Neither stems nor stop words: made-up names and digits must be found as they are.
+# No stems, whatever the language.
 _ANALYZER = {"tokenizer": "standard", "filter": ["lowercase"]}
 _TEXTS = {"key": 64, "owner": 64, "document": _MOST_BYTES, "revision": 64, "ids": _MOST_BYTES, "digest": 64}
-_TEXTS |= {"variant": 128, "neighbours": 128}
+_TEXTS |= {"variant": 128, "neighbours": 128, "title": _MOST_BYTES, "source": _MOST_BYTES}
 _NUMBERS = ("position", "tokens", "bytes", "chunks", "since")
 # All but the vector of words, which Milvus makes.
-COLUMNS = [*_TEXTS, *_NUMBERS, "text", "vector"]
+COLUMNS = [*_TEXTS, *_NUMBERS, "text", "metadata", "vector"]
+# Of a corpus's own row, also of one that a gateway of before made: document, then what it was made with.
+OWN = ["document", "variant", "neighbours", "ids", "owner"]
+# Milvus wants a vector in every row: without an embedder it is this wide, and never searched.
+FILLER = 2
+# What says that the embedder is known: a corpus of before has vectors of a language model.
+_KNOWN = "embedder"
+# Words of a question that say nothing of what it is about. In a small corpus "of" is rare enough to weigh as much as
+# a title, and a page with three of them came before the page that was asked for.
+_SMALL = (
+    "a an and are as at be but by do does for from had has have how in is it its of on or that the their there these "
+    "this those to was were what when where which who whom whose why with"
+)
+_FUNCTION_WORDS = frozenset(_SMALL.split())
 
 Row = dict[str, Any]
 
@@ -45,6 +59,7 @@ def schema(dim: int) -> CollectionSchema:
         made.add_field(name, DataType.VARCHAR, max_length=most, is_primary=name == "key")
     for name in _NUMBERS:
         made.add_field(name, DataType.INT64)
+    made.add_field("metadata", DataType.JSON)
     made.add_field("text", DataType.VARCHAR, max_length=_MOST_BYTES, enable_analyzer=True, analyzer_params=_ANALYZER)
     made.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
     made.add_field("words", DataType.SPARSE_FLOAT_VECTOR)
@@ -78,6 +93,7 @@ def hour_old() -> str:
 
 def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
     names = {"document": corpus, "variant": model.fingerprint.hex(), "neighbours": model.tokenizer.hex()}
+    names |= {"ids": json.dumps([model.embedder, model.name]), "owner": _KNOWN}
     return _row(dim, _CORPUS_KEY, _CORPUS) | names
 
 
@@ -104,7 +120,10 @@ def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
         "digest": chunk.digest.hex(),
         "variant": chunk.variant.hex(),
         "neighbours": packed(chunk.neighbours).hex(),
-        "vector": vector,
+        "title": chunk.title,
+        "source": chunk.source,
+        "metadata": dict(chunk.metadata),
+        "vector": vector if vector.size else [1.0] + [0.0] * (FILLER - 1),
     }
 
 
@@ -118,11 +137,19 @@ def chunk_key(chunk: Chunk, revision: str) -> str:
 def chunk(row: Row) -> Chunk:
     ids = tuple(np.frombuffer(base64.b64decode(row["ids"]), "<u4").tolist())
     variant, neighbours = bytes.fromhex(row["variant"]), unpacked(bytes.fromhex(row["neighbours"]))
-    return Chunk(row["document"], row["position"], row["text"], ids, variant, neighbours)
+    metadata = json.loads(row["metadata"]) if isinstance(row["metadata"], str) else row["metadata"]
+    pairs = tuple(sorted((metadata or {}).items()))
+    known = row["document"], row["position"], row["text"], ids, variant, neighbours
+    return Chunk(*known, row["title"], row["source"], pairs)
 
 
 def vector(row: Row) -> np.ndarray:
     return np.asarray(row["vector"], np.float32)
+
+
+def has_all(where: Mapping[str, str]) -> str:
+    """A condition on metadata; with a leading `and`, or empty."""
+    return "".join(f" and metadata[{json.dumps(key)}] == {json.dumps(value)}" for key, value in where.items())
 
 
 def version(row: Row) -> Version:
@@ -131,7 +158,9 @@ def version(row: Row) -> Version:
 
 def identity(row: Row) -> ModelIdentity:
     """Of a corpus's own row."""
-    return ModelIdentity(bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"]))
+    made_with = bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"])
+    embedder, name = json.loads(row["ids"]) if row["owner"] == _KNOWN else ("the language model", "")
+    return ModelIdentity(*made_with, embedder, name)
 
 
 def item(row: Row) -> Item:
@@ -141,4 +170,10 @@ def item(row: Row) -> Item:
 
 def _row(dim: int, key: str, position: int) -> Row:
     made: Row = dict.fromkeys(_TEXTS, "") | dict.fromkeys(_NUMBERS, 0)
-    return made | {"key": key, "position": position, "text": "", "vector": [0.0] * dim}
+    return made | {"key": key, "position": position, "text": "", "metadata": {}, "vector": [0.0] * dim}
+
+
+def searched_for(question: str) -> str:
+    """The question without its function words; all of it when it has no others."""
+    words = [w for w in question.split() if w.strip(".,:;!?\"'()").lower() not in _FUNCTION_WORDS]
+    return " ".join(words) or question

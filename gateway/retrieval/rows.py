@@ -1,70 +1,98 @@
 """Chunks to Arrow rows and back."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity, packed, unpacked
 
-# All that makes a Chunk, and its vector.
-COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "vector"]
-_FORM = b"1"  # of a table whose metadata does not say
+# All that makes a Chunk.
+COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "title", "source", "metadata"]
+VECTOR = "vector"
+# Of a table whose metadata does not say; it lacks the last three columns, and its vectors are a language model's.
+_FIRST_FORM, _FORM = b"1", b"2"
 _VARIANT_COLUMNS = ["document", "position", "digest", "variant", "neighbours"]
 
 
 def schema(model: ModelIdentity, dim: int) -> pa.Schema:
-    """The table of a corpus; its metadata says which model it was made with."""
-    return pa.schema(
-        [
-            ("document", pa.string()),
-            ("position", pa.uint32()),
-            ("text", pa.string()),
-            ("ids", pa.list_(pa.uint32())),
-            ("tokens", pa.uint32()),
-            ("digest", pa.binary()),
-            ("variant", pa.binary()),
-            ("neighbours", pa.binary()),
-            ("vector", pa.list_(pa.float32(), dim)),
-        ],
-        metadata={"fusionkv.fingerprint": model.fingerprint.hex(), "fusionkv.tokenizer": model.tokenizer.hex()},
-    )
+    """The table of a corpus; its metadata says what it was made with. Without an embedder it has no vectors."""
+    columns = [
+        ("document", pa.string()),
+        ("position", pa.uint32()),
+        ("text", pa.string()),
+        ("ids", pa.list_(pa.uint32())),
+        ("tokens", pa.uint32()),
+        ("digest", pa.binary()),
+        ("variant", pa.binary()),
+        ("neighbours", pa.binary()),
+        ("title", pa.string()),
+        ("source", pa.string()),
+        ("metadata", pa.list_(pa.string())),
+        *([(VECTOR, pa.list_(pa.float32(), dim))] if dim else []),
+    ]
+    made_with = {
+        "fusionkv.form": _FORM.decode(),
+        "fusionkv.fingerprint": model.fingerprint.hex(),
+        "fusionkv.tokenizer": model.tokenizer.hex(),
+        "fusionkv.embedder": model.embedder,
+        "fusionkv.model": model.name,
+    }
+    return pa.schema(columns, metadata=made_with)
 
 
 def check_form(schema: pa.Schema) -> None:
     """Raises ValueError where a table has what only a later version knows, and what a change would lose."""
-    form = (schema.metadata or {}).get(b"fusionkv.form", _FORM)
-    columns = sorted({*schema.names} - {*COLUMNS, "tokens", "digest"})
-    if form != _FORM or columns:
+    form = (schema.metadata or {}).get(b"fusionkv.form", _FIRST_FORM)
+    columns = sorted({*schema.names} - {*COLUMNS, VECTOR, "tokens", "digest"})
+    if form not in (_FIRST_FORM, _FORM) or columns:
         what = f"has the columns {', '.join(columns)}" if columns else f"is of form {form!r}"
         raise ValueError(f"a later version of FusionKV wrote it, it {what}")
 
 
 def identity(schema: pa.Schema) -> ModelIdentity:
-    """The model that a table was made with."""
-    metadata = schema.metadata or {}
-    return ModelIdentity(
-        *(bytes.fromhex(metadata[b"fusionkv." + k].decode()) for k in (b"fingerprint", b"tokenizer"))
-    )
+    """What a table was made with."""
+    known = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    fingerprint, tokenizer = (bytes.fromhex(known[f"fusionkv.{name}"]) for name in ("fingerprint", "tokenizer"))
+    embedder = known.get("fusionkv.embedder", "the language model")
+    return ModelIdentity(fingerprint, tokenizer, embedder, known.get("fusionkv.model", ""))
+
+
+def readable(schema: pa.Schema) -> list[str]:
+    """The columns that make a Chunk and its vector, those that there are."""
+    return [name for name in (*COLUMNS, VECTOR) if name in schema.names]
+
+
+def has_all(where: Mapping[str, str]) -> str:
+    """A condition on metadata."""
+    wanted = ", ".join(quoted(f"{key}={value}") for key, value in where.items())
+    return f"array_has_all(metadata, make_array({wanted}))"
+
+
+def quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
 
 
 def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
     """Whole rows; `vectors` is float32 `[chunk, dim]`."""
     dim = vectors.shape[1]
-    flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
-    return pa.table(
-        {
-            "document": pa.array([c.document for c in chunks], pa.string()),
-            "position": pa.array([c.position for c in chunks], pa.uint32()),
-            "text": pa.array([c.text for c in chunks], pa.string()),
-            "ids": pa.array([c.ids for c in chunks], pa.list_(pa.uint32())),
-            "tokens": pa.array([len(c.ids) for c in chunks], pa.uint32()),
-            "digest": pa.array([c.digest for c in chunks], pa.binary()),
-            "variant": pa.array([c.variant for c in chunks], pa.binary()),
-            "neighbours": pa.array([packed(c.neighbours) for c in chunks], pa.binary()),
-            "vector": pa.FixedSizeListArray.from_arrays(flat, dim),
-        }
-    )
+    columns = {
+        "document": pa.array([c.document for c in chunks], pa.string()),
+        "position": pa.array([c.position for c in chunks], pa.uint32()),
+        "text": pa.array([c.text for c in chunks], pa.string()),
+        "ids": pa.array([c.ids for c in chunks], pa.list_(pa.uint32())),
+        "tokens": pa.array([len(c.ids) for c in chunks], pa.uint32()),
+        "digest": pa.array([c.digest for c in chunks], pa.binary()),
+        "variant": pa.array([c.variant for c in chunks], pa.binary()),
+        "neighbours": pa.array([packed(c.neighbours) for c in chunks], pa.binary()),
+        "title": pa.array([c.title for c in chunks], pa.string()),
+        "source": pa.array([c.source for c in chunks], pa.string()),
+        "metadata": pa.array([["=".join(pair) for pair in c.metadata] for c in chunks], pa.list_(pa.string())),
+    }
+    if dim:
+        flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
+        columns[VECTOR] = pa.FixedSizeListArray.from_arrays(flat, dim)
+    return pa.table(columns)
 
 
 def variants(chunks: Sequence[Chunk]) -> pa.Table:
@@ -76,23 +104,33 @@ def variants(chunks: Sequence[Chunk]) -> pa.Table:
 
 
 def chunks(table: pa.Table) -> list[Chunk]:
-    columns = [table[name].to_pylist() for name in COLUMNS[:-1]]
-    return [Chunk(d, p, text, tuple(ids), v, unpacked(n)) for d, p, text, ids, v, n in zip(*columns, strict=True)]
+    columns = [table[name].to_pylist() if name in table.column_names else [None] * len(table) for name in COLUMNS]
+    return [
+        Chunk(d, p, text, tuple(ids), v, unpacked(n), title or "", source or "", _pairs(metadata or []))
+        for d, p, text, ids, v, n, title, source, metadata in zip(*columns, strict=True)
+    ]
+
+
+def _pairs(metadata: Sequence[str]) -> tuple[tuple[str, str], ...]:
+    return tuple((key, value) for key, _, value in (pair.partition("=") for pair in metadata))
 
 
 def vectors(table: pa.Table) -> np.ndarray:
-    """float32 `[row, dim]`."""
-    dim = table.schema.field("vector").type.list_size
+    """float32 `[row, dim]`; 0 wide where there are none."""
+    if VECTOR not in table.column_names:
+        return np.zeros((len(table), 0), np.float32)
+    dim = table.schema.field(VECTOR).type.list_size
     if not len(table):
         return np.zeros((0, dim), np.float32)
-    return table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, dim)
+    return table[VECTOR].combine_chunks().flatten().to_numpy().reshape(-1, dim)
 
 
-def candidates(by_words: pa.Table, by_meaning: pa.Table, vector: np.ndarray) -> list[Candidate]:
+def candidates(by_words: pa.Table, by_meaning: pa.Table | None, vector: np.ndarray | None) -> list[Candidate]:
     """Joins the two lists; the cosine of a chunk that only its words found is computed from its vector."""
     found: dict[tuple[str, int], Candidate] = {}
-    for table in (by_words, by_meaning):
+    for table in (by_words, *([by_meaning] if by_meaning is not None else [])):
         words = table["_score"].to_pylist() if table is by_words else [0.0] * len(table)
-        for chunk, score, cosine in zip(chunks(table), words, vectors(table) @ vector, strict=True):
+        cosines = vectors(table) @ vector if vector is not None else np.zeros(len(table))
+        for chunk, score, cosine in zip(chunks(table), words, cosines, strict=True):
             found.setdefault(chunk.key, Candidate(chunk, score, float(cosine)))
     return list(found.values())

@@ -4,7 +4,7 @@ import asyncio
 import bisect
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ from lancedb.table import AsyncTable
 
 from fusionkv.gateway.retrieval import disk_errors, rows
 from fusionkv.gateway.retrieval.base import Item
-from fusionkv.gateway.retrieval.words import content
 from fusionkv.protos.runtime.errors import NotFound
 
 log = logging.getLogger(__name__)
@@ -31,15 +30,19 @@ _COMMITS_BEFORE_OPTIMIZE = 100
 _IDLE_SECONDS = 1.0
 # Searches in flight read versions up to this old.
 _KEEP_VERSIONS = timedelta(minutes=10)
-# Neither stems nor stop words: made-up names and digits must be found as they are. ICU finds words in all scripts.
-_WORDS = FTS(
-    base_tokenizer="icu/split",
-    stem=False,
-    remove_stop_words=False,
-    lower_case=True,
-    ascii_folding=True,
-    max_token_length=200,
-)
+
+
+def words_of(language: str) -> FTS:
+    """How text becomes words: ICU finds them in all scripts; stems and stop words are the language's."""
+    return FTS(
+        base_tokenizer="icu/split",
+        language=language.capitalize(),
+        stem=True,
+        remove_stop_words=True,
+        lower_case=True,
+        ascii_folding=True,
+        max_token_length=200,
+    )
 
 
 class CorpusGone(Exception):
@@ -58,6 +61,9 @@ class CorpusTable:
 
     def __init__(self, table: AsyncTable, schema: pa.Schema, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
         self.model = rows.identity(schema)
+        self._columns = rows.readable(schema)
+        field = schema.field(rows.VECTOR) if rows.VECTOR in schema.names else None
+        self.dim: int = field.type.list_size if field is not None else 0
         self._table = table
         self._reopen = reopen
         self._lock = asyncio.Lock()
@@ -72,8 +78,9 @@ class CorpusTable:
         self._start(self._optimize_when_idle())
 
     @classmethod
-    async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]]) -> "CorpusTable":
+    async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]], language: str) -> "CorpusTable":
         """Takes over a table; makes its indexes when they are missing. `reopen`: opens it, with caches of its own.
+        language: of an index of words that is made; one that is there stays as it was made.
 
         Raises:
             ServiceError: the indexes of a table, which is empty then, can't be made now.
@@ -84,7 +91,7 @@ class CorpusTable:
         indexed = {column for index in await table.list_indices() for column in index.columns}
         with disk_errors.named():
             if "text" not in indexed:
-                await table.create_index("text", config=_WORDS)
+                await table.create_index("text", config=words_of(language))
             if "document" not in indexed:
                 await table.create_index("document", config=BTree())
         made = cls(table, schema, reopen)
@@ -98,7 +105,7 @@ class CorpusTable:
         return made
 
     def item(self, name: str) -> Item:
-        return Item(name, len(self._names), *self._total)
+        return Item(name, len(self._names), *self._total, self.model.name, self.model.embedder)
 
     def documents(self, after: str, limit: int) -> list[Item]:
         start = bisect.bisect_right(self._names, after)
@@ -119,7 +126,7 @@ class CorpusTable:
             if document not in self._sizes:
                 raise NotFound(f"no document {document!r}")
             chunks = self._sizes[document][0]
-            await self._table.delete(f"document = {_quoted(document)}")
+            await self._table.delete(f"document = {rows.quoted(document)}")
             self._resize(document, _NOTHING)
             return chunks
 
@@ -132,21 +139,35 @@ class CorpusTable:
 
         await self._change(change)
 
-    async def by_words(self, question: str, limit: int) -> pa.Table:
-        query = self._table.query().nearest_to_text(content(question), columns=["text"])
+    async def by_words(self, question: str, limit: int, where: Mapping[str, str]) -> pa.Table:
+        query = self._table.query().nearest_to_text(question, columns=["text"])
+        query = query.where(rows.has_all(where)) if where else query
         with self._reading():
-            return await query.select([*rows.COLUMNS, "_score"]).limit(limit).to_arrow()
+            return await query.select([*self._columns, "_score"]).limit(limit).to_arrow()
 
-    async def by_meaning(self, vector: np.ndarray, limit: int) -> pa.Table:
+    async def by_meaning(self, vector: np.ndarray, limit: int, where: Mapping[str, str]) -> pa.Table:
         # Without an index on the vectors the search is exact: 2-8 ms up to 100k chunks.
         query = self._table.query().nearest_to(vector).distance_type("dot")
+        query = query.where(rows.has_all(where)) if where else query
         with self._reading():
-            return await query.select([*rows.COLUMNS, "_distance"]).limit(limit).to_arrow()
+            return await query.select([*self._columns, "_distance"]).limit(limit).to_arrow()
 
     async def of_document(self, document: str) -> pa.Table:
-        query = self._table.query().where(f"document = {_quoted(document)}")
+        query = self._table.query().where(f"document = {rows.quoted(document)}")
         with self._reading():
-            return await query.select(rows.COLUMNS).to_arrow()
+            return await query.select(self._columns).to_arrow()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """While inside, nothing of it changes; what wants to waits."""
+        async with self._lock:
+            if self._gone:
+                raise CorpusGone
+            yield
+
+    def retire(self) -> None:
+        """Another table has taken its place: changes that wait raise CorpusGone. To be called while it is still."""
+        self._gone = True
 
     async def close(self) -> None:
         """Waits for the change in progress; later changes raise CorpusGone."""
@@ -199,7 +220,7 @@ class CorpusTable:
             try:
                 if self._gone:
                     raise CorpusGone
-                names = ", ".join(map(_quoted, batch))
+                names = ", ".join(map(rows.quoted, batch))
                 merge = self._table.merge_insert(["document", "position"])
                 merge = merge.when_matched_update_all().when_not_matched_insert_all()
                 merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
@@ -267,7 +288,3 @@ def _settle(future: "asyncio.Future[bool]", result: bool = False, error: BaseExc
         future.set_exception(error)
     else:
         future.set_result(result)
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

@@ -2,16 +2,11 @@
 
 import asyncio
 import contextlib
-import functools
 import hashlib
 import logging
-import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import TypeVar
 
-import numpy as np
-
-from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.fleet import CHECK_SECONDS, Fleet, Member
 from fusionkv.kvcache_service import keys
@@ -28,17 +23,6 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 T = TypeVar("T")
-# Texts of one Embed: enough for full batches, few enough that a request never waits long behind a document.
-EMBED_BATCH = 32
-# Of a text; a vector is of its first 512 tokens, which no usual text needs more for.
-EMBED_CHARACTERS = 1 << 14
-# Seconds that an embedding takes, until that is known, and at most; so many times that is waited for one worker, then
-# the next is asked too; and how much each says of the next.
-_FIRST_USUAL, _MOST_USUAL, _PATIENCE, _SMOOTHING = 0.25, 2.0, 4, 0.1
-# At least so long one worker is waited for: a pause of its process or machine is no reason to ask another.
-_LEAST_PATIENCE = 0.25
-# So long one that was late may still answer, which shows that it does not stand still.
-_LATE_SECONDS = 2.0
 # So many more requests in flight a worker may have than another, and be given one all of whose chunks it holds; for
 # half of them half as many.
 _WORTH = 2.0
@@ -56,8 +40,6 @@ class WorkerPool:
         self._fleet = Fleet(addresses, tls)
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
-        self._usual = _FIRST_USUAL
-        self._late: set[asyncio.Task[None]] = set()
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
         """Tokenizer and template of what the workers run, from the first that answers.
@@ -79,17 +61,6 @@ class WorkerPool:
                     self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
                 return known
         raise _worst(failures)
-
-    async def embed(self, texts: Sequence[str], timeout: float | None = None) -> np.ndarray:
-        """Unit vectors, float32 `[text, dim]`, in batches one after the other.
-
-        A worker that takes far longer than usual is not waited for alone: the next one is asked as well.
-        """
-        parts = []
-        for start in range(0, len(texts), EMBED_BATCH):
-            batch = [text[:EMBED_CHARACTERS] for text in texts[start : start + EMBED_BATCH]]
-            parts.append(await self._hedged(functools.partial(WorkerClient.embed, texts=batch, timeout=timeout)))
-        return np.concatenate(parts)
 
     async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
         """Encodes one chunk on any worker; one that stands still, or was cut off, is found out as by `generate`."""
@@ -157,52 +128,7 @@ class WorkerPool:
         return next((m.client.address for m in self._fleet.members if m.client.connected), "")
 
     async def close(self) -> None:
-        for task in self._late:
-            task.cancel()
         await self._fleet.close()
-
-    async def _hedged(self, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
-        """On any worker, for what does no harm when it is done twice; the first answer counts."""
-        waiting = await self._order({})
-        asked: dict[asyncio.Task[T], Member] = {}
-        failures: list[ServiceError] = []
-        began = time.monotonic()
-        try:
-            while waiting or asked:
-                if waiting:
-                    member = waiting.pop(0)
-                    asked[asyncio.create_task(_counted(member, call))] = member
-                patience = max(_PATIENCE * self._usual, _LEAST_PATIENCE) if waiting else None
-                done, _ = await asyncio.wait(asked, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    member = asked.pop(task)
-                    try:
-                        found = await task
-                    except _ELSEWHERE as error:
-                        failures.append(error)
-                        continue
-                    member.answered()
-                    while asked:
-                        self._await_late(*asked.popitem())
-                    self._usual += _SMOOTHING * (min(time.monotonic() - began, _MOST_USUAL) - self._usual)
-                    return found
-        finally:
-            for task in asked:
-                task.cancel()
-        raise _worst(failures)
-
-    def _await_late(self, call: "asyncio.Task[T]", member: Member) -> None:
-        """A worker that was late comes last for a while, or until it answers after all."""
-        member.silent()
-
-        async def wait() -> None:
-            with contextlib.suppress(ServiceError, TimeoutError):
-                async with asyncio.timeout(_LATE_SECONDS):
-                    await call
-                member.answered()
-
-        self._late.add(task := asyncio.create_task(wait()))
-        task.add_done_callback(self._late.discard)
 
     async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
         """Least calls in flight first, less what it is worth that a worker likely holds the prompt's chunks, by name
@@ -254,11 +180,6 @@ async def _attended(member: Member, coming: Awaitable[T]) -> T:
                 attending.cancel()
     except TimeoutError:
         raise Unavailable(f"fusion worker {member.client.address} answers no health check") from None
-
-
-async def _counted(member: Member, call: Callable[[WorkerClient], Awaitable[T]]) -> T:
-    with member.counted():
-        return await call(member.client)
 
 
 def _worst(failures: Sequence[ServiceError]) -> ServiceError:

@@ -36,6 +36,10 @@ class NotFound(ServiceError):
     status = grpc.StatusCode.NOT_FOUND
 
 
+class AlreadyExists(ServiceError):
+    status = grpc.StatusCode.ALREADY_EXISTS
+
+
 class FailedPrecondition(ServiceError):
     status = grpc.StatusCode.FAILED_PRECONDITION
 

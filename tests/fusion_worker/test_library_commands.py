@@ -114,4 +114,7 @@ def test_the_command(root: Path) -> None:
     assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(root / "smollm2")}
     unknown = fusionkv("get", "smollm3")
     assert (unknown.returncode, unknown.stdout) == (1, "")
-    assert unknown.stderr == "fusionkv model: there is no model 'smollm3' to fetch; known are smollm2, gemma3-270m\n"
+    assert (
+        unknown.stderr
+        == "fusionkv model: there is no model 'smollm3' to fetch; known are smollm2, gemma3-270m, minilm\n"
+    )

@@ -20,7 +20,7 @@ _LENGTHS = (150, 1, 540, 120)
 _CONFIG: dict[str, Any] = {"pool_bytes": 512 << 20, "page_tokens": 16}
 
 
-@pytest.fixture(scope="module", params=[*KNOWN])
+@pytest.fixture(scope="module", params=[name for name, model in KNOWN.items() if not model.embeds])
 def loaded(request: pytest.FixtureRequest) -> tuple[models.Model, Oracle]:
     """The engine's model and an untouched one, both in float32."""
     directory = cache.root() / request.param

@@ -125,7 +125,7 @@ def test_background_takes_what_is_left() -> None:
 
 def test_background_that_cant_be_split_holds_no_stream_up() -> None:
     scheduler = Scheduler(100, 100)
-    behind, decode, short = work(150, background=True, mean=True), work(1), work(20)
+    behind, decode, short = work(150, background=True, logits=2), work(1), work(20)
     for one in (behind, decode, short):
         scheduler.add(one)
     assert step(scheduler) == {decode: 1, short: 20}

@@ -78,21 +78,21 @@ OF_KIND = {
 
 @pytest.mark.parametrize("kind", MEDIA_TYPES)
 def test_contents(kind: str) -> None:
-    def document(content: bytes) -> None:
+    def read(content: bytes) -> None:
         began = time.monotonic()
         try:
-            sections = parse(content, kind)
+            documents = parse(content, kind)
         except InvalidArgument:
-            sections = []
-        for section in sections:
-            assert section.text.strip()
-            section.text.encode()
+            documents = []
+        for document in documents:
+            assert document.text.strip()
+            document.text.encode()
         assert time.monotonic() - began < MOST_SECONDS
 
     if kind == HTML:
         for name in ("undefined", "idna", "punycode", "base64"):  # Python knows these, and they are no text
-            document(f"<meta charset='{name}'><p>a..b".encode())
-    fuzz(document, OF_KIND[kind], 60)
+            read(f"<meta charset='{name}'><p>a..b".encode())
+    fuzz(read, OF_KIND[kind], 60)
 
 
 def test_names_and_media_types() -> None:

@@ -175,7 +175,7 @@ def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:
 
 def test_searches(tmp_path: Path) -> None:
     """Of the longest questions that are taken, by words, over a small corpus."""
-    model = ModelIdentity(b"f" * 32, b"t" * 32)
+    model = ModelIdentity(b"f" * 32, b"t" * 32, "e")
 
     async def search(text: str) -> None:
         conversation.check_question(text)

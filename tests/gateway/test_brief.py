@@ -20,14 +20,16 @@ TEXT = " ".join(SENTENCES)
         ("a.txt", TEXT, "text/plain"),
         ("a.md", TEXT, "text/markdown"),
         ("a.html", f"<p>{TEXT}</p>", "text/markdown"),
-        ("a.jsonl", f"{json.dumps(TEXT)}\n{json.dumps({'text': TEXT})}\n", "application/jsonl"),
+        ("a.jsonl", f"{json.dumps(TEXT)}\n\n{json.dumps({'id': 'x', 'text': TEXT})}\n", "application/jsonl"),
     ],
 )
 def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
-    text, found = brief.document(name, content.encode, "", 0.5)
+    text, found = brief.document(name, content.encode(), "", 0.5)
     assert found == kind
-    texts = [json.loads(line) for line in text.split("\n")] if kind.endswith("jsonl") else [text]
+    texts = [json.loads(line)["text"] for line in text.split("\n") if line] if kind.endswith("jsonl") else [text]
     assert len(texts) == (2 if kind.endswith("jsonl") else 1)
+    if kind.endswith("jsonl"):
+        assert [json.loads(line or "{}").get("id") for line in text.split("\n")] == [None, None, "x"]
     for part in texts:
         assert 3 <= sum(sentence in part for sentence in SENTENCES) <= 4
         assert len(part) <= len(TEXT) / 2
@@ -35,7 +37,7 @@ def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
 
 def test_what_is_no_document_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="can't tell its media type"):
-        brief.document("a.exe", TEXT.encode, "", 0.5)
+        brief.document("a.exe", TEXT.encode(), "", 0.5)
 
 
 @pytest.mark.system

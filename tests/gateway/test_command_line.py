@@ -1,22 +1,26 @@
 """Paths, flags and imports of the command line, without any process of a service."""
 
 import asyncio
+import io
+import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.cli.files import UsageError, find
+from fusionkv.gateway.cli.files import UsageError, find, parts, source
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer, add_GatewayServiceServicer_to_server
 from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.settings import SettingsError
 
 
@@ -56,6 +60,33 @@ def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: st
         find([str(folder / path)], "")
 
 
+def test_standard_input_needs_a_name_and_a_name_is_for_one_file(folder: Path) -> None:
+    assert find(["-"], "", "notes.md") == {"notes.md": Path("-")}
+    assert find([str(folder / "a.txt")], "", "notes.md") == {"notes.md": folder / "a.txt"}
+    with pytest.raises(UsageError, match=r"standard input .* needs a --name"):
+        find(["-"], "")
+    with pytest.raises(UsageError, match=r"would both be document 'notes.md': ingest them separately, with --name"):
+        find([str(folder)], "", "notes.md")
+
+
+def lines(*records: object) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = lines(*({"id": i, "text": "x" * 300_000} for i in range(8)))
+    (tmp_path / "all.jsonl").write_bytes(content)
+    found = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
+    assert [line for line, _ in found] == [1, 4, 7]
+    assert b"".join(part for _, part in found) == content
+    (tmp_path / "all.jsonl").write_bytes(content + lines("no id", {"id": "2", "text": "again"}))
+    with pytest.raises(InvalidArgument, match="lines 3 and 10 have the same id '2'"):
+        _ = [*parts("all.jsonl", tmp_path / "all.jsonl", "")]
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"some text")))
+    assert [*parts("notes.md", Path("-"), "")] == [(1, b"some text")]
+    assert (source(Path("-")), source(tmp_path / "x")) == ("", str(tmp_path / "x"))
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -65,6 +96,7 @@ def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: st
         ["ingest", "c"],
         ["ingest", "c", "p", "--concurrency", "0"],
         ["ingest", "c", "p", "--compress", "1"],
+        ["ask", "c", "q", "--filter", "year"],
     ],
 )
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +146,7 @@ async def test_an_answer_that_comes_without_its_explanation_is_told(
     assert not (tmp_path / "page.html").exists()
 
 
-@pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "delete", "list", "stats"])
+@pytest.mark.parametrize("command", ["serve", "ingest", "encode", "ask", "move", "delete", "list", "stats"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main([command, "--help"])
@@ -138,6 +170,7 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
         ({"max_ingest_bytes": "1MiB"}, "max_document_bytes is over max_ingest_bytes"),
         ({"workers": ""}, "names no fusion worker"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
+        ({"language": "klingon"}, "language 'klingon' is none of arabic, "),
     ],
 )
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:

@@ -1,19 +1,22 @@
-"""Corpora that a gateway of before wrote: they are read, and changed in place. Of a later one: they are refused.
+"""Corpora that a gateway of before wrote: they are listed, and moved. Of a later one: they are refused.
 
 Where a chunk has now how many neighbours it was encoded with, they have a digest of that set.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from lancedb import connect_async
 
 from fusionkv.gateway.retrieval import milvus_rows
-from fusionkv.gateway.retrieval.base import Chunk, Retrieval
+from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
+from fusionkv.protos.runtime.errors import FailedPrecondition
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
 
 ONE = Chunk("d", 0, "one", tuple(b"one"), b"v" * 32)
@@ -44,35 +47,46 @@ async def make(folder: Path) -> None:
     connection.close()
 
 
-async def check(engine: Retrieval) -> None:
-    """The set counts as none, so no recipe takes its variant and Precompute writes the count beside it."""
+async def rewrite(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+    """As the gateway moves them: the same text, with an embedder's vectors."""
+    return chunks, np.stack([vector(chunk.text) for chunk in chunks])
+
+
+async def test_in_a_folder(tmp_path: Path) -> None:
+    """Its vectors are the language model's, so that it has to be moved; what it is called and its text stay."""
+    await make(tmp_path)
+    engine = await EmbeddedRetrieval.open(tmp_path)
+    (corpus,) = await engine.corpora()
+    assert (corpus.name, corpus.chunks, corpus.embedder) == ("c", 1, "the language model")
+    with pytest.raises(FailedPrecondition, match=r"embeddings of the language model, .*: run `fusionkv move c`"):
+        await put(engine, "c", "d", "two")
+    assert [done async for done in engine.move("c", rewrite, MODEL)] == [1]
+    # The set counts as none, so no recipe takes its variant and Precompute writes the count beside it.
     assert [chunk for chunk, _ in await engine.chunks("c", "d", MODEL)] == [ONE]
-    encoded = Chunk(ONE.document, ONE.position, ONE.text, ONE.ids, b"w" * 32, 10)
+    encoded = replace(ONE, variant=b"w" * 32, neighbours=10)
     await engine.set_variants("c", [encoded])
     assert [chunk for chunk, _ in await engine.chunks("c", "d", MODEL)] == [encoded]
     assert await put(engine, "c", "d", "two")
     assert not await put(engine, "c", "e", "three")
     assert sorted(await texts(engine, "c", "one two three")) == ["three", "two"]
-
-
-async def test_in_a_folder(tmp_path: Path) -> None:
-    await make(tmp_path)
-    engine = await EmbeddedRetrieval.open(tmp_path)
-    await check(engine)
     await engine.close()
 
 
 async def test_in_milvus(milvus: str, tmp_path: Path) -> None:
-    texts_of_a_row = {"key", "owner", "document", "revision", "ids", "digest", "variant", "neighbours", "text"}
-    assert set(milvus_rows.COLUMNS) == texts_of_a_row | {"position", "tokens", "bytes", "chunks", "since", "vector"}
+    """It can't be moved there: it is told, and deleted."""
     engine = await MilvusRetrieval.open(milvus, str(tmp_path))
     await put(engine, "c", "d", "one")
     name = engine._collection("c")
     (own,) = await engine._milvus.query(name, milvus_rows.IS_CORPUS)
     assert own["neighbours"] == MODEL.tokenizer.hex()
-    (row,) = await engine._milvus.query(name, milvus_rows.IS_CHUNK)
-    await engine._milvus.write(name, [row | {"variant": ONE.variant.hex(), "neighbours": SET.hex()}])
-    await check(engine)
+    await engine._milvus.write(name, [own | {"ids": "", "owner": ""}])
+    assert [(i.name, i.embedder) for i in await engine.corpora()] == [("c", "the language model")]
+    with pytest.raises(FailedPrecondition, match="embeddings of the language model"):
+        await engine.chunks("c", "d", MODEL)
+    with pytest.raises(FailedPrecondition, match=r"in Milvus, .*: delete it and ingest it again"):
+        _ = [done async for done in engine.move("c", rewrite, MODEL)]
+    await engine.delete("c")
+    await put(engine, "c", "d", "one")
     await engine.close()
 
 
@@ -85,7 +99,7 @@ async def later_column(folder: Path) -> None:
 async def later_form(folder: Path) -> None:
     connection = await connect_async(str(folder / "corpora"))
     rows = await (await connection.open_table("corpus-c")).to_arrow()
-    metadata = {**rows.schema.metadata, b"fusionkv.form": b"2"}
+    metadata = {**rows.schema.metadata, b"fusionkv.form": b"3"}
     await connection.create_table("corpus-c", rows.replace_schema_metadata(metadata), mode="overwrite")
     connection.close()
 

@@ -101,25 +101,6 @@ async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     await pool.close()
 
 
-async def test_a_worker_that_was_late_is_trusted_again_once_it_answers(
-    launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "_LEAST_SUSPECT", 600.0)
-    monkeypatch.setattr(fleet, "_MOST_SUSPECT", 600.0)
-    monkeypatch.setattr(workers, "_LATE_SECONDS", 60.0)
-    processes = {w.address: w for w in (worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2))}
-    pool = workers.WorkerPool([*processes])
-    await until(lambda: all(member.client.connected for member in pool._fleet.members))
-    first, _ = await pool._order({})
-    process = processes[first.client.address].process
-    process.send_signal(signal.SIGSTOP)
-    assert (await pool.embed(["a question"], 60)).shape[0] == 1
-    assert first.suspect
-    process.send_signal(signal.SIGCONT)
-    await until(lambda: not first.suspect)
-    await pool.close()
-
-
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pool = workers.WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):

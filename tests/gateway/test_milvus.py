@@ -20,6 +20,7 @@ from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
 from fusionkv.gateway.retrieval.circuit import LEAST_SECONDS, REST_SECONDS
 from fusionkv.gateway.retrieval.gate import Gate
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway import milvus_process
@@ -73,7 +74,7 @@ async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two
     ]
     await engine._milvus.write(name, torn)
     assert await texts(engine, "c", "pear") == ["a pear and a plum"]
-    found = await engine.nearest("c", vector("pear"), 3, MODEL)
+    found = await engine.nearest("c", "", vector("pear"), 3, MODEL)
     assert [chunk.text for chunk in found] == ["a pear and a plum"]
     assert [(item.name, item.chunks) for item in await engine.documents("c")] == [("d", 1)]
     # An hour later the next change of the document takes it away.
@@ -202,9 +203,11 @@ async def test_a_question_reads_no_list_of_documents(two: Two, monkeypatch: pyte
     await put(engine, "c", "d", "text")
     monkeypatch.setattr(engine._milvus._client, "query_iterator", walked)
     known = SimpleNamespace(identity=MODEL, model=SimpleNamespace(name="tiny"))
-    workers = SimpleNamespace(model=AsyncMock(return_value=known), embed=AsyncMock(return_value=[vector("text")]))
+    workers = SimpleNamespace(model=AsyncMock(return_value=known))
+    embedder = SimpleNamespace(name=MODEL.embedder, embed=AsyncMock(return_value=[vector("text")]))
     tenant = SimpleNamespace(retrieval=engine)
-    pipeline = Pipeline(GatewayConfig(), workers)  # type: ignore[arg-type]
+    search = HybridSearch(GatewayConfig(), embedder)  # type: ignore[arg-type]
+    pipeline = Pipeline(GatewayConfig(), workers, search)  # type: ignore[arg-type]
     found = await pipeline.retrieve(tenant, "c", "text", 1, 60.0)  # type: ignore[arg-type]
     assert [chunk.text for chunk, _ in found] == ["text"]
 

@@ -16,6 +16,7 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.runtime.tls import ClientTLS
+from tests.gateway import sentence_models
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
@@ -348,3 +349,54 @@ def free(client: openai.OpenAI) -> None:
             return False
 
     wait_until(taken)
+
+
+@pytest.fixture(scope="module")
+def embedding(worker: Any, launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A gateway whose embedder is a Sentence-Transformers directory."""
+    folder = tmp_path_factory.mktemp("embedding")
+    directory = sentence_models.write(folder / "tiny")
+    started = start(launch_module, worker, folder, "--embedder", str(directory), "--embedder-threads", "1")
+    with Client(started.address, timeout=60) as client:
+        client.ingest("notes", "lake.txt", "The lake is blue and deep.")
+        client.ingest("notes", "hill.txt", "The hill is green and high.")
+    return started
+
+
+def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
+    texts = ["The lake is blue and deep.", "x"]
+    with client_of(embedding) as client:
+        found = client.embeddings.create(model="tiny", input=texts)  # the client asks for base64
+        plain = client.embeddings.create(model="tiny", input=texts[0], encoding_format="float")
+        assert [len(row.embedding) for row in found.data] == [sentence_models.WIDTH] * 2
+        assert plain.data[0].embedding == pytest.approx(found.data[0].embedding)
+        assert sum(x * x for x in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
+        assert (found.model.partition("@")[0], found.usage.prompt_tokens) == ("tiny", 8)
+        wrong: list[tuple[dict[str, Any], str]] = [
+            ({"model": "ada"}, "no model 'ada' of embeddings; there is tiny@"),
+            ({"input": []}, "input must be a text"),
+            ({"input": [[1, 2]]}, "input must be a text"),
+            ({"dimensions": 3}, "have 16 dimensions"),
+            ({"encoding_format": "x"}, "encoding_format must be"),
+            ({"extra_body": {"more": 1}}, "unknown field 'more'"),
+        ]
+        for change, message in wrong:
+            with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
+                client.embeddings.create(**{"model": "tiny", "input": "x", **change})
+    with Client(embedding.address, timeout=60) as own:
+        assert [item.embedder.partition("@")[0] for item in own.list()] == ["tiny"]
+        # By meaning all are found, whatever their words.
+        assert len(own.retrieve("notes", "zzz")) == 2
+
+
+def test_without_an_embedder_there_are_no_embeddings(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="this gateway has no embedder"):
+        client.embeddings.create(model="tiny", input="x")
+
+
+def test_the_gateway_itself_loads_no_model(embedding: Any) -> None:
+    pid = embedding.process.pid
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    commands = [Path(f"/proc/{child}/cmdline").read_bytes() for child in children]
+    assert any(b"fusionkv.gateway.embed.child" in command for command in commands)
+    assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()

@@ -8,7 +8,8 @@ import pytest
 from pypdf import PdfWriter
 
 from fusionkv.gateway.ingest import parse
-from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN, Section
+from fusionkv.gateway.ingest.document import Document
+from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 
@@ -61,16 +62,16 @@ def test_an_unknown_media_type_is_refused_with_the_known_ones(name: str, given: 
 
 
 def test_text_and_markdown_stay_as_they_are() -> None:
-    assert parse.parse("ein Satz\r\n— ä".encode(), PLAIN) == [Section("ein Satz\r\n— ä", False)]
-    assert parse.parse(b"\xef\xbb\xbf# Head\n\n* x", MARKDOWN) == [Section("# Head\n\n* x", True)]
+    assert parse.parse("ein Satz\r\n— ä".encode(), PLAIN) == [Document("ein Satz\r\n— ä")]
+    assert parse.parse(b"\xef\xbb\xbf# Head\n\n* x", MARKDOWN) == [Document("# Head\n\n* x", markdown=True)]
 
 
 def test_html_becomes_markdown_without_scripts() -> None:
     html = b"""<html><head><title>The title</title><style>p {}</style></head><body><!-- no -->
         <script>alert(1)</script><h2>Part</h2><p>one <b>two</b> &amp; three</p><ul><li>x</li></ul></body></html>"""
-    (section,) = parse.parse(html, HTML)
-    assert section.markdown
-    assert section.text.split() == ["#", "The", "title", "##", "Part", "one", "**two**", "&", "three", "*", "x"]
+    (document,) = parse.parse(html, HTML)
+    assert document.markdown
+    assert document.text.split() == ["#", "The", "title", "##", "Part", "one", "**two**", "&", "three", "*", "x"]
 
 
 def test_html_may_declare_its_encoding() -> None:
@@ -87,16 +88,20 @@ def test_pdf_with_an_empty_user_password_is_readable() -> None:
     assert texts(encrypted_pdf(""), PDF) == ["secret"]
 
 
-def test_each_line_of_jsonl_is_a_section() -> None:
+def test_each_json_line_is_a_document() -> None:
     lines = [
-        {"id": 1, "title": "T", "text": "one"},
-        {"contents": "two"},
+        {"id": 7, "title": " T\n", "text": "one", "metadata": {"year": 2020, "by": "x", "no": None}, "more": [1]},
+        {"_id": "b/2", "contents": "two"},
         "three",
-        {"title": "four", "text": "four is in the text"},
-        {"text": "a\u2028b"},
+        {"title": None, "text": "a\u2028b", "metadata": {}},
     ]
     content = "\n\n".join(json.dumps(line, ensure_ascii=False) for line in lines).encode()
-    assert texts(content, JSONL) == ["T\n\none", "two", "three", "four is in the text", "a\u2028b"]
+    assert parse.parse(content, JSONL, first_line=11) == [
+        Document("one", name="7", title="T", metadata=(("by", "x"), ("year", "2020")), line=11),
+        Document("two", name="b/2", line=13),
+        Document("three", line=15),
+        Document("a\u2028b", line=17),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,13 @@ def test_each_line_of_jsonl_is_a_section() -> None:
         (b'{"text": "a"}\n[1]', JSONL, "line 2 is neither"),
         (b'{"body": "a"}', JSONL, 'line 1 has no string under "text"'),
         (b'{"text": ' + b"[" * 100_000, JSONL, "line 1 is not JSON"),
+        (b'{"text": " "}', JSONL, "line 1 has no string under .* or an empty one"),
+        (b'{"text": "a", "id": true}', JSONL, 'line 1 has an "id" that is neither'),
+        (b'{"text": "a", "title": ["x"]}', JSONL, 'line 1 has a "title" that is no string'),
+        (b'{"text": "a", "metadata": "x"}', JSONL, 'line 1 has "metadata" that is no object'),
+        (b'{"text": "a", "metadata": {"a=b": "x"}}', JSONL, "line 1: a key of metadata is empty or holds `=`"),
+        (b'{"text": "a", "metadata": {"a": "' + b"x" * 5000 + b'"}}', JSONL, "line 1: the metadata has over 4096"),
+        (b'{"text": "a", "title": "\\ud800"}', JSONL, "line 1 holds half of a surrogate pair"),
     ],
 )
 def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, error: str) -> None:

@@ -16,8 +16,9 @@ from fusionkv.gateway.auth.quotas import Meter, Quota
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
-from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsers
+from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsed, Parsers, Piece
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from tests.waiting import until
@@ -58,6 +59,12 @@ def told(pid: int, what: str) -> str:
     return Path(f"/proc/{pid}/{what}").read_text()
 
 
+def pieces(parsed: Parsed) -> list[Piece]:
+    """Of one document."""
+    (document,) = parsed.documents
+    return document.pieces
+
+
 def ticks(pid: int) -> int:
     """Of the CPU, so far."""
     return sum(map(int, told(pid, "stat").split()[13:15]))
@@ -86,20 +93,21 @@ def children() -> set[int]:
         (MARKDOWN, b"# Head\n\n* x\n\n" * 50),
         (HTML, b"<title>t</title><p>one <b>two</b>" * 20),
         (PDF, pdf("first page", "second page")),
-        (JSONL, b'{"text": "a", "title": "t"}\n"b"\n'),
+        (JSONL, b'{"id": 1, "text": "a", "title": "t", "metadata": {"k": "v"}}\n\n"b"\n'),
     ],
 )
 async def test_a_document_is_parsed_as_in_this_process(kind: str, content: bytes) -> None:
-    expected = TOKENS.chunks(parse.parse(content, kind), 64, 8)
+    documents = parse.parse(content, kind)
+    expected = [TOKENS.chunks(document, 64, 8) for document in documents]
     async with parsers(chunk_tokens=64, overlap_tokens=8) as made:
         for _ in range(2):
             parsed = await made.parse(tenant(), content, kind, TOKENS)
-            assert parsed.pieces == expected
+            assert [found.pieces for found in parsed.documents] == expected
+            told = [(found.name, found.title, found.metadata, found.line) for found in parsed.documents]
+            assert told == [(d.name, d.title, d.metadata, d.line) for d in documents]
             (pid,) = children()
         other = vocabulary(chunk="[{text}]")
-        assert (await made.parse(tenant(), b"x", PLAIN, other)).pieces == other.chunks(
-            [parse.Section("x", False)], 64, 8
-        )
+        assert pieces(await made.parse(tenant(), b"x", PLAIN, other)) == other.chunks(Document("x"), 64, 8)
         assert children() == {pid}
 
 
@@ -113,7 +121,7 @@ async def test_what_is_wrong_with_a_document_is_told_and_costs_its_time() -> Non
             await made.parse(who, b"many words " * 90, PLAIN, TOKENS)
         with pytest.raises(InvalidArgument, match="more than 5000 bytes of text: split it"):
             await made.parse(who, b"many words " * 900, PLAIN, TOKENS)
-        assert len((await made.parse(who, b"few", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(who, b"few", PLAIN, TOKENS))) == 1
 
 
 async def test_a_parser_has_nothing_of_the_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -150,7 +158,7 @@ async def test_a_document_that_takes_too_long_ends_with_its_process() -> None:
         assert time.monotonic() - began < 20
         assert spent(who) - cost > TOKENS_A_SECOND / 10  # of a CPU that others use
         # Another one is there, also for who waits.
-        assert len((await _patient(made, who)).pieces) == 1
+        assert len(pieces(await _patient(made, who))) == 1
         assert len(children()) == 1
         assert children() != before
 
@@ -172,7 +180,7 @@ async def test_a_document_that_takes_too_much_memory_is_refused() -> None:
             # With four bytes for each character.
             await made.parse(who, b"a" * (60 << 20) + "\U0001f600".encode(), PLAIN, TOKENS)
         assert spent(who) > 0
-        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(who, b"quick", PLAIN, TOKENS))) == 1
 
 
 @pytest.mark.parametrize(
@@ -195,14 +203,14 @@ async def test_a_parser_that_ends_is_told_and_replaced(
         os.kill(pid, number)
         with pytest.raises(error, match=says):
             await slow
-        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(who, b"quick", PLAIN, TOKENS))) == 1
         # While nobody uses it: the next document meets it.
         (pid,) = children()
         os.kill(pid, number)
         await until(lambda: pid not in children())
         with contextlib.suppress(error):
             await made.parse(who, b"quick", PLAIN, TOKENS)
-        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(who, b"quick", PLAIN, TOKENS))) == 1
 
 
 async def test_a_caller_that_leaves_ends_its_parser_and_pays() -> None:
@@ -219,7 +227,7 @@ async def test_a_caller_that_leaves_ends_its_parser_and_pays() -> None:
             await slow
         assert spent(who) - cost > TOKENS_A_SECOND / 10
         await until(lambda: not before & children())
-        assert len((await made.parse(who, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(who, b"quick", PLAIN, TOKENS))) == 1
 
 
 async def test_one_tenant_does_not_hold_all_parsers() -> None:
@@ -227,7 +235,7 @@ async def test_one_tenant_does_not_hold_all_parsers() -> None:
     async with parsers(parsers=2, auth_tokens=Path("tokens"), parse_seconds=300) as made:
         slow = [asyncio.create_task(made.parse(first, SLOW, PLAIN, TOKENS)) for _ in range(3)]
         await asyncio.sleep(0)
-        assert len((await made.parse(other, b"quick", PLAIN, TOKENS)).pieces) == 1
+        assert len(pieces(await made.parse(other, b"quick", PLAIN, TOKENS))) == 1
         assert not any(task.done() for task in slow)
         for task in slow:
             task.cancel()

@@ -23,7 +23,7 @@ def test_the_default_recipe_reuses_chunks_as_they_were_encoded(stack: Any) -> No
     [*client.precompute("near", "default", neighbours=2)]
 
     def asked(corpus: str, recipe: str = "", **more: Any) -> Summary:
-        return client.ask(corpus, "Name1?", recipe=recipe, max_tokens=1, **more).summary
+        return client.ask(corpus, "Colour or taste of Name1?", recipe=recipe, max_tokens=1, **more).summary
 
     for name in ("", "default"):
         summary = asked("near", name)

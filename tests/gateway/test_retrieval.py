@@ -3,7 +3,8 @@
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,11 @@ from fusionkv.gateway.retrieval import hybrid, table
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
-from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound
+from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
 from tests.waiting import until
 
-MODEL = ModelIdentity(b"f" * 32, b"t" * 32)
+MODEL = ModelIdentity(b"f" * 32, b"t" * 32, "an embedder", "a model")
+WORDS_ALONE = replace(MODEL, embedder="")
 DIM = 16
 
 
@@ -66,12 +68,12 @@ async def test_stored_chunks_come_back_whole(engine: Retrieval) -> None:
 
 async def test_a_document_ingested_again_replaces_itself(engine: Retrieval) -> None:
     await put(engine, "c", "d", "one apple", "two pears", "three plums")
-    await put(engine, "c", "e", "four apples")
+    await put(engine, "c", "e", "four kiwis")
     assert await put(engine, "c", "d", "five figs")
     assert await texts(engine, "c", "apple pears plums") == []
     assert await texts(engine, "c", "figs") == ["five figs"]
-    assert await texts(engine, "c", "apples") == ["four apples"]
-    assert [(i.name, i.chunks, i.tokens) for i in await engine.documents("c")] == [("d", 1, 9), ("e", 1, 11)]
+    assert await texts(engine, "c", "kiwis") == ["four kiwis"]
+    assert [(i.name, i.chunks, i.tokens) for i in await engine.documents("c")] == [("d", 1, 9), ("e", 1, 10)]
 
 
 async def test_readers_see_old_or_new_and_never_both(engine: Retrieval) -> None:
@@ -96,7 +98,7 @@ async def test_readers_see_old_or_new_and_never_both(engine: Retrieval) -> None:
     assert len(seen) > 1
 
 
-@pytest.mark.parametrize("word", ["Velnora", "4711", "x_12", "naïve", "O'Neil", "日本語", "w" * 120, "of", "running"])
+@pytest.mark.parametrize("word", ["Velnora", "4711", "x_12", "naïve", "O'Neil", "日本語", "w" * 120, "running"])
 async def test_words_are_found_as_they_are(engine: Retrieval, word: str) -> None:
     for i in range(30):
         await put(engine, "c", f"d{i}", f"page {i} runs the same filler", f"here is text{i}")
@@ -117,7 +119,155 @@ async def test_dense_search_finds_what_shares_no_word(engine: Retrieval) -> None
     best = max(found, key=lambda c: c.cosine)
     assert best.chunk.document == "d07"
     assert best.cosine == pytest.approx(1, abs=1e-5)
-    assert [c.document for c in await engine.nearest("c", vector("text number 9"), 1, MODEL)] == ["d09"]
+    assert [c.document for c in await engine.nearest("c", "", vector("text number 9"), 1, MODEL)] == ["d09"]
+
+
+async def test_without_an_embedder_words_alone_are_searched(engine: Retrieval) -> None:
+    for i in range(20):
+        chunk = Chunk("d", i, f"text number{i} of some length", (i,))
+        await engine.replace("c", f"d{i:02}", [replace(chunk, document=f"d{i:02}")], np.zeros((1, 0)), WORDS_ALONE)
+    found = await engine.candidates("c", "what is number7?", None, 50, WORDS_ALONE)
+    assert [(c.chunk.document, c.cosine) for c in found] == [("d07", 0.0)]
+    ((_, stored),) = await engine.chunks("c", "d07", WORDS_ALONE)
+    assert stored.shape == (0,)
+    near = await engine.nearest("c", "number9 and what is like it", None, 1, WORDS_ALONE)
+    assert [c.document for c in near] == ["d09"]
+    assert [(i.model, i.embedder) for i in await engine.corpora()] == [("a model", "")]
+    with pytest.raises(FailedPrecondition, match="with embeddings of no model, and the gateway embeds"):
+        await put(engine, "c", "more", "text")
+
+
+async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retrieval) -> None:
+    known = {"a": {"year": "2020", "by": 'O\'Neil "x"'}, "b": {"year": "2020"}, "c": {"year": "2021"}, "d": {}}
+    for name, metadata in known.items():
+        chunk = Chunk(name, 0, f"text {name}", (1,), title="T", source="/x", metadata=tuple(sorted(metadata.items())))
+        await engine.replace("c", name, [chunk], vector(name)[None], MODEL)
+        assert [c for c, _ in await engine.chunks("c", name, MODEL)] == [chunk]
+
+    async def found(**where: str) -> list[str]:
+        candidates = await engine.candidates("c", "text", vector("q"), 50, MODEL, where)
+        return sorted(c.chunk.document for c in candidates)
+
+    assert await found() == ["a", "b", "c", "d"]
+    assert await found(year="2020") == ["a", "b"]
+    assert await found(year="2020", by='O\'Neil "x"') == ["a"]
+    assert await found(year="202") == await found(by="2020") == []
+
+
+async def test_stems_and_stop_words_are_those_of_the_language(folder: Path) -> None:
+    for language, question in (("english", "running horses"), ("german", "Pferde des Reiters")):
+        engine = await EmbeddedRetrieval.open(folder / language, language)
+        await put(engine, "c", "d", "a horse that runs", "ein Reiter mit Pferd", "the of is des mit")
+        found = await engine.candidates("c", question, vector("q"), 50, MODEL)
+        assert [c.chunk.position for c in found if c.words] == [int(language == "german")]
+        await engine.close()
+
+
+async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
+    """Moves corpus c: chunks are in capitals then, with vectors of ones."""
+
+    async def rewrite(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+        assert len(chunks) == len(vectors)
+        made = [replace(c, text=c.text.upper(), ids=(7,), variant=b"") for c in chunks]
+        return made, np.ones((len(made), dim), np.float32)
+
+    return [done async for done in engine.move("c", rewrite, model)]
+
+
+async def test_a_corpus_is_moved_to_another_model_and_embedder(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    for name in ("a", "b"):
+        await put(engine, "c", name, f"{name} one", f"{name} two")
+    other = replace(MODEL, fingerprint=b"g" * 32, embedder="another", name="a new one")
+    assert await moved(engine, other, 3) == [2, 2]
+    for _ in range(2):
+        assert [(c.text, c.ids) for c, _ in await engine.chunks("c", "b", other)] == [
+            ("B ONE", (7,)),
+            ("B TWO", (7,)),
+        ]
+        assert [(i.chunks, i.model, i.embedder) for i in await engine.corpora()] == [(4, "a new one", "another")]
+        assert sorted(os.listdir(folder)) == ["corpora", "lock"]
+        found = await engine.candidates("c", "one", np.ones(3, np.float32), 50, other)
+        assert sorted(c.chunk.text for c in found if c.words) == ["A ONE", "B ONE"]
+        await engine.close()
+        engine = await EmbeddedRetrieval.open(folder)
+    await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), other)
+    await engine.delete("c", "e")
+    with pytest.raises(FailedPrecondition, match="another model"):
+        await put(engine, "c", "d", "text")
+    await moved(engine, replace(other, embedder=""), 0)
+    await engine.delete("c", "a")
+    await engine.delete("c", "b")
+    assert await moved(engine, MODEL, DIM) == []
+    await put(engine, "c", "d", "text")
+    await engine.close()
+
+
+async def test_a_move_that_fails_or_is_left_changes_nothing(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "a", "one")
+    await put(engine, "c", "b", "two")
+
+    async def fail(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+        if chunks[0].document == "b":
+            raise Unavailable("no embedder")
+        return chunks, vectors
+
+    with pytest.raises(Unavailable):
+        _ = [done async for done in engine.move("c", fail, replace(MODEL, embedder="another"))]
+    leaving = engine.move("c", fail, replace(MODEL, embedder="another"))
+    assert await anext(leaving) == 1
+    await leaving.aclose()  # type: ignore[attr-defined]
+    assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
+    assert sorted(os.listdir(folder)) == ["corpora", "lock"]
+    await put(engine, "c", "d", "three")
+    await engine.close()
+
+
+async def test_what_changes_during_a_move_waits_for_it(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    for name in ("a", "b", "c"):
+        await put(engine, "c", name, "text")
+    go = asyncio.Event()
+    other = replace(MODEL, embedder="another")
+
+    async def wait(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+        await go.wait()
+        return chunks, vectors
+
+    async def move() -> None:
+        _ = [done async for done in engine.move("c", wait, other)]
+
+    moving = asyncio.create_task(move())
+    changes = [asyncio.create_task(change) for change in (put(engine, "c", "d", "x"), engine.delete("c", "a"))]
+    assert await texts(engine, "c", "text") == ["text"] * 3
+    go.set()
+    await moving
+    with pytest.raises(FailedPrecondition, match="embeddings of another"):
+        await changes[0]
+    assert await changes[1] == (1, 1)
+    assert [i.name for i in await engine.documents("c")] == ["b", "c"]
+    gone = asyncio.create_task(move())
+    await asyncio.sleep(0)
+    assert await engine.delete("c") == (2, 2)
+    await asyncio.gather(gone, return_exceptions=True)
+    assert await engine.corpora() == []
+    await engine.close()
+
+
+async def test_a_move_that_was_cut_short_at_its_end_is_finished(folder: Path) -> None:
+    engine = await EmbeddedRetrieval.open(folder)
+    await put(engine, "c", "d", "old")
+    await put(engine, "new", "d", "new")
+    await engine.close()
+    (folder / "moved").mkdir()
+    os.rename(folder / "corpora/corpus-new.lance", folder / "moved/corpus-c.lance")
+    (folder / "moving/x").mkdir(parents=True)
+    again = await EmbeddedRetrieval.open(folder)
+    assert [i.name for i in await again.corpora()] == ["c"]
+    assert await texts(again, "c", "old new") == ["new"]
+    assert sorted(os.listdir(folder)) == ["corpora", "lock"]
+    await again.close()
 
 
 async def test_equal_scores_are_ordered_by_document_and_position(engine: Retrieval) -> None:
@@ -125,17 +275,20 @@ async def test_equal_scores_are_ordered_by_document_and_position(engine: Retriev
         await put(engine, "c", name, "same text", "same text")
     found = await engine.candidates("c", "same", vector("q"), 50, MODEL)
     assert [c.key for c, _ in hybrid.rank(found, 0.3, 6)] == [(d, p) for d in "abc" for p in (0, 1)]
-    near = await engine.nearest("c", vector("same text"), 3, MODEL)
+    near = await engine.nearest("c", "", vector("same text"), 3, MODEL)
     assert [c.key for c in near] == [("a", 0), ("a", 1), ("b", 0)]
 
 
 async def test_another_model_is_refused(engine: Retrieval) -> None:
     await put(engine, "c", "d", "text")
-    other = ModelIdentity(b"g" * 32, b"t" * 32)
-    with pytest.raises(FailedPrecondition, match=r"another model.*ingest it again"):
+    other = replace(MODEL, fingerprint=b"g" * 32)
+    with pytest.raises(FailedPrecondition, match=r"with another model \(a model\) than .*: run `fusionkv move c`"):
         await put(engine, "c", "e", "text", model=other)
     with pytest.raises(FailedPrecondition, match="another prompt template"):
-        await engine.candidates("c", "q", vector("q"), 5, ModelIdentity(MODEL.fingerprint, b"u" * 32))
+        await engine.candidates("c", "q", vector("q"), 5, replace(MODEL, tokenizer=b"u" * 32))
+    for embedder, now in (("another", "the gateway embeds by another"), ("", "the gateway has no embedder")):
+        with pytest.raises(FailedPrecondition, match=f"with embeddings of an embedder, and {now}: run"):
+            await engine.chunks("c", "d", replace(MODEL, embedder=embedder))
     await engine.delete("c")
     await put(engine, "c", "d", "text", model=other)
 
@@ -286,7 +439,7 @@ async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folde
     assert [(i.name, i.chunks) for i in await again.corpora()] == [("c", 2), ("e", 1)]
     assert await texts(again, "c", "pears") == ["two pears"]
     with pytest.raises(FailedPrecondition):
-        await put(again, "c", "x", "t", model=ModelIdentity(b"g" * 32, b""))
+        await put(again, "c", "x", "t", model=ModelIdentity(b"g" * 32, b"", "an embedder"))
     await again.close()
 
 

@@ -70,9 +70,9 @@ def all_services(
 
 @pytest.fixture(scope="module")
 def run(all_services: tuple[Any, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
-    def run(command: str, *args: str) -> subprocess.CompletedProcess[str]:
+    def run(command: str, *args: str, given: str = "") -> subprocess.CompletedProcess[str]:
         argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, *args, "--gateway", all_services[1]]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120)
+        return subprocess.run(argv, capture_output=True, text=True, timeout=120, input=given)
 
     return run
 
@@ -164,6 +164,56 @@ def test_a_bad_file_is_named_and_the_others_are_stored(run: Run, tmp_path: Path)
     assert done.stderr.count("\n") == 1
     assert "bad.pdf: gateway: the content is not a PDF" in done.stderr
     assert "1 documents (0 replaced, 1 failed)" in done.stdout
+
+
+def test_json_lines_standard_input_and_prefixes(run: Run, tmp_path: Path) -> None:
+    lines = [{"id": "lake", "title": "Waters", "text": "The lake is deep.", "metadata": {"year": "2020"}}, "A hill."]
+    (tmp_path / "all.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    done = run("ingest", "lines", str(tmp_path / "all.jsonl"), "--prefix", "set/")
+    assert done.stdout.startswith("lines: 2 documents (0 replaced, 0 failed), 2 chunks"), done.stderr
+    assert run("ingest", "lines", "-", given="Read from a pipe.").returncode == 2
+    assert run("ingest", "lines", "-", "--name", "piped.txt", given="Read from a pipe.").returncode == 0
+    listed = [json.loads(line) for line in run("list", "lines", "--json").stdout.splitlines()]
+    assert [item["name"] for item in listed] == ["piped.txt", "set/all.jsonl#2", "set/lake"]
+    ask = ("ask", "lines", "How deep is the lake?", "--max-tokens", "1", "--json")
+    for year, found in (("2020", ["set/lake"]), ("2021", [])):
+        sources = json.loads(run(*ask, "--filter", f"year={year}").stdout)["sources"]
+        assert [source["document"] for source in sources] == found
+    (tmp_path / "all.jsonl").write_text('"good"\n{"text"')
+    wrong = run("ingest", "lines", str(tmp_path / "all.jsonl"))
+    assert (wrong.returncode, wrong.stderr.count("\n")) == (1, 1)
+    assert "all.jsonl: line 2 is not JSON" in wrong.stderr
+
+
+def test_two_files_of_one_name_never_replace_each_other_silently(run: Run, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "readme.md").write_text(f"of {folder}")
+    first, second = (str(tmp_path / folder) for folder in ("a", "b"))
+    for _ in range(2):
+        assert run("ingest", "names", first).returncode == 0
+    wrong = run("ingest", "names", second)
+    assert wrong.returncode == 1
+    assert f"came from {first}/readme.md, and this one from {second}/readme.md" in wrong.stderr
+    assert "--prefix" in wrong.stderr
+    assert run("ingest", "names", second, "--prefix", "b/").returncode == 0
+    replaced = run("ingest", "names", f"{second}/readme.md", "--name", "readme.md", "--replace")
+    assert replaced.stdout.startswith("names: 1 documents (1 replaced"), replaced.stderr
+    listed = [json.loads(line)["name"] for line in run("list", "names", "--json").stdout.splitlines()]
+    assert listed == ["b/readme.md", "readme.md"]
+
+
+def test_a_corpus_is_listed_with_what_it_was_made_with_and_moved(run: Run, pages: Path, tiny_model: Path) -> None:
+    (book,) = [i for i in map(json.loads, run("list", "--json").stdout.splitlines()) if i["name"] == "book"]
+    assert (book["documents"], book["model"], book["embedder"]) == (6, tiny_model.name, "")
+    assert book["chunks"] == 6 < book["bytes"]
+    header, *rows = run("list").stdout.splitlines()
+    assert header.split() == ["corpus", "documents", "chunks", "tokens", "bytes", "model", "embedder"]
+    assert [row.split()[-2:] for row in rows if row.startswith("book")] == [[tiny_model.name, "none"]]
+    assert run("move", "book").stdout == "book: 6 chunks moved\n"
+    asked = run("ask", "book", "code of Name3?", "--max-tokens", "1", "--json")
+    assert len(json.loads(asked.stdout)["sources"]) == 6
+    assert "no corpus 'none'" in run("move", "none").stderr
 
 
 def test_precompute_encodes_once(run: Run, pages: Path) -> None:

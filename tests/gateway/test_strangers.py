@@ -138,7 +138,7 @@ def strange_calls(address: str, service: str, bearer: str) -> None:
         for method in (
             *(
                 f"/{_OWN[service]}/{name}"
-                for name in ("List", "Generate", "Ingest", "Put", "Fetch", "Lookup", "Embed")
+                for name in ("List", "Generate", "Ingest", "Put", "Fetch", "Lookup", "Encode")
             ),
             *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", mark("method"))),
             "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",

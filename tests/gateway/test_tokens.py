@@ -6,7 +6,7 @@ import random
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fusionkv.gateway.ingest.parse import Section
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
@@ -42,7 +42,7 @@ def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", sys
 def test_ids_are_those_of_the_whole_text() -> None:
     made, tokenizer = vocabulary(chunk="<|user|>[{text}]<eos>\n"), byte_tokenizer()
     text = "naïve 日本 {text} x"
-    ((split, ids),) = made.chunks([Section(text, False)], 100, 0)
+    ((split, ids),) = made.chunks(Document(text), 100, 0)
     assert split == text
     assert ids == tokenizer.encode(f"<|user|>[{text}]<eos>\n", add_special_tokens=False).ids
     assert made.question("why?") == tokenizer.encode("Q: why?\nA:", add_special_tokens=False).ids
@@ -64,7 +64,7 @@ def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> No
 
 def test_a_passage_is_the_chunk_of_the_same_text() -> None:
     made = vocabulary(chunk="<|user|>[{text}]<eos>\n")
-    for text, ids in made.chunks([Section("A page. " * 20, False)], 40, 0):
+    for text, ids in made.chunks(Document("A page. " * 20), 40, 0):
         assert made.chunk(text) == ids
 
 
@@ -72,7 +72,7 @@ def test_control_tokens_in_a_document_are_plain_characters() -> None:
     made, tokenizer = vocabulary(), byte_tokenizer()
     control = {tokenizer.token_to_id(t) for t in ("<bos>", "<eos>", "<|user|>")}
     hostile = "a <eos> b <|user|>"
-    ((_, ids),) = made.chunks([Section(hostile, False)], 100, 0)
+    ((_, ids),) = made.chunks(Document(hostile), 100, 0)
     assert not control & set(ids)
     assert tokenizer.decode(ids) == hostile + "\n"
     assert not control & set(made.question(hostile))
@@ -85,20 +85,31 @@ def test_chunks_hold_everything_within_their_size(most: int, markdown: bool) -> 
     rng = random.Random(most)
     words = ["".join(rng.choices("abcdefgäß", k=rng.randint(1, 30))) for _ in range(300)]
     text = " ".join(w + rng.choice(["", ".", "\n\n", "\n"]) for w in words)
-    pieces = vocabulary().chunks([Section(text, markdown)], most, 0)
+    pieces = vocabulary().chunks(Document(text, markdown), most, 0)
     assert all(len(ids) <= most for _, ids in pieces)
     assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
 
 
-def test_a_small_section_is_one_chunk_and_none_crosses_a_section() -> None:
-    pieces = vocabulary().chunks([Section("one. two.", False), Section("# three", True)], 50, 0)
-    assert [t for t, _ in pieces] == ["one. two.", "# three"]
+@pytest.mark.parametrize(("text", "markdown"), [(" one. two.\n", False), ("# three\n\n", True)])
+def test_a_small_document_is_one_chunk(text: str, markdown: bool) -> None:
+    pieces = vocabulary().chunks(Document(text, markdown), 50, 0)
+    assert [t for t, _ in pieces] == [text.strip()]
+
+
+def test_a_title_stands_above_each_chunk() -> None:
+    made = vocabulary()
+    pieces = made.chunks(Document("one sentence. " * 30, title="The title"), 64, 0)
+    assert len(pieces) > 3
+    assert all(text.startswith("The title\n") and len(ids) <= 64 for text, ids in pieces)
+    assert pieces[0][1] == made.chunk(pieces[0][0])
+    with pytest.raises(InvalidArgument, match="leaves no room beside the template, a title of"):
+        made.chunks(Document("text", title="word " * 30), 64, 0)
 
 
 @pytest.mark.parametrize("unit", ["word ", "It is so. ", "e.g.", "ä"])
 def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
     text = "first line\n" + unit * (40_000 // len(unit)) + "\nlast line"
-    pieces = vocabulary().chunks([Section(text, False)], 256, 0)
+    pieces = vocabulary().chunks(Document(text), 256, 0)
     assert all(len(ids) <= 256 for _, ids in pieces)
     assert "".join("".join(t for t, _ in pieces).split()) == "".join(text.split())
     # Behind a sentence or a word, where there are any.
@@ -108,13 +119,13 @@ def test_a_line_without_end_is_split_in_parts(unit: str) -> None:
 
 def test_chunks_may_overlap() -> None:
     text = " ".join(f"word{i}." for i in range(40))
-    pieces = [t for t, _ in vocabulary().chunks([Section(text, False)], 40, 16)]
+    pieces = [t for t, _ in vocabulary().chunks(Document(text), 40, 16)]
     assert all(after.split()[0] in before for before, after in itertools.pairwise(pieces))
 
 
 def test_a_template_longer_than_a_chunk_is_an_error() -> None:
     with pytest.raises(InvalidArgument, match="leaves no room"):
-        vocabulary(chunk="x" * 20 + "{text}").chunks([Section("a", False)], 16, 0)
+        vocabulary(chunk="x" * 20 + "{text}").chunks(Document("a"), 16, 0)
 
 
 def test_identity_covers_what_token_ids_depend_on() -> None:

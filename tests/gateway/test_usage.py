@@ -28,7 +28,7 @@ def told(response: pb.GenerateResponse) -> set[int]:
 def test_cached_tokens_are_those_that_were_found(stack: Stack) -> None:
     for name in ("lake", "hill"):
         stack.client.ingest("usage", f"{name}.txt", f"The {name} is far away.")
-    request = requests.generate("usage", "Where is it?", recipe="full_reuse", max_tokens=1)
+    request = requests.generate("usage", "How far is it?", recipe="full_reuse", max_tokens=1)
     cold, warm = ([*stack.client._stub.Generate(request)][-1] for _ in range(2))
     assert cold.summary.tokens_lossless + cold.summary.tokens_reused == cold.summary.context_tokens
     assert cold.summary.chunks_missed == 2

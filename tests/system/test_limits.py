@@ -101,8 +101,6 @@ TOO_LONG: dict[str, Any] = {
     "fusion.Encode model_fingerprint": encode(model_fingerprint=bytes(100_000)),
     "fusion.Encode tenant": encode(tenant=LONG),
     "fusion.Encode corpus": encode(before=[TOKENS], mode=fusion.EncodeRequest.MODE_CORRECTION, corpus=LONG),
-    "fusion.Embed texts": fusion.EmbedRequest(texts=["x"] * 10_000),
-    "fusion.Embed texts[]": fusion.EmbedRequest(texts=["x" * (2 << 20)]),
     "kvcache.Lookup namespace": lookup(namespace=bytes(100_000)),
     "kvcache.Lookup path": lookup(path=[kvcache.PathElement(digest=DIGEST)] * 10_000),
     "kvcache.Lookup path.digest": lookup(path=[kvcache.PathElement(digest=bytes(100_000))]),

@@ -1,13 +1,11 @@
-"""Encoding ahead of time and text vectors: what they store, what they answer, and when they refuse."""
+"""Encoding ahead of time: what it stores, what it answers, and when it refuses."""
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from fusionkv.fusion_worker.compute.embedder import MAX_TEXTS, MAX_TOKENS
 from fusionkv.fusion_worker.recipes.recipes import RECIPES
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
@@ -109,61 +107,13 @@ async def test_encoding_that_is_refused(
     assert (await rig.servicer.Encode(pb.EncodeRequest(**fits), None)).tokens == 1
 
 
-async def embed(rig: Any, *texts: str) -> torch.Tensor:
-    response = await rig.servicer.Embed(pb.EmbedRequest(texts=texts), None)
-    return torch.tensor([list(v.values) for v in response.vectors])
-
-
-async def test_vectors(start: Any, oracle: Any, tools: Any) -> None:
-    rig = await start("qwen3")
-    texts = ["a", "some words", "some words", "é€😀", "x" * 300]
-    found = await embed(rig, *texts)
-    assert found.shape == (5, 64)
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(5))
-    torch.testing.assert_close(found[1], found[2])
-    assert (found[0] - found[1]).norm() > 0.1
-    network = oracle("qwen3").network
-    for text, vector in zip(texts, found, strict=True):
-        ids = tools.byte_tokenizer()(text, add_special_tokens=False)["input_ids"]
-        with torch.inference_mode():
-            hidden = network.model(torch.tensor([ids])).last_hidden_state[0].mean(0)
-        torch.testing.assert_close(vector, torch.nn.functional.normalize(hidden, dim=0), atol=1e-5, rtol=1e-4)
-    alone = await embed(rig, texts[4])
-    torch.testing.assert_close(alone[0], found[4], atol=1e-5, rtol=1e-4)
-
-
-async def test_a_long_text_is_its_beginning(start: Any) -> None:
-    rig = await start("llama", max_step_tokens=64)
-    found = await embed(rig, "ab" * MAX_TOKENS, "ab" * (MAX_TOKENS // 2))
-    torch.testing.assert_close(found[0], found[1], atol=1e-5, rtol=1e-4)
-
-
-async def test_embedding_beside_answers(start: Any, tools: Any) -> None:
-    """More texts than the pool holds at once, and a request that decodes meanwhile."""
-    rig = await start("llama", pool_bytes=256 << 10)
-    texts = [f"text number {i}" for i in range(60)]
-    asked = asyncio.create_task(rig.ask([1], [tools.random_ids(20, 1)], [2], max_tokens=20))
-    together = await embed(rig, *texts)
-    await asked
-    one = await embed(rig, texts[17])
-    torch.testing.assert_close(together[17], one[0], atol=1e-5, rtol=1e-4)
-    assert (await embed(rig, *["x"] * MAX_TEXTS)).shape == (MAX_TEXTS, 64)
-
-
-@pytest.mark.parametrize("texts", [[], ["a", ""], ["x"] * (MAX_TEXTS + 1)], ids=["none", "empty", "many"])
-async def test_texts_that_are_refused(texts: list[str], start: Any) -> None:
-    rig = await start("llama")
-    with pytest.raises(InvalidArgument, match="text"):
-        await embed(rig, *texts)
-
-
 async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
     rig = await start("qwen3")
     said = await rig.servicer.GetModel(pb.GetModelRequest(), None)
     assert (said.name, said.family, said.dtype, said.device) == ("qwen3", "qwen3", "float32", "cpu")
     assert said.fingerprint == rig.model.fingerprint
     assert said.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
-    assert (said.bos_token, said.max_tokens, said.embedding_dim) == (256, 2048, 64)
+    assert (said.bos_token, said.max_tokens) == (256, 2048)
     assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
     assert [r.name for r in said.recipes] == list(RECIPES)
     assert "start the worker with --auxiliary" in next(r.unusable for r in said.recipes if r.name == "cacheclip")

@@ -1,0 +1,159 @@
+"""How much of what questions rest on retrieval finds: `make recall ARGS="FILE..."`.
+
+Files are of CacheBlend's form, with `gold` marking the passages that an answer rests on: a JSON array of objects with
+`question` and `ctxs`, each a `title`, a `text` and `gold`. All passages of a file are one corpus, which is searched
+by words, by embeddings and by both, with the gateway's own code and defaults.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from fusionkv.gateway.config import NONE, GatewayConfig
+from fusionkv.gateway.embed.base import Embedder
+from fusionkv.gateway.embed.choose import open_embedder
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.protos.runtime import settings
+from fusionkv.protos.runtime.errors import ServiceError
+
+TOP = 8
+# Chunks that the rank of the best gold passage is looked for in.
+_DEPTH = 100
+_CORPUS = "passages"
+MODEL = ModelIdentity(b"", b"")
+
+
+class BadFile(ValueError):
+    """A file that is not of the form; the message says where."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """recall_at_8: mean share of a question's gold passages among the first eight. mrr: mean of one divided by the
+    rank of the first of them, 0 where none is among the first hundred.
+    """
+
+    file: str
+    mode: str
+    recall_at_8: float
+    mrr: float
+    passages: int
+    questions: int
+    embedder: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    question: str
+    gold: frozenset[int]
+
+
+def read(file: Path) -> tuple[list[str], list[Asked]]:
+    """All passages, and the questions with the numbers of theirs. Raises BadFile."""
+    try:
+        samples = json.loads(file.read_text(encoding="utf-8"))
+        numbers: dict[tuple[str, str], int] = {}
+        asked = []
+        for sample in samples:
+            gold = set()
+            for passage in sample["ctxs"]:
+                number = numbers.setdefault((passage.get("title") or "", passage["text"]), len(numbers))
+                gold |= {number} if passage["gold"] else set()
+            if gold:
+                asked.append(Asked(sample["question"], frozenset(gold)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadFile(f"{file}: no file of questions with gold passages: {type(error).__name__}: {error}") from error
+    if not asked:
+        raise BadFile(f"{file}: no question has a gold passage")
+    return ["\n".join(filter(None, passage)) for passage in numbers], asked
+
+
+async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
+    """The rows of one file: by words, and where there is an embedder by its vectors and by both."""
+    passages, asked = await asyncio.to_thread(read, file)
+    plain = GatewayConfig(embedder=NONE)
+    weights = {"bm25": 0.0} | ({"dense": 1.0, "hybrid": plain.dense_weight} if embedder is not None else {})
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        engine = await EmbeddedRetrieval.open(Path(folder))
+        try:
+            by_both = HybridSearch(plain, embedder)
+            model = by_both.identity(MODEL)
+            vectors = await by_both.vectors(passages, {})
+            chunks = [Chunk(_CORPUS, number, text, (0,)) for number, text in enumerate(passages)]
+            await engine.replace(_CORPUS, _CORPUS, chunks, vectors, model)
+            for mode, weight in weights.items():
+                search = HybridSearch(GatewayConfig(embedder=NONE, dense_weight=weight), embedder)
+                ranks = [await _ranks(search, engine, question) for question in asked]
+                found = [np.mean([rank <= TOP for rank in each]) for each in ranks]
+                first = [1 / min(each) for each in ranks]
+                name = embedder.name if embedder is not None else ""
+                scores = round(float(np.mean(found)), 4), round(float(np.mean(first)), 4)
+                rows.append(Row(file.stem, mode, *scores, len(passages), len(asked), name))
+        finally:
+            await engine.close()
+    return rows
+
+
+async def _ranks(search: HybridSearch, engine: EmbeddedRetrieval, asked: Asked) -> list[float]:
+    """Of each gold passage, from 1; infinite where it is not found."""
+    found = await search.search(engine, _CORPUS, asked.question, _DEPTH, MODEL)
+    places = {chunk.position: float(rank) for rank, (chunk, _) in enumerate(found, 1)}
+    return [places.get(number, float("inf")) for number in asked.gold]
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(box=None)
+    for column in ("file", "passages", "questions", "mode", f"recall@{TOP}", "MRR"):
+        table.add_column(column, justify="left" if column in ("file", "mode") else "right")
+    for row in rows:
+        sizes = (str(row.passages), str(row.questions))
+        table.add_row(row.file, *sizes, row.mode, f"{row.recall_at_8:.3f}", f"{row.mrr:.3f}")
+    return table
+
+
+async def run(args: argparse.Namespace) -> list[Row]:
+    config = settings.load(GatewayConfig, "gateway", flags={"embedder": args.embedder} if args.embedder else {})
+    embedder = await open_embedder(config)
+    try:
+        rows: list[Row] = []
+        for file in track(args.files, console=Console(stderr=True), disable=not sys.stderr.isatty()):
+            rows += await measure(file, embedder)
+        return rows
+    finally:
+        if embedder is not None:
+            await embedder.close()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--embedder", help="as the gateway's setting (default: minilm, if it was fetched)")
+    parser.add_argument("--json", type=Path, default=Path("build/bench/recall.json"), help="(default: %(default)s)")
+    args = parser.parse_args()
+    try:
+        rows = asyncio.run(run(args))
+    except (BadFile, ServiceError, OSError, ValueError) as error:
+        print(f"recall: {error}", file=sys.stderr)
+        return 1
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    made: list[dict[str, Any]] = [asdict(row) for row in rows]
+    args.json.write_text(json.dumps(made, indent=1) + "\n")
+    Console(highlight=False).print(table_of(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""Embedders and rerankers: of directories, in processes of their own, and behind URLs; which one settings name."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from fusionkv.fusion_worker.library import cache
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.embed import choose, local
+from fusionkv.gateway.embed.cross_encoder import CrossEncoder
+from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
+from fusionkv.gateway.embed.sentence_model import SentenceModel, Unsupported
+from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
+from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
+from tests.gateway import sentence_models
+
+TEXTS = ["a horse", "the code of a page?", "x", "some words " * 30, "a horse"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return sentence_models.write(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def plainly(directory: Path, texts: list[str], first: bool) -> np.ndarray:
+    """As the directory says, by transformers alone, one text at a time."""
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    model: Any = AutoModel.from_pretrained(directory).eval()
+    rows = []
+    for text in texts:
+        with torch.inference_mode():
+            hidden = model(**tokenizer(text, truncation=True, max_length=32, return_tensors="pt")).last_hidden_state[
+                0
+            ]
+        rows.append(torch.nn.functional.normalize(hidden[0] if first else hidden.mean(0), dim=0).numpy())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_are_those_of_the_directory(directory: Path, tmp_path: Path, pooling: str) -> None:
+    other = sentence_models.write(tmp_path / "tiny", pooling=pooling)
+    model = SentenceModel(other)
+    found = model.embed(TEXTS, False)
+    assert (model.dim, found.dtype) == (sentence_models.WIDTH, np.float32)
+    np.testing.assert_allclose(found, plainly(other, TEXTS, pooling == "cls"), atol=1e-5)
+
+
+def test_a_name_changes_with_the_weights_and_the_pooling(directory: Path, tmp_path: Path) -> None:
+    made = [sentence_models.write(tmp_path / "0/tiny"), sentence_models.write(tmp_path / "1/tiny", seed=1)]
+    made.append(sentence_models.write(tmp_path / "2/tiny", pooling="cls"))
+    names = [SentenceModel(other).name for other in (directory, *made)]
+    assert all(name.startswith("tiny@") for name in names)
+    assert (names[0] == names[1], len(set(names))) == (True, 3)
+
+
+def test_questions_and_documents_have_their_prompts(directory: Path, tmp_path: Path) -> None:
+    model = SentenceModel(sentence_models.write(tmp_path / "tiny", prompts={"query": "query: ", "passage": "p: "}))
+    expected = plainly(directory, ["query: a horse", "p: a horse"], False)
+    np.testing.assert_allclose(model.embed(["a horse"], True), expected[:1], atol=1e-5)
+    np.testing.assert_allclose(model.embed(["a horse"], False), expected[1:], atol=1e-5)
+
+
+def _without_modules(directory: Path) -> None:
+    (directory / "modules.json").unlink()
+
+
+def _with_a_layer(directory: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    (directory / "modules.json").write_text(json.dumps([*modules, {"path": "3", "type": "x.models.Dense"}]))
+
+
+def _by_the_largest(directory: Path) -> None:
+    sentence_models.write(directory, pooling="max")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without_modules, "is no Sentence-Transformers directory: it has no modules.json"),
+        (_with_a_layer, "has the module Dense; known are Transformer, Pooling, Normalize"),
+        (_by_the_largest, "pools by pooling_mode_max_tokens; known are mean and cls"),
+    ],
+)
+def test_directories_that_are_refused(
+    directory: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
+) -> None:
+    other = sentence_models.write(tmp_path / "tiny")
+    spoil(other)
+    with pytest.raises(Unsupported, match=message):
+        SentenceModel(other)
+
+
+def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    pairs = sentence_models.write_reranker(tmp_path / "pairs")
+    tokenizer: Any = AutoTokenizer.from_pretrained(pairs)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(pairs).eval()
+    for text, score in zip(TEXTS, CrossEncoder(pairs).score("which horse?", TEXTS), strict=True):
+        batch = tokenizer("which horse?", text, truncation="longest_first", max_length=40, return_tensors="pt")
+        with torch.inference_mode():
+            assert score == pytest.approx(model(**batch).logits[0, 0].item(), abs=1e-5)
+    with pytest.raises(Unsupported, match="gives 2 scores: a reranker gives one"):
+        CrossEncoder(sentence_models.write_reranker(tmp_path / "two", labels=2))
+
+
+def environment(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+@pytest.mark.system
+async def test_a_process_takes_questions_first_and_is_started_again(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSIONKV_TEST_SECRET", "s3cr3t")
+    monkeypatch.setattr(local, "_BATCH", 2)
+    embedder = await LocalEmbedder.start(directory, 1)
+    found = await embedder.embed(TEXTS)
+    assert embedder.name == SentenceModel(directory).name
+    np.testing.assert_allclose(found, SentenceModel(directory).embed(TEXTS, False), atol=1e-5)
+    assert (await embedder.embed([])).shape == (0, embedder.dim)
+    process = embedder._process._process
+    assert process is not None
+    assert b"s3cr3t" not in environment(process.pid)
+
+    documents = asyncio.create_task(embedder.embed(["a horse " * 20] * 400))
+    await asyncio.sleep(0.01)
+    await embedder.embed(["which horse?"], question=True)
+    assert not documents.done()
+    documents.cancel()
+    await asyncio.gather(documents, return_exceptions=True)
+
+    await embedder.embed(["x"])  # and so the last batch of the documents is done
+    os.kill(process.pid, signal.SIGKILL)
+    with pytest.raises(Unavailable, match=r"the process of .*tiny has ended"):
+        await embedder.embed(["x"])
+    np.testing.assert_array_equal(await embedder.embed(TEXTS), found)
+    await embedder.close()
+
+
+@pytest.mark.system
+async def test_a_process_that_cannot_load_its_model_says_why_in_a_line(directory: Path, tmp_path: Path) -> None:
+    other = sentence_models.write(tmp_path / "tiny")
+    (other / "model.safetensors").unlink()
+    with pytest.raises(FailedPrecondition, match=r"can't be used to embed: .*safetensors") as refused:
+        await LocalEmbedder.start(other, 1)
+    assert "\n" not in str(refused.value)
+    reranker = await LocalReranker.start(sentence_models.write_reranker(tmp_path / "pairs"), 1)
+    assert len(await reranker.score("which horse?", TEXTS * 3)) == 15
+    await reranker.close()
+
+
+class Endpoint:
+    """A server of both paths; `said` is what it was asked, `status` what it answers with."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict[str, Any], str]] = []
+        self.status, self.width = 200, 4
+        self.url = ""
+
+    async def embeddings(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.said.append((request.path, body, request.headers.get("Authorization", "")))
+        rows = [
+            {"index": i, "embedding": [float(len(text)), 1.0] + [0.0] * (self.width - 2)}
+            for i, text in enumerate(body["input"])
+        ]
+        return web.json_response({"data": rows[::-1]}, status=self.status)
+
+    async def rerank(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.said.append((request.path, body, request.headers.get("Authorization", "")))
+        rows = [{"index": i, "relevance_score": -len(text)} for i, text in enumerate(body["documents"])]
+        return web.json_response({"results": rows[::-1]}, status=self.status)
+
+
+@pytest.fixture
+async def endpoint() -> AsyncIterator[Endpoint]:
+    made, app = Endpoint(), web.Application()
+    app.router.add_post("/v1/embeddings", made.embeddings)
+    app.router.add_post("/v1/rerank", made.rerank)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    yield made
+    await runner.cleanup()
+
+
+async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
+    embedder = await URLEmbedder.open(endpoint.url, "a-model", "s3cr3t")
+    texts = ["x" * (i + 1) for i in range(100)]
+    found = await embedder.embed(texts)
+    assert (embedder.name, embedder.dim) == ("a-model", 4)
+    np.testing.assert_allclose(found[:, 0], [n / np.hypot(n, 1) for n in range(1, 101)], atol=1e-6)
+    assert {(path, body["model"], token) for path, body, token in endpoint.said} == {
+        ("/v1/embeddings", "a-model", "Bearer s3cr3t")
+    }
+    assert [len(body["input"]) for _, body, _ in endpoint.said] == [1, 64, 36]
+    endpoint.width = 5
+    with pytest.raises(FailedPrecondition, match="gives 5 numbers a text, not 4"):
+        await embedder.embed(["x"])
+    for status, error in ((500, Unavailable), (429, ResourceExhausted), (404, FailedPrecondition)):
+        endpoint.status = status
+        with pytest.raises(error, match=f"status {status}"):
+            await embedder.embed(["x"])
+    await embedder.close()
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1"):
+        await URLEmbedder.open("http://127.0.0.1:1/v1", "", "")
+
+
+async def test_a_reranker_behind_a_url(endpoint: Endpoint) -> None:
+    reranker = URLReranker(f"{endpoint.url}/rerank", "", "")
+    assert await reranker.score("q", ["xxx", "x"]) == [-3.0, -1.0]
+    assert endpoint.said == [("/v1/rerank", {"query": "q", "documents": ["xxx", "x"]}, "")]
+    await reranker.close()
+
+
+async def opened(**settings: Any) -> Any:
+    found = await choose.open_embedder(GatewayConfig(**settings))
+    if isinstance(found, URLEmbedder):
+        await found.close()
+    return found
+
+
+async def test_which_embedder_there_is(
+    endpoint: Endpoint, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    async def start(directory: Path, threads: int) -> Any:
+        return SimpleNamespace(name=str(directory), dim=3)
+
+    monkeypatch.setattr(LocalEmbedder, "start", start)
+    monkeypatch.setenv(cache.VARIABLE, str(tmp_path))
+    caplog.set_level(logging.WARNING)
+    assert await opened(embedder="none") is None
+    assert caplog.text == ""
+    assert await opened() is None
+    assert "RETRIEVAL IS BY WORDS ALONE: run `fusionkv model get minilm`, then start again" in caplog.text
+    with pytest.raises(FailedPrecondition, match="minilm was not fetched yet: run `fusionkv model get minilm`"):
+        await opened(embedder="minilm")
+    sentence_models.write(tmp_path / "minilm")
+    for named, expected in (("auto", "minilm"), ("minilm", "minilm"), (str(directory), directory)):
+        assert (await opened(embedder=named)).name == str(tmp_path / expected)
+    (tmp_path / "token").write_text("s3cr3t\n")
+    asked = {"embedder_model": "m", "embedder_token": tmp_path / "token"}
+    assert isinstance(await opened(embedder=endpoint.url, **asked), URLEmbedder)
+    assert endpoint.said[-1][2] == "Bearer s3cr3t"
+    for named, message in (("smollm2", "makes no embeddings"), ("nothing", "neither a directory nor a URL")):
+        with pytest.raises(ServiceError, match=message):
+            await opened(embedder=named)
+    monkeypatch.setattr(choose, "_PACKAGES", ("no_such_package",))
+    assert await opened() is None
+    assert 'BY WORDS ALONE: pip install "fusionkv[embed]"' in caplog.text
+
+
+@pytest.mark.weights
+def test_minilm_knows_what_texts_are_about() -> None:
+    directory = cache.root() / "minilm"
+    if not directory.is_dir():
+        pytest.skip("minilm was not fetched: fusionkv model get minilm")
+    model = SentenceModel(directory)
+    assert (model.dim, model.name.partition("@")[0]) == (384, "minilm")
+    texts = ["A cat sits on the sofa.", "The kitten is on the couch.", "Interest rates rose again."]
+    found = model.embed(texts, False)
+    np.testing.assert_allclose(found, plainly(directory, texts, False), atol=1e-5)
+    assert found[0] @ found[1] > 0.5 > 0.2 > found[0] @ found[2]

@@ -1,0 +1,285 @@
+"""Files in: JSON lines, sources, what is kept of chunks, another embedder; and what is found then."""
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusionkv.gateway import plan
+from fusionkv.gateway.auth.quotas import Meter, Quota
+from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.client import requests
+from fusionkv.gateway.client.results import Passage, passages
+from fusionkv.gateway.config import GatewayConfig
+from fusionkv.gateway.embed.base import Embedder, Reranker
+from fusionkv.gateway.ingest.ingest import Ingest, Ingested
+from fusionkv.gateway.ingest.precompute import Precompute
+from fusionkv.gateway.pipeline import Pipeline
+from fusionkv.gateway.plan import given
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
+from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from fusionkv.gateway.retrieval.mover import Mover
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable
+from tests.gateway.test_tokens import vocabulary
+
+pytestmark = pytest.mark.system  # parsers are processes
+TOPICS = ("horse", "code", "lake")
+
+
+class Topics(Embedder):
+    """A vector says which of three topics a text names. texts: all that it was asked for."""
+
+    def __init__(self, name: str = "topics", dim: int = 4) -> None:
+        self.name, self.dim = name, dim
+        self.texts: list[str] = []
+        self.away = False
+
+    async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
+        if self.away:
+            raise Unavailable("the embedder is away")
+        self.texts += texts
+        made = np.full((len(texts), self.dim), 0.01, np.float32)
+        for row, text in zip(made, texts, strict=True):
+            row[: len(TOPICS)] += [topic in text.lower() for topic in TOPICS]
+        return made / np.linalg.norm(made, axis=1, keepdims=True)
+
+    async def close(self) -> None:
+        pass
+
+
+class Shortest(Reranker):
+    name = "shortest"
+
+    async def score(self, question: str, passages: Sequence[str]) -> list[float]:
+        return [-float(len(text)) for text in passages]
+
+    async def close(self) -> None:
+        pass
+
+
+class Workers:
+    """All that is asked of workers: which model they run. There is nothing else here to ask for."""
+
+    def __init__(self) -> None:
+        self.vocabulary = vocabulary()
+        self.vocabulary.model.max_tokens = 4096
+        self.encoded: list[fusion_pb2.EncodeRequest] = []
+
+    async def model(self, timeout: float = 1.0) -> Vocabulary:
+        return self.vocabulary
+
+    async def encode(self, request: fusion_pb2.EncodeRequest) -> fusion_pb2.EncodeResponse:
+        self.encoded.append(request)
+        return fusion_pb2.EncodeResponse(variant=b"v" * 32)
+
+
+class Rig:
+    def __init__(
+        self, engine: EmbeddedRetrieval, embedder: Embedder | None, reranker: Reranker | None = None
+    ) -> None:
+        self.engine, self.workers = engine, Workers()
+        self.tenant = Tenant("", engine, Meter(Quota))
+        config, workers = GatewayConfig(chunk_tokens=64, parsers=1), self.workers
+        self.search = HybridSearch(config, embedder, reranker)
+        self.ingesting = Ingest(config, workers, self.search)  # type: ignore[arg-type]
+        self.pipeline = Pipeline(config, workers, self.search)  # type: ignore[arg-type]
+        self.precompute = Precompute(config, workers, self.search)  # type: ignore[arg-type]
+
+    async def ingest(self, name: str, content: str, **more: Any) -> Ingested:
+        return await self.ingesting.file(self.tenant, requests.ingest("c", name, content, **more), 60)
+
+    async def retrieve(self, question: str, where: Mapping[str, str] | None = None, top_k: int = 0) -> list[Passage]:
+        found = await self.pipeline.retrieve(self.tenant, "c", question, top_k, 60, where=where or {})
+        return list(passages(pb.RetrieveResponse(passages=[source for _, source in found])))
+
+    async def names(self) -> list[str]:
+        return [item.name for item in await self.engine.documents("c")]
+
+    async def move(self) -> list[int]:
+        mover = Mover(self.workers, self.search)  # type: ignore[arg-type]
+        return [progress.done async for progress in mover.run(self.engine, "c")]
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedRetrieval]:
+    made = await EmbeddedRetrieval.open(tmp_path / "data")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def rig(engine: EmbeddedRetrieval) -> AsyncIterator[Rig]:
+    made = Rig(engine, Topics())
+    yield made
+    await made.ingesting.close()
+
+
+def embedder(rig: Rig) -> Topics:
+    assert isinstance(rig.search.embedder, Topics)
+    return rig.search.embedder
+
+
+async def test_what_is_unchanged_is_embedded_once(rig: Rig) -> None:
+    paragraphs = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(4)]
+    first = await rig.ingest("d.txt", "\n\n".join(paragraphs))
+    assert (first.documents, first.chunks, first.replaced) == (1, 4, 0)
+    assert embedder(rig).texts == paragraphs
+    assert (await rig.ingest("d.txt", "\n\n".join(paragraphs))).replaced == 1
+    assert embedder(rig).texts == paragraphs
+    changed = [paragraphs[0], "Another paragraph tells of a lake, and of nothing else.", *paragraphs[2:]]
+    await rig.ingest("d.txt", "\n\n".join(changed))
+    assert embedder(rig).texts == [*paragraphs, changed[1]]
+    (near,) = await rig.retrieve("Which water?", top_k=1)
+    assert near.document == "d.txt"
+    model = rig.search.identity(rig.workers.vocabulary.identity)
+    vectors = np.stack([v for _, v in await rig.engine.chunks("c", "d.txt", model)])
+    np.testing.assert_allclose(vectors, await Topics().embed(changed), atol=1e-6)
+
+
+async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
+    rig.workers.vocabulary.model.recipes.add(name="r", neighbours=1)
+    paragraphs = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(3)]
+    await rig.ingest("d.txt", "\n\n".join(paragraphs))
+    _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="r"))]
+    assert len(rig.workers.encoded) == 3
+    await rig.ingest("d.txt", "\n\n".join([paragraphs[2], "A new one tells of something else, at some length."]))
+    model = rig.search.identity(rig.workers.vocabulary.identity)
+    kept = [(chunk.variant, chunk.neighbours) for chunk, _ in await rig.engine.chunks("c", "d.txt", model)]
+    assert kept == [(b"v" * 32, 1), (b"", 0)]
+
+
+async def test_json_lines_are_many_documents(rig: Rig) -> None:
+    lines = [
+        {"id": "h/1", "title": "Horses", "text": "One has the code 7.", "metadata": {"year": "2020", "pages": 3}},
+        "A lake is told of in a line without an id.",
+        {"text": "long text of a horse. " * 10, "title": "Long", "metadata": {"year": "2021"}},
+    ]
+    content = "\n".join(map(json.dumps, lines))
+    done = await rig.ingest("all.jsonl", content, metadata={"set": "a", "year": "?"}, prefix="p/", first_line=101)
+    assert (done.documents, done.replaced) == (3, 0)
+    assert await rig.names() == ["p/all.jsonl#102", "p/all.jsonl#103", "p/h/1"]
+    (horse, *_) = await rig.retrieve("code of the horse", {"year": "2020"})
+    assert (horse.document, horse.title, horse.text) == ("p/h/1", "Horses", "One has the code 7.")
+    assert horse.metadata == {"set": "a", "year": "2020", "pages": "3"}
+    assert embedder(rig).texts[0] == "Horses\nOne has the code 7."
+    # Given as a passage it is the same chunk.
+    ((chunk, _),) = given([pb.Passage(title=horse.title, text=horse.text)], rig.workers.vocabulary)
+    ((stored, _),) = await rig.engine.chunks("c", "p/h/1", rig.search.identity(rig.workers.vocabulary.identity))
+    assert (chunk.text, chunk.ids) == (stored.text, stored.ids)
+    long = await rig.retrieve("horse", {"year": "2021"}, top_k=20)
+    assert len(long) > 3
+    assert all(p.title == "Long" and p.text.startswith("long text") for p in long)
+    assert {p.document for p in await rig.retrieve("horse lake", {"set": "a"})} == set(await rig.names())
+    assert await rig.retrieve("horse", {"set": "b"}) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"id": "x", "text": "a"}\n\n{"id": "x", "text": "b"}', "lines 11 and 13 have the same id 'x'"),
+        ('{"id": "x\\n", "text": "a"}', "line 11: bad document name"),
+        ('"a"\n{"text"', "line 12 is not JSON"),
+        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room beside the template, a title"),
+    ],
+)
+async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, message: str) -> None:
+    await rig.ingest("d.txt", "text")
+    with pytest.raises(InvalidArgument, match=message):
+        await rig.ingest("all.jsonl", content, first_line=11)
+    assert await rig.names() == ["d.txt"]
+
+
+async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -> None:
+    await rig.ingest("readme.md", "of the first", source="/a/readme.md")
+    with pytest.raises(AlreadyExists, match=r"'readme.md' of corpus 'c' came from /a/readme.md, and .*--replace"):
+        await rig.ingest("readme.md", "of the second", source="/b/readme.md")
+    line = json.dumps({"id": "readme.md", "text": "of a line"})
+    with pytest.raises(AlreadyExists):
+        await rig.ingest("x.jsonl", f'{line}\n"another"', source="/b/x.jsonl")
+    assert await rig.names() == ["readme.md"]
+    assert (await rig.ingest("readme.md", "of the first, again", source="/a/readme.md")).replaced == 1
+    await rig.ingest("readme.md", "of the second", source="/b/readme.md", prefix="b/")
+    assert (await rig.ingest("readme.md", "of the second", source="/b/readme.md", replace=True)).replaced == 1
+    assert (await rig.ingest("readme.md", "of who does not say", source="")).replaced == 1
+    assert await rig.names() == ["b/readme.md", "readme.md"]
+
+
+async def test_bad_metadata_is_refused(rig: Rig) -> None:
+    for metadata in ({"a=b": "x"}, {"": "x"}, {"a": "x" * 5000}):
+        with pytest.raises(InvalidArgument, match="metadata"):
+            await rig.ingest("d.txt", "text", metadata=metadata)
+    with pytest.raises(InvalidArgument, match="a filter has at most 16 pairs"):
+        plan.check_filter({str(i): "x" for i in range(17)})
+
+
+async def test_meaning_counts_beside_words(rig: Rig) -> None:
+    for number, text in enumerate(["A horse ran.", "This is the code of it.", "The lake is deep."]):
+        await rig.ingest(f"{number}.txt", text)
+    found = await rig.retrieve("Is there a horse by the deep water?")
+    assert [p.document for p in found[:2]] == ["0.txt", "2.txt"]
+    assert found[0].score > found[1].score > found[2].score
+
+
+async def test_a_reranker_has_the_last_word(engine: EmbeddedRetrieval) -> None:
+    rig = Rig(engine, Topics(), Shortest())
+    for number in range(5):
+        await rig.ingest(f"{number}.txt", f"A horse ran {'far ' * (5 - number)}away.")
+    found = await rig.retrieve("Which horse ran far?", top_k=3)
+    assert [p.document for p in found] == ["4.txt", "3.txt", "2.txt"]
+    assert [p.score for p in found] == sorted((p.score for p in found), reverse=True)
+    await rig.ingesting.close()
+
+
+async def test_an_embedder_that_is_away_is_told_and_nothing_stored(rig: Rig) -> None:
+    await rig.ingest("d.txt", "a horse")
+    embedder(rig).away = True
+    for call in (rig.ingest("e.txt", "a lake"), rig.retrieve("a horse?")):
+        with pytest.raises(Unavailable, match="the embedder is away"):
+            await call
+    assert await rig.names() == ["d.txt"]
+
+
+async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: EmbeddedRetrieval) -> None:
+    """From words alone to embeddings, to another embedder, to another model, and back to words."""
+    first = Rig(engine, None)
+    await first.ingest("a.txt", "A horse ran. " * 20, source="/a.txt", metadata={"k": "v"})
+    await first.ingest("b.txt", "The lake is deep.")
+    assert [p.document for p in await first.retrieve("lake")] == ["b.txt"]
+    await first.ingesting.close()
+    rigs = [
+        Rig(engine, Topics()),
+        Rig(engine, Topics("other", 8)),
+        Rig(engine, Topics("other", 8)),
+        Rig(engine, None),
+    ]
+    for rig in rigs[2:]:
+        model = vocabulary(chunk="[{text}]").model
+        model.name = "another model"
+        rig.workers.vocabulary = Vocabulary(model)
+    expected = [
+        "embeddings of no model, and the gateway embeds by topics",
+        "embeddings of topics, and the gateway embeds by other",
+        "another prompt template",
+        "embeddings of other, and the gateway has no embedder",
+    ]
+    for rig, told in zip(rigs, expected, strict=True):
+        for call in (rig.retrieve("lake"), rig.ingest("c.txt", "text")):
+            with pytest.raises(FailedPrecondition, match=f"{told}.*: run `fusionkv move c`"):
+                await call
+        done = await rig.move()
+        assert (done[0], done[-1], done) == (0, sum(i.chunks for i in await engine.documents("c")), sorted(done))
+        (passage, *_) = await rig.retrieve("lake")
+        ids = rig.workers.vocabulary.chunk("The lake is deep.")
+        assert (passage.document, passage.text, passage.tokens) == ("b.txt", "The lake is deep.", len(ids))
+        (horse, *_) = await rig.retrieve("horse", {"k": "v"})
+        assert horse.document == "a.txt"
+        (corpus,) = await engine.corpora()
+        assert corpus.model == rig.workers.vocabulary.model.name
+        assert corpus.embedder == (rig.search.embedder.name if rig.search.embedder else "")
+        await rig.ingesting.close()
