@@ -26,6 +26,7 @@ _documents = metrics.get_meter(__name__).create_counter(
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
 MOST_NAME = 512
+_MOST_SOURCE = 4096  # characters, as of a path
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,12 @@ class Ingest:
         """
         check_corpus(request.corpus)
         check_document(request.name)
+        check_document(request.prefix + request.name)
         metadata_pairs(request.metadata)
+        if len(request.source) > _MOST_SOURCE:
+            raise InvalidArgument(
+                f"the source has {len(request.source)} characters; at most {_MOST_SOURCE} are taken"
+            )
         kind = parse.media_type(request.name, request.media_type)
         size = len(request.content)
         if size > self._config.max_document_bytes:

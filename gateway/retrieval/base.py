@@ -1,8 +1,10 @@
 """The contract of a retrieval engine: it holds the corpora and finds candidates by words and by meaning."""
 
 import math
+import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,6 +15,7 @@ import numpy as np
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
+_WORD = re.compile(r"\w+")
 NO_FILTER: Mapping[str, str] = {}
 _until: ContextVar[float] = ContextVar("_until", default=math.inf)
 
@@ -100,6 +103,22 @@ def packed(neighbours: int) -> bytes:
 def unpacked(stored: bytes) -> int:
     """What `packed` made; 0 for anything else, such as the digest of 32 bytes that gateways before stored there."""
     return int.from_bytes(stored, "little") if len(stored) == 4 else 0
+
+
+def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Chunks by the words that they share with a text, rare ones counting more, ties by document and position.
+
+    An engine's own BM25 scores change with every commit, and chunks that are encoded behind their neighbours would
+    have others each time.
+    """
+    words = {chunk.key: set(_WORD.findall(chunk.text.lower())) for chunk in chunks}
+    counts = Counter(word for found in words.values() for word in found)
+    own = set(_WORD.findall(text.lower()))
+
+    def shared(chunk: Chunk) -> float:
+        return math.fsum(math.log1p(len(chunks) / counts[word]) for word in words[chunk.key] & own)
+
+    return sorted(chunks, key=lambda chunk: (-shared(chunk), chunk.key))
 
 
 @dataclass(frozen=True)

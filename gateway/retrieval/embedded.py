@@ -25,6 +25,7 @@ from fusionkv.gateway.retrieval.base import (
     ModelIdentity,
     Retrieval,
     Rewrite,
+    by_shared_words,
     check_model,
 )
 from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
@@ -146,15 +147,13 @@ class EmbeddedRetrieval(Retrieval):
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
-        async def search(table: CorpusTable) -> pa.Table:
-            # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
-            if vector is None:
-                return await table.by_words(text, 2 * count, NO_FILTER)
-            return await table.by_meaning(vector, 2 * count, NO_FILTER)
-
-        found = await self._with(corpus, search, model)
-        scores = found["_score"].to_numpy() if vector is None else rows.vectors(found) @ vector
-        scored = zip(rows.chunks(found), scores, strict=True)
+        # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
+        most = 2 * count
+        if vector is None:
+            found = await self._with(corpus, lambda table: table.by_words(text, most, NO_FILTER), model)
+            return by_shared_words(text, rows.chunks(found))[:count]
+        found = await self._with(corpus, lambda table: table.by_meaning(vector, most, NO_FILTER), model)
+        scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
         return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
@@ -171,22 +170,30 @@ class EmbeddedRetrieval(Retrieval):
                 if self._tables.get(corpus) is not table:
                     raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
                 # Nothing else of this process runs until it has its place.
+                with disk_errors.named():
+                    _place(self._folder, staging / _STAGED, f"{_PREFIX}{corpus}.lance")
                 table.retire()
-                (self._folder / _MOVED).mkdir(exist_ok=True)
-                os.rename(staging / _STAGED, self._folder / _MOVED / f"{_PREFIX}{corpus}.lance")
-                _finish_moves(self._folder)
-                opened = await self._open(corpus)
-                if self._tables.get(corpus) is table:
-                    self._tables[corpus] = opened
-                else:
-                    await opened.close()
+                await self._reopen(corpus, table)
         except CorpusGone as error:
             raise NotFound(f"no corpus {corpus!r}") from error
         finally:
-            await asyncio.to_thread(shutil.rmtree, staging, True)
+            await asyncio.to_thread(_remove, staging, self._folder / _DELETED)
             with contextlib.suppress(OSError):  # others are moved, or nothing was written
                 staging.parent.rmdir()
         await table.close()
+
+    async def _reopen(self, corpus: str, table: CorpusTable) -> None:
+        """Opens what has taken the place of a table."""
+        try:
+            opened = await self._open(corpus)
+        except Exception:
+            if self._tables.get(corpus) is table:
+                del self._tables[corpus]  # the next change of the corpus opens it
+            raise
+        if self._tables.get(corpus) is table:
+            self._tables[corpus] = opened
+        else:
+            await opened.close()
 
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path
@@ -300,8 +307,7 @@ def _lock(folder: Path) -> TextIO:
 def _clean(folder: Path) -> Path:
     """Removes what an interrupted change left; returns where the corpora are."""
     _finish_moves(folder)
-    for left in (_DELETED, _MOVING):
-        shutil.rmtree(folder / left, ignore_errors=True)
+    _remove(folder / _DELETED, folder / _MOVING)
     # Absolute: LanceDB takes some relative paths for names in its cloud.
     corpora = folder.absolute() / "corpora"
     for table in corpora.glob(f"{_PREFIX}*.lance"):
@@ -311,16 +317,33 @@ def _clean(folder: Path) -> Path:
     return corpora
 
 
+def _place(folder: Path, staged: Path, name: str) -> None:
+    """Puts a corpus that was made anew in the place of the one that it replaces."""
+    moved = folder / _MOVED / name
+    moved.parent.mkdir(exist_ok=True)
+    os.rename(staged, moved)
+    try:
+        _finish_moves(folder)
+    except OSError:
+        _remove(moved)  # or the next start would put it there
+        raise
+
+
 def _finish_moves(folder: Path) -> None:
-    """Puts corpora that were made anew in the place of those that they replace; also after an end in the middle."""
+    """As `_place`, of all that a gateway which ended in the middle left."""
     for moved in (folder / _MOVED).glob(f"{_PREFIX}*.lance"):
         place = folder / "corpora" / moved.name
         if place.exists():
             (folder / _DELETED).mkdir(exist_ok=True)
             os.rename(place, folder / _DELETED / uuid.uuid4().hex)
         os.rename(moved, place)
-    for left in (_MOVED, _DELETED):
-        shutil.rmtree(folder / left, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not there
+        (folder / _MOVED).rmdir()
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:

@@ -23,6 +23,7 @@ from fusionkv.gateway.retrieval.base import (
     ModelIdentity,
     Retrieval,
     Rewrite,
+    by_shared_words,
     check_model,
     packed,
 )
@@ -120,8 +121,7 @@ class MilvusRetrieval(Retrieval):
     ) -> list[Chunk]:
         if vector is None:
             by_words = await self.candidates(corpus, text, None, 2 * count, model)
-            ranked = sorted(by_words, key=lambda candidate: (-candidate.words, candidate.chunk.key))
-            return [candidate.chunk for candidate in ranked[:count]]
+            return by_shared_words(text, [candidate.chunk for candidate in by_words])[:count]
         # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
         with _naming(corpus):
             (found,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)

@@ -49,7 +49,7 @@ class Servicer:
         yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
     # Called by no test.
-    Precompute = Retrieve = Stats = List
+    Precompute = Retrieve = Stats = Move = List
 
 
 @pytest.fixture

@@ -207,7 +207,9 @@ def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
             told = _LINE.fullmatch(line)
             if told is None:
                 assert re.fullmatch(r"\S+ (serving on .*|stopped)", line) or line.startswith("["), line[:400]
-            elif not re.match(r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete) [A-Z_]+ after ", told[3]):
+            elif not re.match(
+                r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete|Move|Embed) [A-Z_]+ after ", told[3]
+            ):
                 # Without its numbers: what differs by them is one kind.
                 kinds[name, re.sub(r"\d+", "#", told[3])[:60]] += 1
     # Dozens of each kind, and a line a minute.

@@ -50,12 +50,20 @@ def lookup(**given: Any) -> kvcache.LookupRequest:
     return kvcache.LookupRequest(**{"namespace": DIGEST, "path": [kvcache.PathElement(digest=DIGEST)], **given})
 
 
+FILE: dict[str, Any] = {"corpus": "c", "name": "a.txt", "content": b"a"}
+SEARCH: dict[str, Any] = {"corpus": "c", "question": "?"}
 # A request with one field too long, by the field's place in the request.
 TOO_LONG: dict[str, Any] = {
     "gateway.Ingest corpus": gateway.IngestRequest(corpus=LONG, name="a.txt", content=b"a"),
     "gateway.Ingest name": gateway.IngestRequest(corpus="c", name=LONG, content=b"a"),
     "gateway.Ingest media_type": gateway.IngestRequest(corpus="c", name="a.txt", media_type=LONG, content=b"a"),
     "gateway.Ingest content": gateway.IngestRequest(corpus="c", name="a.txt", content=bytes(33 << 20)),
+    "gateway.Ingest metadata": gateway.IngestRequest(**FILE, metadata={str(i): "" for i in range(10**4)}),
+    "gateway.Ingest metadata.key": gateway.IngestRequest(**FILE, metadata={LONG: "x"}),
+    "gateway.Ingest metadata.value": gateway.IngestRequest(**FILE, metadata={"x": LONG}),
+    "gateway.Ingest source": gateway.IngestRequest(**FILE, source=LONG),
+    "gateway.Ingest prefix": gateway.IngestRequest(**FILE, prefix=LONG),
+    "gateway.Move corpus": gateway.MoveRequest(corpus=LONG),
     "gateway.Precompute corpus": gateway.PrecomputeRequest(corpus=LONG),
     "gateway.Precompute name": gateway.PrecomputeRequest(corpus="c", name=LONG),
     "gateway.Precompute recipe": gateway.PrecomputeRequest(corpus="c", recipe=LONG),
@@ -65,6 +73,12 @@ TOO_LONG: dict[str, Any] = {
     "gateway.List page_token": gateway.ListRequest(page_token="61" * 100_000),
     "gateway.Retrieve corpus": gateway.RetrieveRequest(corpus=LONG, question="?"),
     "gateway.Retrieve question": gateway.RetrieveRequest(corpus="c", question=LONG),
+    "gateway.Retrieve filter": gateway.RetrieveRequest(**SEARCH, filter={str(i): "" for i in range(10**4)}),
+    "gateway.Retrieve filter.key": gateway.RetrieveRequest(**SEARCH, filter={LONG: "x"}),
+    "gateway.Retrieve filter.value": gateway.RetrieveRequest(**SEARCH, filter={"x": LONG}),
+    "gateway.Generate filter": ask(filter={str(i): "" for i in range(10**4)}),
+    "gateway.Generate filter.key": ask(filter={LONG: "x"}),
+    "gateway.Generate filter.value": ask(filter={"x": LONG}),
     "gateway.Generate corpus": ask(corpus=LONG),
     "gateway.Generate question": ask(question=LONG),
     "gateway.Generate query": ask(query=LONG),

@@ -18,6 +18,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unauthenticated
+from tests.gateway import sentence_models
 from tests.system.otlp import Receiver, attributes, points, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -77,6 +78,7 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
         model = ("--model", str(reference_model), "--threads", "1", "--shadow-share", "1", "--pool-bytes", "1MiB")
         worker = launch("fusion_worker", "--cache", cache.address, *model)
         flags = ("--data-dir", str(folder / "gateway"), "--auth-tokens", str(folder / "tokens"))
+        flags += ("--embedder", str(sentence_models.write(folder / "tiny")), "--embedder-threads", "1")
         gateway = launch(
             "gateway",
             "--workers",

@@ -101,7 +101,7 @@ async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
                 first = [1 / min(each) for each in ranks]
                 name = embedder.name if embedder is not None else ""
                 scores = round(float(np.mean(found)), 4), round(float(np.mean(first)), 4)
-                rows.append(Row(file.stem, mode, *scores, len(passages), len(asked), name))
+                rows.append(Row(file.name, mode, *scores, len(passages), len(asked), name))
         finally:
             await engine.close()
     return rows
