@@ -59,7 +59,8 @@ async def question_files(model: Path) -> set[Path]:
         at = {name: f"unix:{folder}/{name}" for name in ("kvcache", "worker", "gateway")}
         cache = Config(listen=(at["kvcache"],), data_dir=Path(folder) / "cache", disk_bytes=1 << 30)
         own = WorkerConfig(listen=(at["worker"],), model=model, cache=at["kvcache"], pool_bytes=256 << 20)
-        front = GatewayConfig(listen=(at["gateway"],), workers=(at["worker"],), data_dir=Path(folder) / "corpora")
+        corpora = Path(folder) / "corpora"
+        front = GatewayConfig(listen=(at["gateway"],), workers=(at["worker"],), data_dir=corpora, embedder="none")
         running = [asyncio.ensure_future(kvcache.run(cache))]
         running += [asyncio.ensure_future(served) for served in (worker._serve(own), gateway._serve(front))]
         try:

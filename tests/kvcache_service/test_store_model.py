@@ -225,6 +225,7 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
 
 
 @pytest.mark.hypothesis
+@pytest.mark.slow
 @pytest.mark.parametrize(("memory", "disk"), [(8, 16), (12, 0), (16, 8)], ids=["memory+disk", "memory", "small disk"])
 def test_store_behaves_as_its_model(tools: Any, memory: int, disk: int) -> None:
     run_state_machine_as_test(
