@@ -30,7 +30,9 @@ async def test_shares_and_ranks_by_hand(tmp_path: Path) -> None:
     rows = await recall.measure(write(tmp_path / "small.json"), Topics())
     found = {row.mode: row for row in rows}
     assert [*found] == ["bm25", "dense", "hybrid"]
-    assert {(row.file, row.passages, row.questions, row.embedder) for row in rows} == {("small.json", 34, 2, "topics")}
+    assert {(row.file, row.passages, row.questions, row.embedder) for row in rows} == {
+        ("small.json", 34, 2, "topics")
+    }
     # Words find "4711", and stems the horses.
     assert (found["bm25"].recall_at_8, found["bm25"].mrr) == (1.0, 1.0)
     # The passage of the first question has none of the topics: all of 34 are alike, or not found.
