@@ -18,7 +18,7 @@ EXTRAS = {
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds"},
-    "gateway": {"gateway", "http", "langchain", "milvus"},
+    "gateway": {"embed", "gateway", "http", "langchain", "milvus"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds"},
 }
