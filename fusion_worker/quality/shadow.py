@@ -105,7 +105,8 @@ class Shadow:
         first = int(logits[0].argmax()) == sample.tokens[0]
         log_p, log_q = logits[0].log_softmax(-1), sample.logits.cpu().log_softmax(-1)
         attributes = {"fusionkv.recipe": sample.recipe.name, "fusionkv.corpus": sample.corpus}
-        _kl.record(float((log_p.exp() * (log_p - log_q)).sum()), attributes)
+        # Where both are the same, rounding may leave less than nothing, which a histogram drops.
+        _kl.record(max(0.0, float((log_p.exp() * (log_p - log_q)).sum())), attributes)
         _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
         self._guard.record(sample.allowed, same)
 

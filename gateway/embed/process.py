@@ -104,7 +104,9 @@ class ModelProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-                    | {"OMP_NUM_THREADS": self._argv[2], "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+                    # A thread that waits for the other leaves its core to the workers.
+                    | {"OMP_NUM_THREADS": self._argv[2], "OMP_WAIT_POLICY": "PASSIVE"}
+                    | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
                     # Ctrl-C reaches the gateway alone.
                     start_new_session=True,
                 )

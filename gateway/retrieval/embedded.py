@@ -41,6 +41,9 @@ _MOVING, _MOVED = "moving", "moved"
 # Documents that a corpus made anew is given in one commit.
 _TOGETHER = 64
 _STAGED = "staged.lance"
+# Chunks that share words with another one, of which the nearest are chosen: scores of an index change with each
+# commit, and of so many the nearest are the same ones after it.
+_ALIKE = 1000
 # Searches at once, which wait for cores and disk anyway; each has about three files open, and some hundred kilobytes.
 _SEARCHES = 8
 
@@ -147,11 +150,11 @@ class EmbeddedRetrieval(Retrieval):
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
+        if vector is None:
+            found = await self._with(corpus, lambda table: table.by_words(text, _ALIKE, NO_FILTER), model)
+            return by_shared_words(text, await asyncio.to_thread(rows.chunks, found))[:count]
         # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
         most = 2 * count
-        if vector is None:
-            found = await self._with(corpus, lambda table: table.by_words(text, most, NO_FILTER), model)
-            return by_shared_words(text, rows.chunks(found))[:count]
         found = await self._with(corpus, lambda table: table.by_meaning(vector, most, NO_FILTER), model)
         scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
         return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from fusionkv.gateway.client.results import Answer
-from fusionkv.gateway.ingest.parse import Section
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.models.tasks import PROMPT, story
 from fusionkv.models.words import NamePool
@@ -123,7 +123,7 @@ class Answers:
         client, (question, _) = self.dice.choice(self.world.worker_clients), self.dice.choice(self.questions)
         vocabulary = Vocabulary(await client.model(timeout))
         passages = [self.pages[name] for name in sorted(self.pages)[: self.dice.choice((3, PAGES))]]
-        chunks = vocabulary.chunks([Section(text, markdown=False) for text in passages], 256, 0)
+        chunks = [piece for text in passages for piece in vocabulary.chunks(Document(text), 256, 0)]
         answers = []
         for recipe in ("prefix_cache", "full_attention"):
             request = fusion_pb2.GenerateRequest(

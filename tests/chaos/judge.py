@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.results import Passage
-from fusionkv.gateway.ingest.parse import Section
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from tests.chaos.process import Wrong
@@ -40,7 +40,7 @@ class Judge:
 
     async def _ask(self, question: str, recipe: Recipe, texts: Sequence[str]) -> str:
         vocabulary = self._vocabulary = self._vocabulary or Vocabulary(await self.client.model(_SECONDS))
-        chunks = vocabulary.chunks([Section(text, markdown=False) for text in texts], 256, 0)
+        chunks = [piece for text in texts for piece in vocabulary.chunks(Document(text), 256, 0)]
         request = fusion_pb2.GenerateRequest(
             recipe=recipe[0],
             ratio=recipe[1],

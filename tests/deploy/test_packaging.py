@@ -18,7 +18,7 @@ EXTRAS = {
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache", "mooncake"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds"},
-    "gateway": {"gateway", "http", "langchain", "llama-index", "milvus"},
+    "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds"},
 }

@@ -156,7 +156,7 @@ def test_every_row_once_and_in_order(seed: int) -> None:
         for _ in range(chance.randrange(3)):
             one = work(
                 chance.choice([1, 1, 2, 30, 64, 65, 300]),
-                mean=chance.random() < 0.2,
+                logits=2 * (chance.random() < 0.2),
                 background=chance.random() < 0.2,
             )
             works.append(one)

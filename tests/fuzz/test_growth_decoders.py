@@ -22,7 +22,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
 from fusionkv.gateway.http.server import parse
 from fusionkv.gateway.ingest import ingest
-from fusionkv.gateway.retrieval import words
+from fusionkv.gateway.retrieval import milvus_rows
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos.runtime import settings
@@ -158,7 +158,7 @@ def test_files_of_tokens_and_quotas(kind: Callable[[Path], Any], tmp_path: Path)
 
 
 def test_words_of_a_question() -> None:
-    grows(shapes.TEXTS, growth.in_thread(words.content))
+    grows(shapes.TEXTS, growth.in_thread(milvus_rows.searched_for))
 
 
 def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:

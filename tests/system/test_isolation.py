@@ -17,7 +17,7 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary, Token
-from fusionkv.gateway.ingest.parse import Section
+from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
@@ -132,7 +132,7 @@ async def test_a_tenants_name_opens_nothing_in_worker_or_cache(services: Service
     worker, cache = WorkerClient(services.worker.address), CacheClient(services.cache.address)
     model = await worker.model()
     vocabulary = Vocabulary(model)
-    ids = vocabulary.chunks([Section(text("Golf", 0), False)], 512, 0)[0][1]  # the one that holds the name
+    ids = vocabulary.chunks(Document(text("Golf", 0)), 512, 0)[0][1]  # the one that holds the name
     for tenant, hits in (("acme", 0), ("", 0), (salt, 1)):
         request = fusion_pb2.GenerateRequest(
             recipe="full_reuse",
