@@ -121,7 +121,6 @@ TOO_LONG: dict[str, Any] = {
     "kvcache.Lookup path.variants": lookup(path=[kvcache.PathElement(digest=DIGEST, variants=MANY)]),
     "kvcache.Lookup path.variants[]": lookup(path=[kvcache.PathElement(digest=DIGEST, variants=[bytes(100_000)])]),
     "kvcache.Fetch key": kvcache.FetchRequest(key=bytes(100_000)),
-    "kvcache.Fetch group": kvcache.FetchRequest(key=DIGEST, group=bytes(100_000)),
     "kvcache.Prefetch keys": kvcache.PrefetchRequest(keys=MANY),
     "kvcache.Prefetch keys[]": kvcache.PrefetchRequest(keys=[bytes(100_000)]),
     "kvcache.Put data": [header(), kvcache.PutRequest(data=bytes(100_000))],
