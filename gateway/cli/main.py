@@ -29,7 +29,7 @@ APART = {
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
-_UNAVAILABLE = "fusionkv: is `fusionkv serve all` running? --gateway names the gateway of another machine"
+_NOT_THERE = " (is `fusionkv serve all` running? --gateway names the gateway of another machine)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,9 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fusionkv: {error}", file=sys.stderr)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
-        print(f"fusionkv: {error}", file=sys.stderr)
-        if isinstance(error, Unavailable):
-            print(_UNAVAILABLE, file=sys.stderr)
+        print(f"fusionkv: {error}{_NOT_THERE if isinstance(error, Unavailable) else ''}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -97,15 +97,17 @@ async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any,
     assert (await rig.ask(*parts, recipe="epic", ratio=0.1)).summary.ratio_raised == ""
 
 
-@pytest.mark.parametrize("recipe", ["ape", "prophetkv+snapkv(8)"])
-async def test_what_replaces_a_recipe_is_full_attention(recipe: str, start: Any, parts: Any, tools: Any) -> None:
+@pytest.mark.parametrize(("recipe", "ratio"), [("ape", 0.0), ("prophetkv+snapkv(8)", 0.3)])
+async def test_what_replaces_a_recipe_is_full_attention(
+    recipe: str, ratio: float, start: Any, parts: Any, tools: Any
+) -> None:
     """Nothing of it is left: neither another temperature nor an eviction."""
     rig = await start("llama", shadow_floor=0.9)
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
-    assert (await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=6)).summary.ratio < 1.0
+    assert (await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=6)).summary.ratio < 1.0
     for _ in range(2 * SAMPLES):
-        record(rig.servicer.answerer._guard, recipe, "", 0.3, same=False)
-    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=6)
+        record(rig.servicer.answerer._guard, recipe, "", ratio, same=False)
+    answer = await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=6)
     assert answer.summary.ratio == 1.0
     assert answer.ids == full.ids
     assert all(tools.error(a, b) < 1e-4 for a, b in zip(answer.logits, full.logits, strict=True))

@@ -43,7 +43,7 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(stack: Any) -
     for i in range(9):
         client.ingest("ahead", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
     assert [[*client.precompute("ahead")][-1].skipped for _ in range(2)] == [0, 27]
-    summary = client.ask("ahead", "Name1?", max_tokens=1).summary
+    summary = client.ask("ahead", "Name1, a2, b3 and c4?", max_tokens=1).summary
     assert (summary.recipe, summary.chunks_missed, summary.tokens_encoded) == ("prophetkv+corrected", 0, 0)
     assert summary.chunks_corrected > 0
     with pytest.raises(InvalidArgument, match="recipe 'prefix_cache' reuses no chunks"):

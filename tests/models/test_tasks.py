@@ -137,12 +137,12 @@ def test_corpus_files_sort_in_reading_order_and_hold_the_answers(tmp_path: Path)
     titles = {name: name.split("-")[0] for name in pages}
     assert all(text.split()[1].lower().rstrip(".") == titles[name] for name, text in pages.items())
     lines = json.loads((tmp_path / "questions.json").read_text(encoding="utf-8"))
-    assert {line["task"] for line in lines} == set(tasks.TASKS)
+    assert {line["kind"] for line in lines} == set(tasks.TASKS)
     for line in lines:
         assert all((tmp_path / line["corpus"] / name).is_file() for name in line["documents"])
         story = [pages[name] for name in pages if titles[name] == titles[line["documents"][0]]]
         assert len(story) == 8
-        assert solve(story, line["question"]) == line["answer"]
+        assert solve(story, line["question"]) in line["answers"]
 
 
 def test_no_person_is_in_two_stories_of_a_shelf(tmp_path: Path) -> None:
