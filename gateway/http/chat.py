@@ -1,4 +1,4 @@
-"""An OpenAI chat completion request to a request of the gateway's own; what can't be followed is refused."""
+"""OpenAI's requests for completions to requests of the gateway's own; what can't be followed is refused."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", 
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
-_TAKEN = frozenset(["model", "messages", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
+_TAKEN = frozenset(["model", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
 # They change nothing about an answer.
 _WITHOUT_EFFECT = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
 # Taken with these values alone, which ask for nothing.
@@ -30,6 +30,9 @@ _ONLY: Mapping[str, Any] = {
     "response_format": {"type": "text"},
     "modalities": ["text"],
     "tools": [],
+    "best_of": 1,
+    "echo": False,
+    "suffix": "",
 }
 _SYSTEM = ("system", "developer")
 
@@ -44,24 +47,29 @@ class BadRequest(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What is asked of the gateway, and how the caller wants the reply. model: as the caller wrote it."""
+    """What is asked of the gateway, and how the caller wants the reply.
+
+    model: as the caller wrote it. text: a text completion, of one prompt, in place of a chat's.
+    """
 
     request: pb.GenerateRequest
     model: str
     stream: bool = False
     usage: bool = False
+    text: bool = False
 
 
-def read(body: Any) -> Chat:
-    """The request that a JSON body describes.
+def read(body: Any, text: bool = False) -> Chat:
+    """The request that a JSON body describes: for a chat completion, or a text completion.
 
     Raises:
-        InvalidArgument: it is no chat completion request, or asks for what can't be given.
+        InvalidArgument: it is no such request, or asks for what can't be given.
     """
+    asked = "prompt" if text else "messages"
     if not isinstance(body, dict):
         raise InvalidArgument("the body is no JSON object")
     given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
-    for name in given.keys() - _TAKEN:
+    for name in given.keys() - _TAKEN - {asked}:
         if name not in _ONLY:
             raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
         if given[name] != _ONLY[name]:
@@ -72,17 +80,15 @@ def read(body: Any) -> Chat:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
     stream = _typed(given, "stream", bool, False)
     usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
-    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_typed(given, "messages", list, []))]
-    if not messages:
-        raise BadRequest("messages is empty", "messages")
+    said = {"question": _prompt(given)} if text else {"messages": _messages(given)}
     _typed(own, "order", str, "")
-    options = {**_of_model(model), "passages": _passages(given), "messages": messages, **own}
+    options = {**_of_model(model), "passages": _passages(given), **said, **own}
     made = requests.generate(**options, **_sampling(given))
     try:
         Conversation.of(made)
     except InvalidArgument as error:
-        raise BadRequest(str(error), "messages") from error
-    return Chat(made, model, stream, usage)
+        raise BadRequest(str(error), asked) from error
+    return Chat(made, model, stream, usage, text)
 
 
 def _of_model(model: str) -> dict[str, Any]:
@@ -142,6 +148,21 @@ def _passage(given: Any, where: str) -> Passage:
     notes = _typed(fields, "metadata", dict, {}) | known
     told = {name: value if isinstance(value, str) else json.dumps(value) for name, value in notes.items()}
     return Passage(**{**fields, "metadata": told})
+
+
+def _prompt(given: Mapping[str, Any]) -> str:
+    prompt = given.get("prompt", "")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if not isinstance(prompt, str):
+        raise BadRequest("prompt must be one text: token ids and several prompts are not taken", "prompt")
+    return prompt
+
+
+def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
+    messages = [_message(m, f"messages[{i}]") for i, m in enumerate(_typed(given, "messages", list, []))]
+    if not messages:
+        raise BadRequest("messages is empty", "messages")
+    return messages
 
 
 def _message(message: Any, where: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Events of an answer as OpenAI's chat completion, whole or in chunks; corpora as its models."""
+"""Events of an answer as OpenAI's chat or text completion, whole or in chunks; corpora as its models."""
 
 import time
 import uuid
@@ -25,11 +25,11 @@ async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
         elif isinstance(event, Sources):
             sources = event
         elif isinstance(event, Summary):
-            message = {"role": "assistant", "content": text, "refusal": None}
-            choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish(event)}
+            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            choice = {"index": 0, **({"text": text} if chat.text else message), "logprobs": None}
             return {
                 **_frame(chat, "chat.completion"),
-                "choices": [choice],
+                "choices": [{**choice, "finish_reason": _finish(event)}],
                 "usage": _usage(event),
                 _OWNER: {**_listed(sources), "summary": fields(event)},
             }
@@ -49,14 +49,14 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             sources = event
             continue
         if sources is not None:
-            yield {**frame, "choices": [_delta(role="assistant", content="")], _OWNER: _listed(sources)}
+            yield {**frame, "choices": [_delta(chat, role="assistant", content="")], _OWNER: _listed(sources)}
             sources = None
         if isinstance(event, Token):
             # A character or a stop string may still be open.
             if event.text:
-                yield {**frame, "choices": [_delta(content=event.text)]}
+                yield {**frame, "choices": [_delta(chat, content=event.text)]}
         elif isinstance(event, Summary):
-            choice = {**_delta(), "finish_reason": _finish(event)}
+            choice = {**_delta(chat), "finish_reason": _finish(event)}
             yield {**frame, "choices": [choice], _OWNER: {"summary": fields(event)}}
             if chat.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
@@ -80,11 +80,13 @@ def _listed(sources: Sources) -> dict[str, Any]:
 
 
 def _frame(chat: Chat, kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": chat.model}
+    name, kind = ("cmpl", "text_completion") if chat.text else ("chatcmpl", kind)
+    return {"id": f"{name}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": chat.model}
 
 
-def _delta(**delta: str) -> dict[str, Any]:
-    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+def _delta(chat: Chat, **delta: str) -> dict[str, Any]:
+    new = {"text": delta.get("content", "")} if chat.text else {"delta": delta}
+    return {"index": 0, **new, "logprobs": None, "finish_reason": None}
 
 
 def _finish(summary: Summary) -> str:

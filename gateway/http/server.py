@@ -1,9 +1,10 @@
-"""The OpenAI-compatible HTTP endpoint: chat completions, models, embeddings, by the same methods as gRPC's."""
+"""The OpenAI-compatible HTTP endpoint: completions, models and embeddings, by the same methods as gRPC's."""
 
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -34,7 +35,8 @@ class HTTPServer(Listener):
         self.get("/health", self._health)
         self.get("/v1/models", self._guarded("List", self._models))
         self.get("/v1/models/{model}", self._guarded("List", self._model))
-        self.post("/v1/chat/completions", self._guarded("Generate", self._complete))
+        self.post("/v1/chat/completions", self._guarded("Generate", partial(self._complete, False)))
+        self.post("/v1/completions", self._guarded("Generate", partial(self._complete, True)))
         self.post("/v1/embeddings", self._guarded("Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
@@ -50,8 +52,8 @@ class HTTPServer(Listener):
         """That requests are taken; for probes, which have no token."""
         return web.json_response({"status": "ok"})
 
-    async def _complete(self, request: web.Request) -> web.StreamResponse:
-        wanted = chat.read(await self._json(request))
+    async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
+        wanted = chat.read(await self._json(request), text)
         async with contextlib.aclosing(self._servicer.Generate(wanted.request, Call())) as responses:
             events = (results.event(response) async for response in responses)
             if wanted.stream:

@@ -107,6 +107,28 @@ def test_a_stream_holds_the_same(client: openai.OpenAI) -> None:
     assert {chunk.id for chunk in (first, *middle, last, usage)} == {first.id}
 
 
+def test_a_text_completion_is_the_answer_to_its_prompt(client: openai.OpenAI) -> None:
+    question = ASKED[0]["content"]
+    chat = client.chat.completions.create(model="notes", messages=ASKED, max_tokens=8)
+    whole = client.completions.create(model="notes", prompt=question, max_tokens=8, stop=[], echo=False, best_of=1)
+    assert (whole.object, whole.choices[0].finish_reason) == ("text_completion", "length")
+    assert whole.choices[0].text == chat.choices[0].message.content
+    assert whole.usage == chat.usage
+    parts = list(client.completions.create(model="notes", prompt=[question], max_tokens=8, stream=True))
+    assert "".join(part.choices[0].text for part in parts) == whole.choices[0].text
+    assert len(parts[0].fusionkv["sources"]) == 2
+    for body, param in (
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, 2]}, "prompt"),
+        ({"prompt": " "}, "prompt"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model="notes", **body)
+        assert refused.value.param == param
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+        client.completions.create(model="notes", prompt="a", suffix="b")
+
+
 async def test_the_asynchronous_client(gateway: Any) -> None:
     async with openai.AsyncOpenAI(base_url=url(gateway), api_key="none", timeout=60) as made:
         asks = [made.chat.completions.create(model="notes", messages=ASKED, max_tokens=3) for _ in range(4)]
