@@ -1,4 +1,4 @@
-"""What a worker can be told."""
+"""Settings of the fusion worker: section `worker` of the configuration."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,62 +13,88 @@ STORES = ("plain", "int8", "fp8")
 class WorkerConfig:
     model: Path = setting(
         Path("models/eased-3"),
-        "model directory, *.gguf file, Hugging Face hub id, or a name of `fusionkv model list`",
+        "model to serve: a directory, a *.gguf file, a Hugging Face hub id, or a name from `fusionkv model list`",
     )
-    listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to serve on: host:port or unix:/path")
-    cache: str = setting("", "address of the cache service, or `none`; empty takes this machine's, if one runs")
-    device: str = setting("auto", "auto, cpu or cuda[:N]")
-    dtype: str = setting("auto", "float32, bfloat16, float16, or auto: the checkpoint's if the device computes in it")
-    threads: int = setting(0, "CPU threads for computing; 0 takes all cores that this process may use", low=0)
+    listen: tuple[str, ...] = setting(("127.0.0.1:7071",), "addresses to listen on: host:port or unix:/path")
+    cache: str = setting(
+        "",
+        "address of the cache service; empty uses the one on this machine if it runs, `none` uses no cache service",
+    )
+    device: str = setting("auto", "device to compute on: auto, cpu or cuda[:N]")
+    dtype: str = setting(
+        "auto", "float32, bfloat16, float16 or auto (the checkpoint's dtype if the device supports it)"
+    )
+    threads: int = setting(0, "CPU threads for computing; 0 uses every core available to the process", low=0)
     tensor_parallel: int = setting(
-        1, "processes that share the model by heads, each with its own GPU, or with its share of the threads", low=1
+        1,
+        "tensor-parallel ranks: processes that split the model by heads, each with a GPU or a share of the threads",
+        low=1,
     )
-    rank_timeout: float = setting(
-        120.0, "seconds that these processes wait for one another before the worker ends", low=1
+    rank_timeout: float = setting(120.0, "seconds that ranks wait for one another before the worker exits", low=1)
+    pool_bytes: int = setting(1 << 30, "size of the paged KV pool on each device", bytes=True, low=1 << 20)
+    page_tokens: int = setting(16, "tokens in a page of the pool", low=1, high=1024)
+    max_prompt_tokens: int = setting(
+        0, "maximum tokens of a prompt and its answer together; 0 uses the model's limit", low=0
     )
-    pool_bytes: int = setting(1 << 30, "size of the KV pool on each device", bytes=True, low=1 << 20)
-    page_tokens: int = setting(16, "tokens of one page of the pool", low=1, high=1024)
-    max_prompt_tokens: int = setting(0, "longest prompt with its answer; 0 takes the model's own limit", low=0)
-    max_new_tokens: int = setting(256, "answer tokens when a request names no number", low=1)
-    max_requests: int = setting(32, "requests worked on at once", low=1)
-    max_queue: int = setting(256, "requests that may wait; more are refused", low=0)
-    max_step_tokens: int = setting(4096, "rows of one step of the engine; longer prefills take several", low=16)
+    max_new_tokens: int = setting(256, "maximum tokens of an answer when the request sets no limit", low=1)
+    max_requests: int = setting(32, "maximum number of requests processed at the same time", low=1)
+    max_queue: int = setting(256, "maximum number of waiting requests; further requests are refused", low=0)
+    max_step_tokens: int = setting(4096, "maximum tokens in one forward pass; longer prefills are split", low=16)
     max_mixed_tokens: int = setting(
-        512, "rows of a step while answers are streamed: their next token waits for it", low=16
+        512, "maximum tokens in a forward pass while other answers are being decoded, which wait for it", low=16
     )
-    max_loads: int = setting(8, "chunks fetched at once, those of the oldest request first", low=1)
+    max_loads: int = setting(8, "maximum number of chunks fetched at the same time, oldest request first", low=1)
     store: str = setting(
-        "plain", "how KV is stored: plain, or in one byte a number (int8, fp8), which is stale everywhere"
+        "plain", "storage format of KV: plain, int8 or fp8. Quantised KV is lossy, so it never counts as an exact hit"
     )
-    lookup_timeout: float = setting(1.0, "seconds before a silent cache service counts as down", low=0.001)
+    lookup_timeout: float = setting(
+        1.0, "maximum seconds for a lookup; past it, the cache service counts as down", low=0.001
+    )
     fetch_timeout: float = setting(
-        5.0, "seconds for fetching a request's chunks, after which it is answered by plain prefill", low=0.001
+        5.0, "maximum seconds to fetch a request's chunks; past it, the prompt is prefilled in full", low=0.001
     )
     cache_seconds: float = setting(
-        6.0, "seconds that a request waits for the cache service in all, after which it is plain prefill's", low=0.001
+        6.0,
+        "maximum seconds that a request waits for the cache in total; past it, the prompt is prefilled in full",
+        low=0.001,
     )
-    max_puts: int = setting(64, "chunks waiting to be put back to the cache; more are dropped", low=0)
-    auxiliary: str = setting("", "a small second model that chooses tokens (recipe cacheclip), named as `model` is")
-    auxiliary_pool_bytes: int = setting(1 << 28, "size of its KV pool in host memory", bytes=True, low=1 << 20)
-    shadow_share: float = setting(0.0, "share of greedy answers made again by full attention if idle", low=0, high=1)
+    max_puts: int = setting(
+        64, "maximum number of chunks waiting to be written to the cache; further chunks are dropped", low=0
+    )
+    auxiliary: str = setting(
+        "", "small auxiliary model that selects tokens for the recipe cacheclip; same forms as `model`"
+    )
+    auxiliary_pool_bytes: int = setting(
+        1 << 28, "size of the auxiliary model's KV pool in host memory", bytes=True, low=1 << 20
+    )
+    shadow_share: float = setting(
+        0.0, "share of greedy answers that an idle worker repeats with full attention, to compare them", low=0, high=1
+    )
     shadow_floor: float = setting(
-        0.0, "share of those that must be the same; below it a recipe recomputes more (0: never)", low=0, high=1
+        0.0,
+        "minimum share of compared answers that must match; below it, a recipe recomputes more (0: never)",
+        low=0,
+        high=1,
     )
-    drain_seconds: float = setting(30.0, "how long answers in flight may take after SIGTERM", low=0)
+    drain_seconds: float = setting(30.0, "seconds that running requests may take to finish after SIGTERM", low=0)
     metrics_listen: str = setting(
-        "", "host:port of a Prometheus scrape endpoint (/metrics), without TLS or token; empty serves none"
+        "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
     )
     signing_keys: Path | None = setting(
         None,
-        "keys (64 hex digits a line) that stored KV is signed with: the first signs, all verify, and what none of "
-        "them signed is a miss; without it nothing is signed, and everything is accepted",
+        "file of keys (64 hex digits a line) that sign stored KV: the first key signs, all keys verify, and an entry "
+        "that none of them signed is a miss. Without a file, nothing is signed and every entry is accepted",
     )
     tls_cert: Path | None = setting(
-        None, "certificate chain (PEM): ports then speak TLS; also shown to services that ask for one"
+        None, "certificate chain (PEM): enables TLS on ports; also presented to services that ask for a certificate"
     )
     tls_key: Path | None = setting(None, "private key (PEM) of tls_cert")
-    tls_client_ca: Path | None = setting(None, "CAs (PEM): callers must then show a certificate of one of them")
-    tls_ca: Path | None = setting(None, "CAs (PEM) of the services that this one calls; calls to ports then use TLS")
+    tls_client_ca: Path | None = setting(
+        None, "CA certificates (PEM): clients must then present a certificate signed by one of them"
+    )
+    tls_ca: Path | None = setting(
+        None, "CA certificates (PEM) of the services that this one calls; enables TLS for those calls"
+    )
 
     def __post_init__(self) -> None:
         if self.store not in STORES:
