@@ -6,8 +6,8 @@ PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
 CODE := protos kvcache_service fusion_worker kernels gateway models bench examples scripts tests setup.py
 ARGS ?=
-# One file more at once than there are cores: a quarter of the time, tests wait for processes that they started.
-PYTEST := OMP_NUM_THREADS=1 .venv/bin/pytest -n $(shell expr $$(nproc) + 1) --dist loadfile --no-loadscope-reorder
+# As many files at once as there are cores.
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help: ## Lists these commands

@@ -61,7 +61,8 @@ install_python() {
 }
 
 pip_install() {
-    $venv/bin/python -m pip install --disable-pip-version-check "$@" |
+    # Modules are compiled when they are imported: most of what 200 packages bring never is.
+    $venv/bin/python -m pip install --disable-pip-version-check --no-compile "$@" |
         { grep --line-buffered -v -E 'already satisfied|Looking in' || true; }
 }
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -32,13 +33,21 @@ _IDLE_SECONDS = 1.0
 _KEEP_VERSIONS = timedelta(minutes=10)
 
 
+# By language: words that nobody searches for.
+_STOP_WORDS = {"english": Path(__file__).with_name("stop_words_english.txt").read_text().split()}
+
+
 def words_of(language: str) -> FTS:
-    """How text becomes words: ICU finds them in all scripts; stems and stop words are the language's."""
+    """How text becomes words: ICU finds them in all scripts; stems are the language's, as are English's stop words.
+
+    The engine's own list is that of all languages at once: with it no text has "1", "C" or "El" in it.
+    """
     return FTS(
         base_tokenizer="icu/split",
         language=language.capitalize(),
         stem=True,
-        remove_stop_words=True,
+        remove_stop_words=language in _STOP_WORDS,
+        custom_stop_words=_STOP_WORDS.get(language),
         lower_case=True,
         ascii_folding=True,
         max_token_length=200,

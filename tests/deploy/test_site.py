@@ -57,5 +57,5 @@ def test_interfaces_are_whole(site: Path, root: Path) -> None:
         "fusionkv.gateway.client.client.AsyncClient.stream",
         "fusionkv.protos.runtime.errors.ServiceError",
     } <= names
-    (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.client.requests.generate")
+    (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.client.requests.Options")
     assert "share of context tokens to recompute" in str(asked.parent)

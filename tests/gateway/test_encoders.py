@@ -171,9 +171,9 @@ def test_what_concerns_every_document_ends_the_encoder(encoders: Encoders) -> No
     nowhere = encoders.start("f", "none")
     assert nowhere.wait() == 1
     assert "no corpus 'none'" in nowhere.log
-    unfit = encoders.start("f", "one", "--recipe", "full_reuse")
+    unfit = encoders.start("f", "one", "--recipe", "full_attention")
     assert unfit.wait() == 1
-    assert "needs no neighbours" in unfit.log
+    assert "reuses no chunks" in unfit.log
     assert encoders.start("f").wait() == 0
     other = encoders.start("f", "one")
     assert other.wait() == 1

@@ -159,7 +159,8 @@ async def test_stems_and_stop_words_are_those_of_the_language(folder: Path) -> N
         engine = await EmbeddedRetrieval.open(folder / language, language)
         await put(engine, "c", "d", "a horse that runs", "ein Reiter mit Pferd", "the of is des mit")
         found = await engine.candidates("c", question, vector("q"), 50, MODEL)
-        assert [c.chunk.position for c in found if c.words] == [int(language == "german")]
+        # German "des" and "mit" are words like any other.
+        assert sorted(c.chunk.position for c in found if c.words) == ([1, 2] if language == "german" else [0])
         await engine.close()
 
 

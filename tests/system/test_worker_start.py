@@ -64,7 +64,7 @@ def test_a_model_that_is_not_served(directory: Path, tmp_path: Path) -> None:
     gpt2 = changed(directory, tmp_path / "gpt2", model_type="gpt2")
     served = "gemma3_text, glm4, llama, mistral, qwen2, qwen3"
     told = f"fusionkv-worker: model family 'gpt2' is not served; served are: {served}"
-    assert start("--model", str(gpt2)) == (1, [told])
+    assert start("--model", str(gpt2), "--cache", "none") == (1, [told])
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_weights_that_are_damaged(directory: Path, tmp_path: Path) -> None:
     damaged = changed(directory, tmp_path / "damaged")
     weights = damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    status, lines = start("--model", str(damaged))
+    status, lines = start("--model", str(damaged), "--cache", "none")
     assert status == 1
     assert len(lines) == 1
     assert lines[0].startswith(f"fusionkv-worker: can't load the model in {damaged}: ")
