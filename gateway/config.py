@@ -94,7 +94,7 @@ class GatewayConfig:
     embedder_token: Path | None = setting(None, "file with the bearer token for an embedder's URL")
     embedder_threads: int = setting(2, "CPU threads of a local embedder, and of a local reranker", low=1, high=256)
     dense_weight: float = setting(
-        0.7, "weight of embeddings in retrieval: 0 ranks by words alone, 1 by embeddings alone", low=0, high=1
+        0.6, "weight of embeddings in retrieval: 0 ranks by words alone, 1 by embeddings alone", low=0, high=1
     )
     reranker: str = setting(
         "", "cross-encoder that reranks the best chunks: a directory, or the URL of a /v1/rerank; empty disables it"

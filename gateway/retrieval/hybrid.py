@@ -16,7 +16,7 @@ tracer = trace.get_tracer(__name__)
 _DEPTH = 4
 _LEAST_DEPTH = 100
 # Where no chunk has more of the question than common words, which give less, words count little.
-_WEAK = 10.0
+_WEAK = 20.0
 
 
 class HybridSearch:
