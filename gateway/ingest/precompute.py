@@ -118,10 +118,10 @@ class Precompute:
 
     async def _correct(self, tenant: Tenant, corpus: str, sizes: dict[str, int], vocabulary: Vocabulary) -> None:
         """Has a worker learn the corpus's correction; nothing where there are no two chunks."""
-        names = sorted(sizes)
+        names, model = sorted(sizes), self._search.identity(vocabulary.identity)
         sample: list[Chunk] = []
         for name in names[:: max(1, len(names) // _SAMPLE)]:
-            stored = await tenant.retrieval.chunks(corpus, name, vocabulary.identity)
+            stored = await tenant.retrieval.chunks(corpus, name, model)
             sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
         if len({chunk.ids for chunk in sample}) < 2:
             return
