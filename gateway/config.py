@@ -9,7 +9,7 @@ from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 # What `embedder` may be besides a model.
 AUTO, NONE = "auto", "none"
-# Those that have stemmers and lists of stop words in both retrieval engines.
+# Those that the embedded retrieval engine has stemmers of.
 LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
     *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
@@ -83,7 +83,7 @@ class GatewayConfig:
         128, "maximum number of chunks that a request may ask for, and of passages that it may bring", low=1
     )
     language: str = setting(
-        "english", f"language of new corpora, for stemming and stop words: {', '.join(LANGUAGES)}"
+        "english", f"language of new corpora, for stemming and, in English, stop words: {', '.join(LANGUAGES)}"
     )
     embedder: str = setting(
         AUTO,

@@ -21,7 +21,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
-from fusionkv.gateway.client.results import Answer, Passage, Summary, Token, fields
+from fusionkv.gateway.client.results import Answer, Passage, Sources, Summary, Token, fields
 from fusionkv.protos.runtime.tls import ClientTLS
 
 
@@ -122,25 +122,29 @@ class FusionKV(LLM):
         return {**self.options, **given, **({"messages": said} if said else {})}
 
     def _parts(self, asked: dict[str, Any]) -> Generator[tuple[str, str, dict[str, Any]]]:
-        """The answer so far, what is new of it, and, at the end, its summary."""
-        text = ""
+        """The answer so far, what is new of it, and, at the end, its sources and its summary."""
+        text, sources = "", list[Passage]()
         with self._client() as client:
             for event in client.stream(self.corpus, **asked):
                 if isinstance(event, Token) and event.text:
                     text += event.text
                     yield text, event.text, {}
+                elif isinstance(event, Sources):
+                    sources = list(event.passages)
                 elif isinstance(event, Summary):
-                    yield text, "", {"summary": fields(event)}
+                    yield text, "", {"sources": sources, "summary": fields(event)}
 
     async def _aparts(self, asked: dict[str, Any]) -> AsyncGenerator[tuple[str, str, dict[str, Any]]]:
-        text = ""
+        text, sources = "", list[Passage]()
         async with self._async_client() as client:
             async for event in client.stream(self.corpus, **asked):
                 if isinstance(event, Token) and event.text:
                     text += event.text
                     yield text, event.text, {}
+                elif isinstance(event, Sources):
+                    sources = list(event.passages)
                 elif isinstance(event, Summary):
-                    yield text, "", {"summary": fields(event)}
+                    yield text, "", {"sources": sources, "summary": fields(event)}
 
 
 class FusionKVSynthesizer(BaseSynthesizer):

@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
     ratio: share of context tokens to recompute, 0 to 1.
     top_k: chunks to retrieve.
     order: of the chunks in the prompt: document (default), rank or rank_reversed.
+    max_tokens: of the answer.
     temperature: 0 is greedy.
     top_p, sample_top_k: sampling keeps the likeliest tokens of this total probability, and so many at most.
     seed: makes sampling repeatable.

@@ -50,7 +50,9 @@ async def test_llama_index(address: str) -> None:
     said = llm.chat(turns).message.content
     assert said == (await llm.achat(turns)).message.content
     assert "".join(part.delta for part in llm.stream_chat(turns)) == said
-    assert [part.message.content async for part in await llm.astream_chat(turns)][-1] == said
+    *_, last = [part async for part in await llm.astream_chat(turns)]
+    assert last.message.content == said
+    assert [s.document for s in last.additional_kwargs["sources"]] == ["a.md", "b.md"]
     assert "".join(part.delta for part in llm.stream_complete(QUESTION)) == answer.text
     assert [part.text async for part in await llm.astream_complete(QUESTION)][-1] == answer.text
     with pytest.raises(NotFound, match="no corpus"):
