@@ -9,6 +9,7 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.gateway import sentence_models
 
 pytestmark = pytest.mark.system
 Launch = Callable[..., Any]
@@ -48,6 +49,23 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(stack: Any) -
     assert summary.chunks_corrected > 0
     with pytest.raises(InvalidArgument, match="recipe 'prefix_cache' reuses no chunks"):
         [*client.precompute("ahead", "prefix_cache")]
+
+
+def test_a_corpus_with_embeddings_has_its_correction_learned(
+    launch: Launch, tiny_model: Path, tmp_path: Path
+) -> None:
+    """It is read as what it was made with, the embedder among it."""
+    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "cache"))
+    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
+    worker = launch("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0")
+    embedder = ("--embedder", str(sentence_models.write(tmp_path / "embedder")), "--embedder-threads", "1")
+    data = ("--data-dir", str(tmp_path / "gateway"), "--listen", "127.0.0.1:0")
+    gateway = launch("fusionkv.gateway", "--workers", worker.address, *data, *embedder)
+    with Client(gateway.address, timeout=60) as client:
+        for i in range(9):
+            client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
+        assert [[*client.precompute("embedded")][-1].skipped for _ in range(2)] == [0, 9]
+        assert client.ask("embedded", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
 
 
 def test_what_the_cache_lost_is_encoded_again(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
