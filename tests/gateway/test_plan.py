@@ -205,12 +205,11 @@ def test_an_unknown_recipe_is_told_the_known_ones() -> None:
         plan.recipe("x", vocabulary())
 
 
-def test_a_weak_embedding_does_not_outvote_words() -> None:
-    named = [Candidate(chunk("story", i), 4.0, 0.80) for i in range(8)]
-    noise = [Candidate(chunk("other", i), 2.5, 0.95) for i in range(50)]
-    best = Candidate(chunk("story", 8), 12.0, 0.79)
-    found = hybrid.rank([*noise, *named, best], 0.3, 9)
-    assert [c.key for c, _ in found] == [("story", 8), *[("story", i) for i in range(8)]]
+def test_words_decide_where_a_chunk_has_much_of_the_question() -> None:
+    """At equal differences of the cosine: a score of 40 is names and numbers in common, one of 4 is common words."""
+    for words, first in ((40.0, "named"), (4.0, "near")):
+        named, near = Candidate(chunk("named", 0), words, 0.3), Candidate(chunk("near", 0), 0.0, 0.6)
+        assert hybrid.rank([near, named], 0.5, 1)[0][0].key == (first, 0)
 
 
 def test_without_common_words_meaning_decides() -> None:

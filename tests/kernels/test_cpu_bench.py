@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPT = Path(__file__).parent.parent.parent / "bench" / "cpu.py"
+SCRIPT = Path(__file__).parent.parent.parent / "bench" / "kernels" / "cpu.py"
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16")
