@@ -4,18 +4,14 @@ import argparse
 import asyncio
 import logging
 import sys
-from dataclasses import replace
 from pathlib import Path
 
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.config import WorkerConfig, configured
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
 
 log = logging.getLogger(__name__)
-# Where `fusionkv serve kvcache` listens without further settings.
-_CACHE = "127.0.0.1:7070"
 
 
 def main() -> int:
@@ -28,38 +24,21 @@ def main() -> int:
     flags = vars(parser.parse_args())
     rank, meeting = flags.pop("rank"), flags.pop("meeting")
     try:
-        config = settings.load(WorkerConfig, "worker", file=flags.pop("config"), flags=flags)
-        auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
-        config = replace(config, model=resolve(config.model), auxiliary=auxiliary)
+        # Rank 0 alone stores and fetches.
+        config = configured(flags.pop("config"), {**flags, "cache": "none"} if rank else flags)
         if rank:
             _follow(config, rank, meeting)
             return 0
         process.check_files()
         process.check_ports(config.listen, "--listen")
         telemetry.attach("fusionkv-worker", config.metrics_listen)
-        asyncio.run(_serve(replace(config, cache=_cache(config.cache))))
+        asyncio.run(_serve(config))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-worker: {error}", file=sys.stderr)
         return 1
     finally:
         telemetry.detach()
     return 0
-
-
-def _cache(named: str) -> str:
-    """The address of the cache service; empty for none."""
-    if named:
-        return "" if named == "none" else named
-    found = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
-    if found:
-        log.info("the cache service is that of this machine, at %s", found)
-    else:
-        log.warning(
-            "there is no cache service at %s: chunks are kept by this worker alone, and only as long as its pool has "
-            "room. Start one by `fusionkv serve kvcache`, name one by --cache, or say --cache none",
-            _CACHE,
-        )
-    return found
 
 
 def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:

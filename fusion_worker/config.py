@@ -1,11 +1,19 @@
 """Settings of the fusion worker: section `worker` of the configuration."""
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.runtime import process, settings
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
+log = logging.getLogger(__name__)
+# Where `fusionkv serve kvcache` listens without further settings.
+_CACHE = "127.0.0.1:7070"
 STORES = ("plain", "int8", "fp8")
 
 
@@ -110,3 +118,31 @@ class WorkerConfig:
     def client_tls(self) -> ClientTLS | None:
         """How to call other services; reads the files. Raises BadFile."""
         return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)
+
+
+def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
+    """A worker's settings, with models as directories and the cache service that it uses; no cache: none.
+
+    Raises:
+        SettingsError: settings that can't be used.
+        FailedPrecondition, OSError: as `resolve`.
+    """
+    config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
+    auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
+    return replace(config, model=resolve(config.model), auxiliary=auxiliary, cache=_cache(config.cache))
+
+
+def _cache(named: str) -> str:
+    """The address of the cache service; empty for none."""
+    if named:
+        return "" if named == "none" else named
+    found = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
+    if found:
+        log.info("the cache service is that of this machine, at %s", found)
+    else:
+        log.warning(
+            "there is no cache service at %s: chunks are kept by this worker alone, and only as long as its pool has "
+            "room. Start one by `fusionkv serve kvcache`, name one by --cache, or say --cache none",
+            _CACHE,
+        )
+    return found

@@ -96,6 +96,15 @@ class GatewayServicer:
                 async for response in progress:
                     yield response
 
+    async def PlanPrecompute(
+        self, request: pb.PlanPrecomputeRequest, context: Call
+    ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
+        with self._admitted("PlanPrecompute"):
+            tenant = await self._tenant()
+            async with contextlib.aclosing(self._precompute.plan(tenant, request)) as batches:
+                async for response in batches:
+                    yield response
+
     async def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
         with self._admitted("Move"):
             tenant = await self._tenant()

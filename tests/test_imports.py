@@ -28,6 +28,8 @@ ALLOWED = {
         "fusionkv.fusion_worker.client",
         # Where `fusionkv model get` puts a model of embeddings.
         "fusionkv.fusion_worker.library",
+        # Which `fusionkv encode` starts.
+        "fusionkv.fusion_worker.encode",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },

@@ -12,8 +12,9 @@ FORBIDDEN = {
     *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "copyreg"),
     *("multiprocessing", "concurrent.futures.process", "concurrent.futures.ProcessPoolExecutor"),
 }
-# The evaluation, a tool and no service, hands jobs to its own children through pipes that nobody else can write to.
-ALLOWED = {"bench/quality/jobs.py": {"multiprocessing", "concurrent.futures.ProcessPoolExecutor"}}
+# Commands, and no services, which hand jobs to their own children through pipes that nobody else can write to.
+_PROCESSES = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process"}
+ALLOWED = {"bench/quality/jobs.py": _PROCESSES, "fusion_worker/encode/encoders.py": _PROCESSES}
 SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
 
 

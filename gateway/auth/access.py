@@ -38,6 +38,8 @@ ADMIN_PAGES = "/fusionkv.admin/Pages"
 ROLES = {
     _GATEWAY + "Ingest": _APPS,
     _GATEWAY + "Precompute": _EVERYBODY,
+    # It gives the tokens of all chunks.
+    _GATEWAY + "PlanPrecompute": _OPERATORS,
     _GATEWAY + "Move": _OPERATORS,
     _GATEWAY + "Delete": _OPERATORS,
     _GATEWAY + "List": _EVERYBODY,

@@ -1,139 +1,115 @@
-"""`fusionkv encode`: whole corpora in one call each, or their documents one by one, shared with other processes."""
+"""`fusionkv encode`: whole corpora ahead of time, by the gateway's workers or by encoders of its own."""
 
 import argparse
-import asyncio
 import contextlib
 import functools
-import signal
 import sys
 import time
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict
 
+from fusionkv.fusion_worker.encode import encoders
 from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.console import awaited, print_json, progress_bar
 from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Progress
-from fusionkv.gateway.ingest.encoder import Encoder, check_there
-from fusionkv.gateway.ingest.work_queue import Standing, WorkQueue
-from fusionkv.protos.observe import telemetry
-
-# Of the documents that were set aside, so many are named at the end.
-_NAMED = 20
-_SHOWN_SECONDS = 1.0
+from fusionkv.protos.runtime.errors import NotFound
 
 
 async def run(args: argparse.Namespace) -> int:
     """Encodes corpora ahead of time, one after the other; with an index, the one of that number."""
-    if args.queue is not None:
-        return await _shared(args)
     if args.index is not None and not 0 <= args.index < len(args.corpora):
         raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
-    async with connect.client(args) as client:
+    if not (args.encoders or args.ray) and (args.config or args.model or args.cache):
+        raise UsageError("--config, --model and --cache are settings of encoders: add --encoders or --ray")
+    async with connect.client(args) as client, _encoders(args) as own:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
             # For each anew: encoding those before it may have taken hours.
             end = time.monotonic() + args.wait
+            made = await awaited(functools.partial(_by_own, client, args, name, own, end), end) if own else 0
+            # After encoders this finds what they stored, and has a worker learn the corpus's correction.
             done = await awaited(functools.partial(corpus, client, args.json, name, args.recipe, end), end)
+            again = done.done - done.skipped
+            if own and again:
+                print(
+                    f"fusionkv: the gateway's workers did not find {again} of {done.total} chunks that encoders "
+                    "stored, and encoded them again: do their cache services share a tier (docs/encoding.md)?",
+                    file=sys.stderr,
+                )
             if not args.json:
-                print(f"{name}: {done.done - done.skipped} chunks encoded, {done.skipped} were already")
+                encoded = made if own else again
+                print(f"{name}: {encoded} chunks encoded, {done.done - encoded} were already")
     return 0
 
 
 async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: float = 0.0) -> Progress:
-    """Encodes a corpus and shows how far it is. NotFound before time.monotonic() is `end` if nothing is in it yet."""
+    """Has the gateway's workers encode a corpus, and shows how far they are.
+
+    NotFound before time.monotonic() is `end` if nothing is in it yet.
+    """
     done = Progress(0, 0, 0)
     with progress_bar(quiet) as progress:
         bar = progress.add_task("precompute", total=None)
         async with contextlib.aclosing(client.precompute(name, recipe)) as events:
             async for done in events:
-                check_there(name, done.total, end)
+                _check_there(name, done.total, end)
                 progress.update(bar, completed=done.done, total=done.total)
                 if quiet:
                     print_json({"event": "precompute", **asdict(done)})
     return done
 
 
-async def _shared(args: argparse.Namespace) -> int:
-    """Takes part in a run; returns when all of it is done, by whomever."""
-    if not args.run:
-        raise UsageError("--queue needs --run, a name for this pass over the corpora, the same for all that share it")
-    if args.index is not None:
-        raise UsageError("--index and --queue exclude each other: with a queue the documents are shared, not corpora")
-    try:
-        queue = WorkQueue(
-            args.queue, args.run, password=args.queue_password, cluster=args.queue_cluster, min_idle=args.min_idle
-        )
-    except ValueError as error:
-        raise UsageError(f"--queue: {error}") from error
-    try:
-        telemetry.attach("fusionkv-encoder")
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    try:
-        async with connect.client(args) as client:
-            encoder = Encoder(
-                client,
-                queue,
-                args.corpora,
-                args.recipe,
-                attempts=args.attempts,
-                concurrency=args.concurrency,
-                patience=args.timeout,
-                wait=args.wait,
-            )
-            work = asyncio.ensure_future(encoder.run())
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, work.cancel)
-            shown = asyncio.ensure_future(_show(encoder, args))
-            try:
-                await work
-            except asyncio.CancelledError:
-                print("fusionkv: ended; what was in work is left to others", file=sys.stderr)
-                return 143
-            finally:
-                shown.cancel()
-            return await _conclude(encoder, queue, args)
-    finally:
-        await queue.leave()
-        telemetry.detach()
+@contextlib.asynccontextmanager
+async def _encoders(args: argparse.Namespace) -> AsyncGenerator[Sequence[encoders.Encoder]]:
+    """Encoders as the flags say; none: the gateway's workers do it."""
+    if not (args.encoders or args.ray):
+        yield []
+        return
+    settings = {key: value for key in ("model", "cache") if (value := getattr(args, key))}
+    made = (
+        encoders.on_ray(args.ray, args.encoders, args.config, settings)
+        if args.ray
+        else encoders.local(args.encoders, args.config, settings)
+    )
+    async with made as own:
+        yield own
 
 
-async def _show(encoder: Encoder, args: argparse.Namespace) -> None:
-    """The run's progress, of all who take part, once a second."""
-    shown = None
+async def _by_own(
+    client: AsyncClient, args: argparse.Namespace, name: str, own: Sequence[encoders.Encoder], end: float
+) -> int:
+    """Has encoders encode a corpus, and shows how far they are; returns how many chunks were not stored before.
+
+    Raises as `corpus` does.
+    """
+    now = Progress(0, 0, 0)
     with progress_bar(args.json) as progress:
-        bar = progress.add_task(f"encode {args.run}", total=None)
-        while True:
-            now = encoder.standing
-            progress.update(bar, completed=now.encoded + now.skipped, total=encoder.chunks or None)
-            if args.json and now != shown:
-                print_json(_event("progress", now, encoder.chunks))
-            shown = now
-            await asyncio.sleep(_SHOWN_SECONDS)
+        bar = progress.add_task("encode", total=None)
+
+        async def batches() -> AsyncGenerator[encoders.Batch]:
+            nonlocal now
+            async with contextlib.aclosing(client.plan_precompute(name, args.recipe)) as planned:
+                async for batch in planned:
+                    _check_there(name, batch.total, end)
+                    now = Progress(now.done, batch.total, now.skipped)
+                    if batch.requests:
+                        yield [request.SerializeToString() for request in batch.requests]
+
+        def show(chunks: int, existed: int) -> None:
+            nonlocal now
+            now = Progress(now.done + chunks, now.total, now.skipped + existed)
+            progress.update(bar, completed=now.done, total=now.total)
+            if args.json:
+                print_json({"event": "encode", **asdict(now)})
+
+        await encoders.encode_all(batches(), own, show)
+    return now.done - now.skipped
 
 
-def _event(kind: str, now: Standing, chunks: int) -> dict[str, object]:
-    return {
-        "event": kind,
-        "documents": now.done,
-        "documents_set_aside": now.aside,
-        "chunks": chunks,
-        "chunks_encoded": now.encoded,
-        "chunks_skipped": now.skipped,
-    }
-
-
-async def _conclude(encoder: Encoder, queue: WorkQueue, args: argparse.Namespace) -> int:
-    """Says what came of the run, and what was set aside."""
-    end = await queue.standing()
-    if args.json:
-        print_json(_event("summary", end, encoder.chunks))
-    else:
-        print(
-            f"{args.run}: {end.done} documents, {end.encoded} chunks encoded, {end.skipped} were already; "
-            f"{end.aside} documents set aside"
-        )
-    for item in await queue.aside(_NAMED) if end.aside else []:
-        # Whoever else can write to this Redis may have left something there.
-        corpus, document, reason = (item.get(name, "?") for name in ("corpus", "document", "reason"))
-        print(f"fusionkv: {corpus}/{document}: {reason}", file=sys.stderr)
-    return 1 if end.aside else 0
+def _check_there(corpus: str, chunks: int, end: float) -> None:
+    """A corpus is made before its first document is stored: raises NotFound if it has no chunks and time.monotonic()
+    is not `end` yet; later it is taken for an empty one.
+    """
+    if not chunks and time.monotonic() < end:
+        raise NotFound(f"corpus {corpus!r} has no document yet")

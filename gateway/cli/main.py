@@ -139,30 +139,18 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for gateway, workers and corpora that are not there yet (default: not at all)",
     )
-    shared = encode.add_argument_group(
-        "sharing", "any number of processes on any machines take the documents of a run from a queue in Redis"
+    own = encode.add_argument_group(
+        "encoders", "processes that load the model themselves, in place of the gateway's workers (role operator)"
     )
-    shared.add_argument("--queue", metavar="URL", help="redis://host:port, 6.2 or later; rediss:// for TLS")
-    shared.add_argument("--run", default="", metavar="NAME", help="this pass over the corpora, the same for all")
-    shared.add_argument("--queue-password", type=Path, metavar="PATH", help="file, if the URL does not hold it")
-    shared.add_argument("--queue-cluster", action="store_true", help="the URL is a node of a Redis Cluster")
-    shared.add_argument(
-        "--concurrency", type=positive, default=2, metavar="N", help="documents at once (default: %(default)s)"
+    own.add_argument("--encoders", type=positive, default=0, metavar="N", help="processes, or actors on Ray")
+    own.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        help="on a Ray cluster, auto or ray://HOST:PORT; by default one a GPU, or a node",
     )
-    shared.add_argument(
-        "--attempts",
-        type=positive,
-        default=5,
-        metavar="N",
-        help="a document that failed so often is set aside (default: %(default)s)",
-    )
-    shared.add_argument(
-        "--min-idle",
-        type=_seconds,
-        default=60.0,
-        metavar="SECONDS",
-        help="silence after which a document is taken from its process (default: %(default)g)",
-    )
+    own.add_argument("--config", type=Path, metavar="FILE", help="TOML file with [worker], on every machine")
+    own.add_argument("--model", help="as of `fusionkv serve worker`")
+    own.add_argument("--cache", metavar="ADDRESS", help="cache service to store in (default: this machine's)")
 
     ask = commands.add_parser("ask", parents=[client], help="answer a question over a corpus")
     ask.add_argument("corpus", metavar="CORPUS")

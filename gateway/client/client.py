@@ -131,6 +131,17 @@ class AsyncClient:
         finally:
             call.cancel()
 
+    async def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
+        """What `precompute` would have workers encode, for encoders of the caller's own. Has no deadline."""
+        request = pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe)
+        call = self._stub.PlanPrecompute(request, metadata=self._with.metadata())
+        try:
+            with _errors(self.address):
+                async for batch in call:
+                    yield batch
+        finally:
+            call.cancel()
+
     async def move(self, corpus: str) -> AsyncGenerator[Progress]:
         """Makes a corpus anew for the worker's model and the gateway's embedder, with progress. Has no deadline."""
         call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._with.metadata())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.ingest import check_corpus, check_document
-from fusionkv.gateway.retrieval.base import Chunk
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
@@ -25,6 +25,68 @@ _TOGETHER = 32
 _MOST_NEIGHBOURS = 256
 # Chunks, from as many documents if there are, that a worker learns a correction from.
 _SAMPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One pass over a corpus, or over one document of it.
+
+    sizes: chunks by document, when they were counted. neighbours: of each chunk's encoding.
+    """
+
+    tenant: Tenant
+    corpus: str
+    recipe: fusion_pb2.Recipe
+    vocabulary: Vocabulary
+    model: ModelIdentity
+    neighbours: int
+    sizes: dict[str, int]
+
+    async def batches(self) -> AsyncGenerator[tuple[str, list[tuple[Chunk, np.ndarray]], int]]:
+        """Document, some of its chunks with their embeddings, and the corpus's chunks as far as they are known."""
+        total = sum(self.sizes.values())
+        for name, counted in self.sizes.items():
+            stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
+            # The document may have been replaced since it was counted.
+            total += len(stored) - counted
+            for start in range(0, len(stored), _TOGETHER):
+                yield name, stored[start : start + _TOGETHER], total
+        yield "", [], total
+
+    async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
+        """What a worker has to encode for a chunk, with its neighbours where the recipe wants some."""
+        if not self.neighbours:
+            request = self.tokens([chunk])
+            request.mode = request.MODE_EXACT
+            return request
+        request = self.tokens([*await self._near(chunk, vector), chunk])
+        request.mode = request.MODE_NEIGHBOURS
+        return request
+
+    async def _near(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
+        """The most similar other chunks, best first, as many as the model's length takes."""
+        known = vector if vector.size else None
+        most = self.neighbours + 1
+        found = await self.tenant.retrieval.nearest(self.corpus, chunk.text, known, most, self.model)
+        room = self.vocabulary.model.max_tokens - len(self.vocabulary.system()) - len(chunk.ids)
+        near = []
+        for other in [c for c in found if c.key != chunk.key][: self.neighbours]:
+            room -= len(other.ids)
+            if room < 0:
+                break
+            near.append(other)
+        return near
+
+    def tokens(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
+        """The last chunk is the one to encode; `mode` is left to the caller."""
+        *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
+        return fusion_pb2.EncodeRequest(
+            system=fusion_pb2.Tokens(ids=self.vocabulary.system()),
+            before=before,
+            chunk=chunk,
+            model_fingerprint=self.vocabulary.model.fingerprint,
+            tenant=self.tenant.salt,
+        )
 
 
 class Precompute:
@@ -47,61 +109,64 @@ class Precompute:
             Unavailable: no worker, or its cache service can't be reached.
             ResourceExhausted: the tenant's quota of tokens is used up; what is done is stored.
         """
-        check_corpus(request.corpus)
         if request.name:
             check_document(request.name)
+        work = await self._begin(tenant, request.corpus, request.recipe, request.neighbours, request.name)
+        progress = pb.PrecomputeResponse(total=sum(work.sizes.values()))
+        yield _copy(progress)
+        async for _, batch, total in work.batches():
+            if batch:
+                tenant.meter.check_tokens()
+                progress.skipped += await self._encode(work, batch)
+                progress.done += len(batch)
+            progress.total = total
+            yield _copy(progress)
+        if not request.name and "corrected" in work.recipe.name.split("+")[1:]:
+            await self._correct(work)
+        yield _copy(progress)
+
+    async def plan(
+        self, tenant: Tenant, request: pb.PlanPrecomputeRequest
+    ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
+        """Streams what `run` would have workers encode, a batch at a time. Raises as `run` does."""
+        work = await self._begin(tenant, request.corpus, request.recipe)
+        async for name, batch, total in work.batches():
+            requests = [await work.request(*pair) for pair in batch]
+            yield pb.PlanPrecomputeResponse(name=name, requests=requests, total=total)
+
+    async def _begin(
+        self, tenant: Tenant, corpus: str, recipe: str, neighbours: int = 0, document: str = ""
+    ) -> _Pass:
+        check_corpus(corpus)
         # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
-        await tenant.retrieval.check(request.corpus)
+        await tenant.retrieval.check(corpus)
         vocabulary = await self._workers.model()
-        recipe = _recipe(request.recipe, self._config.recipe, vocabulary)
-        count = request.neighbours or recipe.neighbours
+        found = _recipe(recipe, self._config.recipe, vocabulary)
+        count = neighbours or found.neighbours
         if count > _MOST_NEIGHBOURS:
             raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
         model = self._search.identity(vocabulary.identity)
-        if request.name:
-            found = await tenant.retrieval.chunks(request.corpus, request.name, model)
-            if not found:
-                raise NotFound(f"corpus {request.corpus!r} has no document {request.name!r}")
-            sizes = {request.name: len(found)}
+        if document:
+            stored = await tenant.retrieval.chunks(corpus, document, model)
+            if not stored:
+                raise NotFound(f"corpus {corpus!r} has no document {document!r}")
+            sizes = {document: len(stored)}
         else:
-            sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(request.corpus)}
-        progress = pb.PrecomputeResponse(total=sum(sizes.values()))
-        yield _copy(progress)
-        for name, counted in sizes.items():
-            stored = await tenant.retrieval.chunks(request.corpus, name, model)
-            for start in range(0, len(stored), _TOGETHER):
-                batch = stored[start : start + _TOGETHER]
-                tenant.meter.check_tokens()
-                skipped = await self._encode(tenant, request.corpus, batch, count, vocabulary)
-                progress.done += len(batch)
-                progress.skipped += skipped
-                yield _copy(progress)
-            # The document may have been replaced since it was counted.
-            progress.total += len(stored) - counted
-        if not request.name and "corrected" in recipe.name.split("+")[1:]:
-            await self._correct(tenant, request.corpus, sizes, vocabulary)
-        yield _copy(progress)
+            sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
+        return _Pass(tenant, corpus, found, vocabulary, model, count, sizes)
 
-    async def _encode(
-        self,
-        tenant: Tenant,
-        corpus: str,
-        batch: list[tuple[Chunk, np.ndarray]],
-        count: int,
-        vocabulary: Vocabulary,
-    ) -> int:
+    async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]]) -> int:
         """Encodes and stores a batch; returns how many the cache service had already."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
         async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
             async with slots:
-                near = await self._neighbours(tenant, corpus, chunk, vector, count, vocabulary) if count else []
-                request = _request(tenant, [*near, chunk], vocabulary)
-                request.mode = request.MODE_NEIGHBOURS if count else request.MODE_EXACT
+                request = await work.request(chunk, vector)
                 encoded = await self._workers.encode(request)
                 if not encoded.existed:
-                    tenant.meter.spend(len(chunk.ids) + sum(len(n.ids) for n in near))
+                    work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
                 # What was encoded behind neighbours before is still there, and better.
+                count = work.neighbours
                 new = replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
                 return new, encoded.existed
 
@@ -113,37 +178,21 @@ class Precompute:
                 task.cancel()
         known = {chunk for chunk, _ in batch}
         if changed := [chunk for chunk, _ in done if chunk not in known]:
-            await tenant.retrieval.set_variants(corpus, changed)
+            await work.tenant.retrieval.set_variants(work.corpus, changed)
         return sum(existed for _, existed in done)
 
-    async def _correct(self, tenant: Tenant, corpus: str, sizes: dict[str, int], vocabulary: Vocabulary) -> None:
+    async def _correct(self, work: _Pass) -> None:
         """Has a worker learn the corpus's correction; nothing where there are no two chunks."""
-        names, model = sorted(sizes), self._search.identity(vocabulary.identity)
+        names = sorted(work.sizes)
         sample: list[Chunk] = []
         for name in names[:: max(1, len(names) // _SAMPLE)]:
-            stored = await tenant.retrieval.chunks(corpus, name, model)
+            stored = await work.tenant.retrieval.chunks(work.corpus, name, work.model)
             sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
         if len({chunk.ids for chunk in sample}) < 2:
             return
-        request = _request(tenant, sample[:_SAMPLE], vocabulary)
-        request.mode, request.corpus = request.MODE_CORRECTION, corpus
+        request = work.tokens(sample[:_SAMPLE])
+        request.mode, request.corpus = request.MODE_CORRECTION, work.corpus
         await self._workers.encode(request)
-
-    async def _neighbours(
-        self, tenant: Tenant, corpus: str, chunk: Chunk, vector: np.ndarray, count: int, vocabulary: Vocabulary
-    ) -> list[Chunk]:
-        """The most similar other chunks, best first, as many as the model's length takes."""
-        known = vector if vector.size else None
-        model = self._search.identity(vocabulary.identity)
-        found = await tenant.retrieval.nearest(corpus, chunk.text, known, count + 1, model)
-        room = vocabulary.model.max_tokens - len(vocabulary.system()) - len(chunk.ids)
-        near = []
-        for other in [c for c in found if c.key != chunk.key][:count]:
-            room -= len(other.ids)
-            if room < 0:
-                break
-            near.append(other)
-        return near
 
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
@@ -152,18 +201,6 @@ def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recip
     if not (found.takes_modifiers or found.neighbours):
         raise InvalidArgument(f"recipe {found.name!r} reuses no chunks: there is nothing to encode ahead of time")
     return found
-
-
-def _request(tenant: Tenant, chunks: Sequence[Chunk], vocabulary: Vocabulary) -> fusion_pb2.EncodeRequest:
-    """The last chunk is the one to encode; `mode` is left to the caller."""
-    *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
-    return fusion_pb2.EncodeRequest(
-        system=fusion_pb2.Tokens(ids=vocabulary.system()),
-        before=before,
-        chunk=chunk,
-        model_fingerprint=vocabulary.model.fingerprint,
-        tenant=tenant.salt,
-    )
 
 
 def _copy(progress: pb.PrecomputeResponse) -> pb.PrecomputeResponse:

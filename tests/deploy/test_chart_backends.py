@@ -119,14 +119,10 @@ def test_who_calls_the_gateway_trusts_its_ca_and_learns_no_key(render: Render) -
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_caches_share_the_charts_own_redis(render: Render, version: str) -> None:
-    found = render({"redis": {"enabled": True}, "kvcache": {"replicas": 3}, "encode": {"corpora": ["a"]}}, version)
+    found = render({"redis": {"enabled": True}, "kvcache": {"replicas": 3}}, version)
     assert config_of(found, "kvcache").remote_url == "redis://rel-redis:6379"
     assert found["Service"]["redis"]["spec"]["ports"][0]["port"] == 6379
-    assert (
-        "--queue=redis://rel-redis:6379"
-        in found["Job"]["encode-1"]["spec"]["template"]["spec"]["containers"][0]["command"]
-    )
-    assert callers(policy_of(found, "redis")) == ["kvcache", "encode"]
+    assert callers(policy_of(found, "redis")) == ["kvcache"]
     assert policy_of(found, "redis")["egress"] == []
     assert 6379 in {rule["ports"][0]["port"] for rule in policy_of(found, "kvcache")["egress"]}
     with pytest.raises(ValueError, match="choose one"):

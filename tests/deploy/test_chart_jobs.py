@@ -128,34 +128,6 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     assert "Job" not in render({})
 
 
-def test_documents_are_shared_through_a_queue(render: Render) -> None:
-    queue = {"url": "rediss://redis.data.svc:6380", "cluster": True, "password": True}
-    encode = {"corpora": ["a", "b"], "parallelism": 8, "secret": "encoder", "queue": queue}
-    endpoint = "http://collector:4317"
-    (job,) = render({"encode": encode, "otlp": {"endpoint": endpoint}, "worker": {"startupSeconds": 1800}})["Job"]
-    spec = job["spec"]
-    # All pods work until the queue is empty: a number of completions would start more after that.
-    assert spec["parallelism"] == 8
-    assert "completions" not in spec
-    assert "completionMode" not in spec
-    encoding = container(job)
-    args = cli._parser().parse_args(encoding["command"][1:])
-    assert (args.corpora, args.index, args.queue, args.queue_cluster) == (["a", "b"], None, queue["url"], True)
-    assert str(args.queue_password) == "/etc/fusionkv/redis"
-    assert args.wait == 1800
-    # A run is named after the release's revision, so an upgrade is another pass.
-    assert args.run == "rel-encode-1"
-    env = {e["name"]: e.get("value") for e in encoding["env"]}
-    log = {"FUSIONKV_LOG": "info", "FUSIONKV_LOG_FORMAT": "json"}
-    assert env == {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_RESOURCE_ATTRIBUTES": "service.instance.id=$(K8S_POD_NAME)",
-        "K8S_POD_NAME": None,
-        "FUSIONKV_TOKEN_FILE": "/etc/fusionkv/token",
-        **log,
-    }
-
-
 def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     encode = {"corpora": ["a", "b c", "d"], "recipe": "fusionrag", "parallelism": 8, "secret": "worker-token"}
     clients = [{"podSelector": {"matchLabels": {"app": "shop"}}}]

@@ -20,8 +20,6 @@ SENT = {
         "headersSecret": "collector",
         "caSecret": "collector-ca",
     },
-    "redis": {"enabled": True},
-    "encode": {"corpora": ["notes"]},
 }
 # What a process says of itself; it ends without sending anything, since nobody is there to take it.
 PROCESS = """
@@ -35,15 +33,12 @@ os._exit(0)
 """
 
 
-@pytest.fixture(params=[*CONFIGS, "encode"])
+@pytest.fixture(params=CONFIGS)
 def pod(request: Any, helm: str, tmp_path: Path) -> Any:
     """The spec of each pod that logs and sends."""
     documents = template(helm, tmp_path, SENT)
     validate(documents, VERSIONS[-1])
-    found = named(documents)
-    if request.param != "encode":
-        return pod_of(found, request.param)
-    return found["Job"]["encode-1"]["spec"]["template"]["spec"]
+    return pod_of(named(documents), request.param)
 
 
 def test_every_pod_logs_and_sends_as_told(pod: Any, authority: Any) -> None:

@@ -17,7 +17,7 @@ EXTRAS = {
     "protos": {"prometheus", "compress"},
     "kernels": {"worker", "gpu"},
     "kvcache_service": {"cache", "mooncake"},
-    "fusion_worker": {"worker", "gguf", "gpu", "gds"},
+    "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
     "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds"},

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client.client import Client
-from tests.system.redis_process import RedisServer
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(480), pytest.mark.slow]
 Launch = Callable[..., Any]
@@ -50,58 +49,40 @@ def late(launch: Launch, tmp_path: Path, tiny_model: Path) -> Late:
     return made
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "queue"])
-def test_what_comes_late_is_waited_for(late: Late, tmp_path: Path, shared: bool) -> None:
-    redis = RedisServer(tmp_path) if shared else None
+def test_what_comes_late_is_waited_for(late: Late) -> None:
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("waits for up to", timeout=120)
+    assert "no corpus" not in encoder.log
+    gateway = late.gateway()
+    encoder.wait_for_line("no corpus 'notes'", timeout=120)
+    worker = late.worker()
+    late.ingest()
+    assert encoder.wait(120) == 0, encoder.log
+    assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
 
-    def encode(run: str) -> Any:
-        queue = ("--queue", redis.url, "--run", run) if redis else ()
-        return late.encode("--wait", "600", *queue)
-
-    try:
-        encoder = encode("install")
-        encoder.wait_for_line("waits for up to", timeout=120)
-        assert "no corpus" not in encoder.log
-        gateway = late.gateway()
-        encoder.wait_for_line("no corpus 'notes'", timeout=120)
-        worker = late.worker()
-        late.ingest()
-        assert encoder.wait(120) == 0, encoder.log
-        assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
-
-        # The corpus is there at an upgrade, and the worker still loads its model.
-        for service in (worker, gateway):
-            assert service.stop() == 0
-        late.gateway()
-        encoder = encode("upgrade")
-        encoder.wait_for_line("waits for up to", timeout=120)
-        late.worker()
-        assert encoder.wait(120) == 0, encoder.log
-        assert " 0 chunks encoded" in encoder.log
-    finally:
-        if redis:
-            redis.kill9()
+    # The corpus is there at an upgrade, and the worker still loads its model.
+    for service in (worker, gateway):
+        assert service.stop() == 0
+    late.gateway()
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("waits for up to", timeout=120)
+    late.worker()
+    assert encoder.wait(120) == 0, encoder.log
+    assert " 0 chunks encoded" in encoder.log
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "queue"])
-def test_a_corpus_without_a_document_is_waited_for(late: Late, tmp_path: Path, shared: bool) -> None:
+def test_a_corpus_without_a_document_is_waited_for(late: Late) -> None:
     """As it is at the moment after its making, and here for as long as it takes."""
-    redis = RedisServer(tmp_path) if shared else None
-    queue = ("--queue", redis.url, "--run", "r") if redis else ()
-    try:
-        late.gateway()
-        late.worker()
-        late.ingest()
-        with Client(late.address) as client:
-            client.delete("notes", "a.md")
-        encoder = late.encode("--wait", "600", *queue)
-        encoder.wait_for_line("corpus 'notes' has no document yet", timeout=120)
-        late.ingest()
-        assert encoder.wait(120) == 0, encoder.log
-        assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
-    finally:
-        if redis:
-            redis.kill9()
+    late.gateway()
+    late.worker()
+    late.ingest()
+    with Client(late.address) as client:
+        client.delete("notes", "a.md")
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("corpus 'notes' has no document yet", timeout=120)
+    late.ingest()
+    assert encoder.wait(120) == 0, encoder.log
+    assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
 
 
 def test_a_corpus_that_does_not_come_ends_the_wait(late: Late) -> None:

@@ -1,214 +1,184 @@
-"""`fusionkv encode --queue`, as processes: shared, killed in the middle, and what can't be encoded."""
+"""`fusionkv encode --encoders` and `--ray`, as processes: what they store, and one that is killed in the middle."""
 
-import contextlib
+import asyncio
 import json
+import os
 import signal
-import time
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fusionkv.gateway.client.client import AsyncClient, Client
-from fusionkv.gateway.ingest.encoder import Encoder
-from fusionkv.gateway.ingest.work_queue import WorkQueue
+from fusionkv.fusion_worker.encode import encoders
+from fusionkv.gateway.client.client import Client
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway.conftest import Stack
-from tests.system.redis_process import RedisServer
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240), pytest.mark.slow]
 Launch = Callable[..., Any]
-DOCUMENTS = 12
+# Chunks that are handed out together, and how many of such an encoder has at once.
+BATCH, HELD = 32, 2
 
 
-@pytest.fixture(scope="module")
-def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.kill9()
-
-
-@pytest.fixture(scope="module")
-def corpora(stack: Stack) -> Stack:
-    """Two corpora of some documents each, of several chunks."""
-    for corpus in ("one", "two"):
-        ingest(stack.client, corpus, DOCUMENTS // 2)
-    return stack
-
-
-def ingest(client: Client, corpus: str, documents: int) -> None:
+def ingest(client: Client, corpus: str, documents: int, pages: int = 80) -> int:
+    """Stores documents of several batches; returns the corpus's chunks."""
     for number in range(documents):
-        text = " ".join(f"Page {number} of {corpus} says {number * i}." for i in range(40))
+        text = " ".join(f"Page {number} of {corpus} says {number * i} and {i}." for i in range(pages))
         client.ingest(corpus, f"{number}.txt", text)
+    return sum(item.chunks for item in client.list() if item.name == corpus)
 
 
-class Encoders:
-    """Starts encoders of runs, over both corpora if none is named."""
+class Encode:
+    """Starts `fusionkv encode` over a stack, with encoders of its own."""
 
-    def __init__(self, launch: Launch, gateway: str, redis: RedisServer, worker: Any = None) -> None:
+    def __init__(self, launch: Launch, stack: Stack, model: Path) -> None:
         self._launch = launch
-        self._gateway = gateway
-        self._worker = worker
-        self.redis = redis
+        self._own = ("--gateway", stack.gateway.address, "--model", str(model), "--cache", stack.cache.address)
 
-    def start(self, run: str, *flags: str, min_idle: str = "60") -> Any:
-        own = ("--gateway", self._gateway, "--queue", self.redis.url, "--run", run, "--min-idle", min_idle, "--json")
-        given = flags if any(not flag.startswith("-") for flag in flags[:1]) else ("one", "two", *flags)
-        return self._launch("fusionkv.gateway.cli.main", "encode", "--recipe", "fusionrag", *given, *own, services=0)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """The worker stands still: documents that are in work stay so, if they are not encoded yet."""
-        self._worker.process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._worker.process.send_signal(signal.SIGCONT)
-
-    def pending(self, run: str) -> int:
-        """Documents in work."""
-        key = f"{{fusionkv:run:{run}}}:items"
-        redis = self.redis.client()
-        return int(redis.xpending(key, "encoders")["pending"]) if redis.exists(key) else 0
-
-    def wait_for_work(self, run: str, count: int = 1) -> None:
-        until = time.monotonic() + 60
-        while self.pending(run) < count:
-            assert time.monotonic() < until, f"nobody works on {run}"
-            time.sleep(0.002)
+    def start(self, *flags: str) -> Any:
+        return self._launch("fusionkv.gateway.cli.main", "encode", *self._own, "--json", *flags, services=0)
 
 
 @pytest.fixture
-def encoders(launch: Launch, corpora: Stack, redis: RedisServer) -> Encoders:
-    return Encoders(launch, corpora.gateway.address, redis, corpora.workers[0])
+def encode(launch: Launch, stack: Stack, tiny_model: Path) -> Encode:
+    return Encode(launch, stack, tiny_model)
 
 
-def summary(encoder: Any) -> dict[str, Any]:
-    """What it said at its end."""
+def progress(encoder: Any, kind: str) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in encoder.log.splitlines() if line.startswith('{"event"')]
-    found: dict[str, Any] = lines[-1]
-    assert found["event"] == "summary", encoder.log
+    return [line for line in lines if line["event"] == kind]
+
+
+async def stored(stack: Stack) -> int:
+    """Entries that were put into the cache service so far, again or for the first time."""
+    client = CacheClient(stack.cache.address)
+    try:
+        return (await client.stats()).puts
+    finally:
+        await client.close()
+
+
+def children(process: int, name: str) -> list[int]:
+    """Processes of all generations below one, whose command line has `name`."""
+    found = []
+    for child in map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()):
+        try:
+            if name in Path(f"/proc/{child}/cmdline").read_text():
+                found.append(child)
+            found += children(child, name)
+        except OSError:
+            continue
     return found
 
 
-def chunks(client: Client, *corpora: str) -> int:
-    return sum(item.chunks for item in client.list() if item.name in corpora)
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[tuple[str, int]]:
+    """The address of a Ray cluster of one node with two CPUs, and the process that all of its others descend from."""
+    pytest.importorskip("ray", reason="pip install -e '.[ray]'")
+    # In the foreground, so that its processes are known and end with it.
+    flags = ("--head", "--block", "--num-cpus=2", "--num-gpus=0", "--include-dashboard=false", "--port=0")
+    memory = ("--object-store-memory=100000000", "--disable-usage-stats")
+    ray = Path(sys.executable).parent / "ray"
+    process = subprocess.Popen([ray, "start", *flags, *memory], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    address = next(line for line in process.stdout if "--address=" in line).split("--address='")[1].split("'")[0]
+    yield address, process.pid
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
 
 
-def test_encoders_share_a_run_and_outlive_one_that_is_killed(encoders: Encoders, corpora: Stack) -> None:
-    total = chunks(corpora.client, "one", "two")
-    with encoders.held():
-        killed = encoders.start("a", "--concurrency", "4", min_idle="1")
-        encoders.wait_for_work("a", 4)
-        killed.kill9()
-    assert encoders.pending("a") == 4
-    others = [encoders.start("a", min_idle="1") for _ in range(2)]
-    for encoder in others:
-        assert encoder.wait(120) == 0, encoder.log
-        end = summary(encoder)
-        # Each document and each chunk once, though some of them were begun by one and ended by another.
-        assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS, 0)
-        assert end["chunks_encoded"] + end["chunks_skipped"] == end["chunks"] == total
-    assert "taken over" in others[0].log + others[1].log
-    # All of it is stored: a second pass finds nothing to do, and a third process finds the second pass over.
-    again = encoders.start("b")
-    assert again.wait(120) == 0, again.log
-    assert (summary(again)["chunks_encoded"], summary(again)["chunks_skipped"]) == (0, total)
-    late = encoders.start("b")
-    assert late.wait(60) == 0
-    assert summary(late) == summary(again)
-
-
-def test_who_is_asked_to_end_leaves_its_documents_to_others_at_once(encoders: Encoders, corpora: Stack) -> None:
-    ingest(corpora.client, "left", DOCUMENTS)
-    with encoders.held():
-        first = encoders.start("c", "left", "--concurrency", "4", min_idle="600")
-        encoders.wait_for_work("c", 4)
-        first.process.send_signal(signal.SIGTERM)
-        assert first.wait() == 143
-    second = encoders.start("c", "left", min_idle="600")
-    # Silence would have to last ten minutes.
-    assert second.wait(180) == 0, second.log
-    assert summary(second)["documents"] == DOCUMENTS
-
-
-def test_a_document_that_its_encoders_die_of_is_set_aside(encoders: Encoders, corpora: Stack) -> None:
-    ingest(corpora.client, "deadly", DOCUMENTS)
-    with encoders.held():
-        dead = encoders.start("d", "deadly", "--concurrency", "1")
-        encoders.wait_for_work("d")
-        dead.kill9()
-    assert encoders.pending("d") == 1
-    # What nobody of the run wrote is among those that are named at the end.
-    encoders.redis.client().xadd("{fusionkv:run:d}:aside", {"odd": "1"})
-    heir = encoders.start("d", "deadly", "--attempts", "1", min_idle="0.1")
-    assert heir.wait(120) == 1
-    end = summary(heir)
-    assert (end["documents"], end["documents_set_aside"]) == (DOCUMENTS - 1, 1)
-    assert "1 encoders ended over it" in heir.log
-    assert "fusionkv: ?/?: ?" in heir.log
-
-
-def test_a_document_that_fails_is_set_aside_with_the_reason(
-    launch: Launch, corpora: Stack, redis: RedisServer, tmp_path: Path
+@pytest.mark.parametrize("where", ["processes", "ray"])
+async def test_one_that_is_killed_costs_what_it_held(
+    where: str, encode: Encode, stack: Stack, request: pytest.FixtureRequest
 ) -> None:
-    """A chunk that is longer than the model takes."""
-    flags = ("--chunk-tokens", "4096", "--data-dir", str(tmp_path / "gateway"), "--listen", "127.0.0.1:0")
-    gateway = launch("fusionkv.gateway", "--workers", corpora.workers[0].address, *flags)
-    with Client(gateway.address) as client:
-        client.ingest("mixed", "a.txt", "a short page")
-        client.ingest("mixed", "b.txt", "word " * 500)
-        client.ingest("mixed", "c.txt", "another short page")
-    encoder = Encoders(launch, gateway.address, redis).start("e", "mixed", "--attempts", "2", min_idle="0.2")
-    assert encoder.wait(120) == 1, encoder.log
-    assert (summary(encoder)["documents"], summary(encoder)["documents_set_aside"]) == (2, 1)
-    assert "mixed/b.txt: INVALID_ARGUMENT" in encoder.log
-    (kept,) = redis.client().xrange("{fusionkv:run:e}:aside")
-    assert b"tokens to encode; the model takes" in kept[1][b"reason"]
+    corpus = f"killed-{where}"
+    total = ingest(stack.client, corpus, 6)
+    before, flags, root, name = await stored(stack), ["--encoders", "2"], 0, "spawn_main"
+    if where == "ray":
+        address, root = request.getfixturevalue("ray_cluster")
+        flags, name = [*flags, "--ray", address], "ray::_Holder"
+    encoder = encode.start(corpus, "--recipe", "full_reuse", *flags)
+    encoder.wait_for_line('{"event": "encode"', timeout=120)
+    os.kill(children(root or encoder.process.pid, name)[0], signal.SIGKILL)
+    assert encoder.wait(200) == 0, encoder.log
+    end = progress(encoder, "encode")[-1]
+    assert (end["done"], end["total"]) == (total, total)
+    assert len(progress(encoder, "encode")) > 2, "it was killed at the end"
+    # What the gateway's workers find afterwards is all of it.
+    assert progress(encoder, "precompute")[-1]["skipped"] == total
+    assert total <= await stored(stack) - before <= total + HELD * BATCH
 
 
-def test_what_concerns_every_document_ends_the_encoder(encoders: Encoders) -> None:
-    nowhere = encoders.start("f", "none")
-    assert nowhere.wait() == 1
-    assert "no corpus 'none'" in nowhere.log
-    unfit = encoders.start("f", "one", "--recipe", "full_attention")
-    assert unfit.wait() == 1
-    assert "reuses no chunks" in unfit.log
-    assert encoders.start("f").wait() == 0
-    other = encoders.start("f", "one")
-    assert other.wait() == 1
-    assert "another name" in other.log
+def test_neighbours_are_those_that_workers_would_take(encode: Encode, stack: Stack) -> None:
+    """A worker finds every chunk behind the neighbours that it has itself for it."""
+    total = ingest(stack.client, "near", 1, pages=40)
+    encoder = encode.start("near", "--recipe", "fusionrag", "--encoders", "1")
+    assert encoder.wait(120) == 0, encoder.log
+    assert progress(encoder, "precompute")[-1]["skipped"] == total
+    assert "encoded them again" not in encoder.log
 
 
-def test_a_redis_that_forgets_all_only_costs_time(encoders: Encoders, corpora: Stack, redis: RedisServer) -> None:
-    ingest(corpora.client, "forgotten", DOCUMENTS)
-    with encoders.held():
-        first = encoders.start("g", "forgotten", "--concurrency", "2", min_idle="1")
-        encoders.wait_for_work("g", 2)
-        redis.client().flushall()
-    assert first.wait(120) == 0, first.log
-    assert summary(first)["documents"] <= DOCUMENTS
-    # What was encoded before stays so.
-    again = encoders.start("h", "forgotten")
-    assert again.wait(120) == 0, again.log
-    end = summary(again)
-    assert (end["chunks_encoded"], end["chunks_skipped"]) == (0, chunks(corpora.client, "forgotten"))
+def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack) -> None:
+    ingest(stack.client, "wrong", 1, pages=4)
+    for flags, said in (
+        (("--encoders", "1", "--cache", "none"), "name one by --cache"),
+        (("--encoders", "1", "--model", "/nowhere"), "/nowhere is no model"),
+        (("--ray", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
+    ):
+        failed = encode.start("wrong", *flags)
+        assert failed.wait(120) == 1
+        assert said in failed.log.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("cursor", "seven "), ("cursor", "9 "), ("cursor", "0 no page of a gateway"), ("done", "many")],
-)
-async def test_what_no_encoder_wrote_only_costs_time(
-    corpora: Stack, redis: RedisServer, request: pytest.FixtureRequest, name: str, value: str
-) -> None:
-    run = request.node.name
-    redis.client().hset(f"{{fusionkv:run:{run}}}:state", name, value)
-    queue = WorkQueue(redis.url, run)
-    async with AsyncClient(corpora.gateway.address) as client:
-        encoder = Encoder(
-            client, queue, ["one", "two"], "fusionrag", attempts=2, concurrency=1, patience=200, wait=0.0
-        )
-        await encoder.run()
-    await queue.leave()
-    assert encoder.standing.done == DOCUMENTS
+async def test_no_more_is_read_than_encoders_have_room_for_and_what_fails_is_tried_again() -> None:
+    read, most = 0, 0
+    done: list[int] = []
+
+    async def batches() -> Any:
+        nonlocal read
+        for _ in range(40):
+            read += 1
+            yield [b""]
+
+    class Ready:
+        async def ready(self) -> None:
+            pass
+
+        async def encode(self, batch: encoders.Batch) -> int:
+            nonlocal most
+            await asyncio.sleep(0)
+            most = max(most, read - len(done))
+            return 0
+
+    class Starting(Ready):
+        """Has no room on its cluster yet, and gets no batch."""
+
+        async def ready(self) -> None:
+            await asyncio.Event().wait()
+
+    def count(chunks: int, existed: int) -> None:
+        done.append(chunks)
+
+    await asyncio.wait_for(encoders.encode_all(batches(), [Ready(), Starting()], count), 10)
+    assert len(done) == 40
+    assert most <= 3 * 2 + 1
+
+    class Failing(Ready):
+        def __init__(self) -> None:
+            self.left = [
+                InvalidArgument("never"),
+                Unavailable("not yet", retry_after=0.01),
+                encoders.EncoderLost("died"),
+            ]
+
+        async def encode(self, batch: encoders.Batch) -> int:
+            raise self.left.pop()
+
+    failing = Failing()
+    with pytest.raises(InvalidArgument, match="never"):
+        await asyncio.wait_for(encoders.encode_all(batches(), [failing], count), 10)
+    assert not failing.left

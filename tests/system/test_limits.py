@@ -67,6 +67,8 @@ TOO_LONG: dict[str, Any] = {
     "gateway.Precompute corpus": gateway.PrecomputeRequest(corpus=LONG),
     "gateway.Precompute name": gateway.PrecomputeRequest(corpus="c", name=LONG),
     "gateway.Precompute recipe": gateway.PrecomputeRequest(corpus="c", recipe=LONG),
+    "gateway.PlanPrecompute corpus": gateway.PlanPrecomputeRequest(corpus=LONG),
+    "gateway.PlanPrecompute recipe": gateway.PlanPrecomputeRequest(corpus="c", recipe=LONG),
     "gateway.Delete corpus": gateway.DeleteRequest(corpus=LONG),
     "gateway.Delete name": gateway.DeleteRequest(corpus="c", name=LONG),
     "gateway.List corpus": gateway.ListRequest(corpus=LONG),

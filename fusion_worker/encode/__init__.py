@@ -1,0 +1,1 @@
+"""Encoding many chunks without a server: on processes of one machine, or on Ray."""
