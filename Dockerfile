@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# One file, five images: docker build --target kvcache|kvcache-mooncake|worker|worker-gpu|gateway .
+# One file, seven images: docker build --target kvcache|kvcache-mooncake|worker|worker-ray|worker-gpu|worker-gpu-ray|gateway .
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
@@ -79,6 +79,14 @@ ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models HF_HUB_OFFLIN
 EXPOSE 7071
 ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
 
+# For nodes of a Ray cluster that encoders run on: the extra `ray`, and what a head needs to be given jobs over HTTP.
+FROM worker AS worker-ray
+USER 0:0
+COPY constraints.txt /wheels/
+RUN pip install --no-cache-dir -c /wheels/constraints.txt "ray[default]"
+ENV RAY_USAGE_STATS_ENABLED=0
+USER 10001:10001
+
 # The CUDA image brings a Python of its own (3.12 on Ubuntu 24.04), so the packages are installed anew.
 FROM ${CUDA_IMAGE} AS worker-gpu
 LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
@@ -101,3 +109,9 @@ EXPOSE 7071
 STOPSIGNAL SIGTERM
 USER 10001:10001
 ENTRYPOINT ["python", "-P", "-m", "fusionkv.fusion_worker"]
+
+FROM worker-gpu AS worker-gpu-ray
+USER 0:0
+RUN pip install --no-cache-dir -c /wheels/constraints.txt "ray[default]"
+ENV RAY_USAGE_STATS_ENABLED=0
+USER 10001:10001

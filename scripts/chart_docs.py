@@ -24,7 +24,8 @@ tested outside of a cluster.
 
     With a GPU it is the target `worker-gpu`. The target `worker` takes the torch that pip finds, from PyPI on x86-64
     the one that brings CUDA; `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` lets it find the
-    one for CPUs. With kind, `kind load docker-image` takes the place of the push.
+    one for CPUs. Encoders on Ray (`encode.ray`) want `worker-ray` or `worker-gpu-ray` too. With kind,
+    `kind load docker-image` takes the place of the push.
 
 2. Take the example that is nearest, and install:
 
@@ -66,7 +67,8 @@ tested outside of a cluster.
   service account without rights, and runs as user 10001 on a read-only root file system, as the Pod Security Standard
   *restricted* wants it. Only Milvus, where it is the chart's own, has a root file system that it may write to: nobody
   has run it yet, so whether it needs more than its volume and `/tmp` is not known.
-- Only the gateway calls workers, and only workers call caches (`networkPolicy`), in a network that enforces policies.
+- Only the gateway calls workers, and only workers and encoders on Ray call caches (`networkPolicy`), in a network
+  that enforces policies.
 
 ## More workers by how many requests wait
 

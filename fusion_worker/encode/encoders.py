@@ -115,7 +115,7 @@ async def on_ray(
 
     Raises:
         FailedPrecondition: Ray is not installed, or its cluster is of another version.
-        Unavailable: there is no Ray cluster.
+        Unavailable: there is no Ray cluster, or none but a head without CPUs.
     """
     try:
         import ray
@@ -130,6 +130,8 @@ async def on_ray(
         raise FailedPrecondition(f"Ray at {address}: {error}") from error
     try:
         resources = ray.cluster_resources()
+        if "CPU" not in resources:
+            raise Unavailable(f"no node of the Ray cluster at {address} takes encoders, or not yet")
         gpus = int(resources.get("GPU", 0))
         count = count or gpus or sum(node["Alive"] for node in ray.nodes())
         threads = 1 if gpus else max(1, int(resources["CPU"]) // count)

@@ -1,7 +1,7 @@
 """Kinds that the chart makes and Kubernetes does not have: the fields that it sets, as their CRDs have them.
 
-By hand, since the CRDs come with no package, from the Gateway API 1.6.1, the Prometheus operator 0.93.0 and
-cert-manager 1.21.1. A field that is to be set is looked up there and added here.
+By hand, since the CRDs come with no package, from the Gateway API 1.6.1, the Prometheus operator 0.93.0,
+cert-manager 1.21.1 and KubeRay 1.7.0. A field that is to be set is looked up there and added here.
 """
 
 from typing import Any
@@ -40,6 +40,28 @@ _KINDS: dict[tuple[str, str], Any] = {
         "usages": [{"digital signature", "server auth", "client auth"}],
         "privateKey": {"algorithm": {"ECDSA"}, "size": int, "rotationPolicy": {"Always"}},
     },
+    ("ray.io/v1", "RayJob"): {
+        "submissionMode": {"K8sJobMode", "HTTPMode", "SidecarMode", "InteractiveMode"},
+        "entrypoint": str,
+        "backoffLimit": int,
+        "shutdownAfterJobFinishes": bool,
+        "rayClusterSpec": {
+            "rayVersion": str,
+            "authOptions": {"mode": {"disabled", "token"}},
+            # Templates are pods' of Kubernetes: see `pods`.
+            "headGroupSpec!": {"rayStartParams": _NAMES, "template!": dict},
+            "workerGroupSpecs": [
+                {
+                    "groupName!": str,
+                    "replicas": int,
+                    "minReplicas!": int,
+                    "maxReplicas!": int,
+                    "rayStartParams": _NAMES,
+                    "template!": dict,
+                }
+            ],
+        },
+    },
 }
 KINDS = {kind for _, kind in _KINDS}
 
@@ -51,6 +73,15 @@ def validate(document: Any) -> None:
     if form is None or set(document) != {"apiVersion", "kind", "metadata", "spec"}:
         raise ValueError(f"{document['apiVersion']} has no {where} of {sorted(document)}")
     _fits(document["spec"], form, f"{where}.spec")
+
+
+def pods(document: Any) -> list[Any]:
+    """The pods that are to be made from the templates of a RayJob; of other kinds none."""
+    if document["kind"] != "RayJob":
+        return []
+    cluster = document["spec"]["rayClusterSpec"]
+    templates = [group["template"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+    return [{"apiVersion": "v1", "kind": "Pod", **template} for template in templates]
 
 
 def _fits(value: Any, form: Any, where: str) -> None:

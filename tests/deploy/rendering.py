@@ -36,8 +36,11 @@ def validate(documents: Iterable[Any], version: str) -> None:
     for document in documents:
         if document["kind"] in foreign.KINDS:
             foreign.validate(document)
+            made = foreign.pods(document)
         else:
-            kubernetes_validate.validate(document, version, strict=True)
+            made = [document]
+        for each in made:
+            kubernetes_validate.validate(each, version, strict=True)
 
 
 def named(documents: Iterable[Any]) -> dict[str, dict[str, Any]]:

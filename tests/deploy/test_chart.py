@@ -281,6 +281,8 @@ def test_caches_reach_the_tier_that_they_share(render: Render, url: str, port: i
         ({"certManager": {"issuer": {"kind": "Vault"}}}, "kind"),
         ({"redis": {"image": "redis:latest@sha"}}, "image"),
         ({"milvus": {"enable": True}}, "enable"),
+        ({"encode": {"ray": {"encoders": 0}}}, "encoders"),
+        ({"encode": {"ray": {"operator": []}}}, "operator"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else None,
 )

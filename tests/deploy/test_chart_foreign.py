@@ -19,6 +19,7 @@ EVERYTHING = {
         "rules": {"enabled": True},
     },
     "gateway": {"route": {"enabled": True, "parents": [{"name": "a", "namespace": "b"}], "hostnames": ["c.example"]}},
+    "encode": {"corpora": ["a"], "ray": {"enabled": True}},
 }
 
 
@@ -47,6 +48,8 @@ def test_all_of_them_are_made_and_valid(objects: list[Any]) -> None:
         ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].pop("expr"), "lacks ['expr!']"),
         ("Certificate", lambda spec: spec.update(usages=["server-auth"]), "usages can't be 'server-auth'"),
         ("Issuer", lambda spec: spec.update(selfsigned={}), "no field selfsigned"),
+        ("RayJob", lambda spec: spec.update(submissionMode="HTTP"), "submissionMode can't be 'HTTP'"),
+        ("RayJob", lambda spec: spec["rayClusterSpec"]["headGroupSpec"].pop("template"), "lacks ['template!']"),
     ],
 )
 def test_a_wrong_field_is_noticed(objects: list[Any], kind: str, change: Any, told: str) -> None:

@@ -1,5 +1,6 @@
 """What the chart brings besides its workloads: jobs, autoscaling, a route, and values to start from."""
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,86 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     callers = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
     labels = spec["template"]["metadata"]["labels"]
     assert any(caller.items() <= labels.items() for caller in callers)
+
+
+@pytest.fixture
+def on_ray(render: Render) -> Render:
+    """With encoders on Ray."""
+
+    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, list[Any]]:
+        encode = {"corpora": ["a", "it's b"], "recipe": "prophetkv+similarity_guided(5)", "secret": "operator-token"}
+        return render({**values, "encode": {**encode, "ray": {"enabled": True, "encoders": 3}}}, version)
+
+    return run
+
+
+@pytest.mark.parametrize(("gpus", "image"), [(0, "fusionkv-worker-ray:0.1.0"), (2, "fusionkv-worker-gpu-ray:0.1.0")])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version: str, gpus: int, image: str) -> None:
+    config = {"store": "int8", "signing_keys": "/etc/fusionkv/signing.keys"}
+    worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config, "model": {"path": "q"}}
+    found = on_ray({"worker": worker, "certManager": {"enabled": True}}, version)
+    assert "Job" not in found
+    (job,) = found["RayJob"]
+    # What KubeRay refuses.
+    assert len(job["metadata"]["name"]) <= 47
+    program, *words = shlex.split(job["spec"]["entrypoint"])
+    assert program == "fusionkv"
+    args = cli._parser().parse_args(words)
+    assert (args.corpora, args.recipe) == (["a", "it's b"], "prophetkv+similarity_guided(5)")
+    assert (args.ray, args.encoders, args.model, args.cache) == ("auto", 3, "/models/q", "rel-kvcache:7070")
+    assert (args.gateway, args.wait, args.index) == ("rel-gateway:7072", 600, None)
+    cluster = job["spec"]["rayClusterSpec"]
+    assert f"ray=={cluster['rayVersion']}\n" in (root / "constraints.txt").read_text()
+    head, (encoders,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"] == {"num-cpus": "0"}
+    assert encoders["replicas"] == encoders["minReplicas"] == encoders["maxReplicas"] == 3
+    commanding, encoding = container({"spec": head}), container({"spec": encoders})
+    assert commanding["image"] == encoding["image"] == image
+    assert commanding["env"] == [{"name": "FUSIONKV_TOKEN_FILE", "value": "/etc/fusionkv/token"}]
+    assert "nvidia.com/gpu" not in commanding["resources"]["limits"]
+    assert encoding["resources"]["limits"].get("nvidia.com/gpu", 0) == (gpus > 0)
+    mounts = {mount["mountPath"]: mount for mount in encoding["volumeMounts"]}
+    assert mounts["/models"]["readOnly"] is True
+    # Those of the worker, and at the head only whom to trust.
+    volumes = [{v["name"]: v for v in group["template"]["spec"]["volumes"]} for group in (head, encoders)]
+    assert [v["secret"]["secret"]["secretName"] for v in volumes] == ["operator-token", "keys"]
+    assert [v["certificates"]["secret"]["secretName"] for v in volumes] == ["rel-gateway-tls", "rel-worker-tls"]
+    assert volumes[0]["certificates"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
+    assert str(args.tls_ca).removesuffix("/ca.crt") in {mount["mountPath"] for mount in commanding["volumeMounts"]}
+    service = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
+    own = {"LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL"}
+    (serving,) = service["spec"]["template"]["spec"]["containers"]
+    taken = [e for e in serving["env"] if e["name"].startswith("FUSIONKV_WORKER_")]
+    assert encoding["env"] == [e for e in taken if e["name"].removeprefix("FUSIONKV_WORKER_") not in own]
+    loaded = settings.load(CONFIGS["worker"], "worker", environ={e["name"]: e["value"] for e in encoding["env"]})
+    assert (loaded.store, loaded.tls_ca) == ("int8", Path("/etc/fusionkv-tls/ca.crt"))
+
+
+def test_nobody_but_its_operator_reaches_a_ray_cluster(on_ray: Render) -> None:
+    found = on_ray({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "shop"}}}]}})
+    policies = {p["metadata"]["name"]: p["spec"] for p in found["NetworkPolicy"]}
+    own = policies["rel-encode"]
+    cluster = found["RayJob"][0]["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert own["podSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
+
+    def peers(rules: list[Any], key: str) -> list[tuple[int | None, list[str]]]:
+        """The port, and which pods."""
+        found = []
+        for rule in rules:
+            labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
+            port = rule["ports"][0]["port"] if "ports" in rule else None
+            found.append((port, [each.get("app.kubernetes.io/component", str(each)) for each in labels]))
+        return found
+
+    operator = str({"app.kubernetes.io/name": "kuberay-operator"})
+    assert peers(own["ingress"], "from") == [(None, ["encode"]), (8265, [operator])]
+    assert peers(own["egress"], "to") == [(None, ["encode"]), (7072, ["gateway"]), (7070, ["kvcache"]), (53, [])]
+    assert peers(policies["rel-kvcache"]["ingress"], "from") == [(7070, ["worker", "encode"])]
+    assert "encode" in peers(policies["rel-gateway"]["ingress"], "from")[0][1]
+    assert peers(policies["rel-worker"]["ingress"], "from") == [(7071, ["gateway"])]
+    assert cluster["authOptions"] == {"mode": "token"}, "where a network enforces no policies"
 
 
 def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-TARGETS = ("kvcache", "kvcache-mooncake", "worker", "worker-gpu", "gateway")
+TARGETS = ("kvcache", "kvcache-mooncake", "worker", "worker-ray", "worker-gpu", "worker-gpu-ray", "gateway")
 
 
 @pytest.fixture(scope="module")

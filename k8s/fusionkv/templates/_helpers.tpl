@@ -111,6 +111,53 @@ http://{{ include "fusionkv.fullname" (dict "root" . "name" "milvus") }}:19530
 {{- end }}
 {{- end }}
 
+{{/* What `config` and certManager set, as environment; what a service's Secrets are mounted as: `root`, `name`. */}}
+{{- define "fusionkv.settings" -}}
+{{- $values := index .root.Values .name -}}
+{{- $section := upper .name -}}
+{{- range $key, $value := $values.config }}
+{{- /* Numbers as JSON writes them: Helm's toString turns 1073741824 into 1.073741824e+09. */}}
+- {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
+{{- end }}
+{{- if .root.Values.certManager.enabled }}
+{{- $at := include "fusionkv.certificates" . }}
+{{- range list "tls_cert" "tls_key" "tls_ca" "tls_client_ca" }}
+{{- if hasKey $values.config . }}{{ fail (printf "certManager sets %s itself: take it out of %s.config" . $.name) }}{{ end }}
+{{- end }}
+- {name: FUSIONKV_{{ $section }}_TLS_CERT, value: {{ $at }}/tls.crt}
+- {name: FUSIONKV_{{ $section }}_TLS_KEY, value: {{ $at }}/tls.key}
+{{- if ne .name "kvcache" }}
+- {name: FUSIONKV_{{ $section }}_TLS_CA, value: {{ $at }}/ca.crt}
+{{- end }}
+{{- if ne .name "gateway" }}
+- {name: FUSIONKV_{{ $section }}_TLS_CLIENT_CA, value: {{ $at }}/ca.crt}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.secretMounts" -}}
+{{- $values := index .root.Values .name -}}
+{{- if $values.secret }}
+# The whole volume and no single file: only so do changes of the Secret reach the pod.
+- {name: secret, mountPath: /etc/fusionkv, readOnly: true}
+{{- end }}
+{{- if .root.Values.certManager.enabled }}
+- {name: certificates, mountPath: {{ include "fusionkv.certificates" . }}, readOnly: true}
+{{- end }}
+{{- end }}
+
+{{- define "fusionkv.secretVolumes" -}}
+{{- $values := index .root.Values .name -}}
+{{- with $values.secret }}
+- name: secret
+  secret: {secretName: {{ . }}, defaultMode: 0440}
+{{- end }}
+{{- if .root.Values.certManager.enabled }}
+- name: certificates
+  secret: {secretName: {{ include "fusionkv.fullname" . }}-tls, defaultMode: 0440}
+{{- end }}
+{{- end }}
+
 {{/* A pod template: `root`, `name`, `port`, `image`, `env` (own settings), `startup` (seconds), `volumes`, `mounts`, `limits`, `http` (port). */}}
 {{- define "fusionkv.pod" -}}
 {{- $values := index .root.Values .name -}}
@@ -172,24 +219,7 @@ spec:
         {{- range $key, $value := .env }}
         - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ $value | quote }}}
         {{- end }}
-        {{- range $key, $value := $values.config }}
-        {{- /* Numbers as JSON writes them: Helm's toString turns 1073741824 into 1.073741824e+09. */}}
-        - {name: FUSIONKV_{{ $section }}_{{ upper $key }}, value: {{ kindIs "string" $value | ternary $value (toJson $value) | quote }}}
-        {{- end }}
-        {{- if .root.Values.certManager.enabled }}
-        {{- $at := include "fusionkv.certificates" . }}
-        {{- range list "tls_cert" "tls_key" "tls_ca" "tls_client_ca" }}
-        {{- if hasKey $values.config . }}{{ fail (printf "certManager sets %s itself: take it out of %s.config" . $.name) }}{{ end }}
-        {{- end }}
-        - {name: FUSIONKV_{{ $section }}_TLS_CERT, value: {{ $at }}/tls.crt}
-        - {name: FUSIONKV_{{ $section }}_TLS_KEY, value: {{ $at }}/tls.key}
-        {{- if ne .name "kvcache" }}
-        - {name: FUSIONKV_{{ $section }}_TLS_CA, value: {{ $at }}/ca.crt}
-        {{- end }}
-        {{- if ne .name "gateway" }}
-        - {name: FUSIONKV_{{ $section }}_TLS_CLIENT_CA, value: {{ $at }}/ca.crt}
-        {{- end }}
-        {{- end }}
+        {{- include "fusionkv.settings" . | nindent 8 }}
         {{- include "fusionkv.telemetry" .root | nindent 8 }}
       startupProbe:
         {{- include "fusionkv.probe" . | nindent 8 }}
@@ -210,26 +240,13 @@ spec:
       volumeMounts:
         - {name: tmp, mountPath: /tmp}
         {{- with .mounts }}{{ toYaml . | nindent 8 }}{{ end }}
-        {{- if $values.secret }}
-        # The whole volume and no single file: only so do changes of the Secret reach the pod.
-        - {name: secret, mountPath: /etc/fusionkv, readOnly: true}
-        {{- end }}
-        {{- if .root.Values.certManager.enabled }}
-        - {name: certificates, mountPath: {{ include "fusionkv.certificates" . }}, readOnly: true}
-        {{- end }}
+        {{- include "fusionkv.secretMounts" . | nindent 8 }}
         {{- include "fusionkv.otlpMount" .root | nindent 8 }}
   volumes:
     - name: tmp
       emptyDir: {}
     {{- with .volumes }}{{ toYaml . | nindent 4 }}{{ end }}
-    {{- with $values.secret }}
-    - name: secret
-      secret: {secretName: {{ . }}, defaultMode: 0440}
-    {{- end }}
-    {{- if .root.Values.certManager.enabled }}
-    - name: certificates
-      secret: {secretName: {{ include "fusionkv.fullname" . }}-tls, defaultMode: 0440}
-    {{- end }}
+    {{- include "fusionkv.secretVolumes" . | nindent 4 }}
     {{- include "fusionkv.otlpVolume" .root | nindent 4 }}
 {{- end }}
 
