@@ -14,16 +14,17 @@ import lmdb
 
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import Record, decode, encode, place
-from fusionkv.kvcache_service.tiers.ledger_check import DAMAGED, HEATS, LATER, RECORDS
+from fusionkv.kvcache_service.tiers.index_rewrite import DAMAGED, HEATS, LATER, RECORDS
 
 log = logging.getLogger(__name__)
 
+_FILE = "data.mdb"
 _HEAT = struct.Struct("<d")
-_CHECK = ("-m", "fusionkv.kvcache_service.tiers.ledger_check")
+_REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_rewrite")
 # How a process ends that met a damaged page. Others (SIGKILL, say) must not delete anything.
 _BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGALRM, signal.SIGBUS, signal.SIGSEGV))}
 # Longer than a slow disk takes.
-_CHECK_SECONDS, _CHECK_BYTES_A_SECOND = 60, 1 << 20
+_REWRITE_SECONDS, _REWRITE_BYTES_A_SECOND = 60, 1 << 20
 
 
 class DiskIndex:
@@ -41,18 +42,23 @@ class DiskIndex:
         anew: bool = False,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens the database. It starts empty if it is damaged, or with `anew`. `first` runs before it is changed.
+        """Opens the database, written anew. It starts empty if it is damaged, or with `anew`; `first` runs before.
 
         Raises:
             OSError: it can't be opened, or a later version of this program wrote it: then nothing is changed.
         """
         self._directory = directory
-        damage = _damage(directory, map_bytes)
+        new = directory.with_name(f"{directory.name}.new")
+        shutil.rmtree(new, ignore_errors=True)
+        damage = _rewrite(directory, new, map_bytes)
         first()
         if damage and not anew:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
         if damage or anew:
             shutil.rmtree(directory, ignore_errors=anew)
+        elif (file := new / _FILE).exists():
+            file.replace(directory / _FILE)
+        shutil.rmtree(new, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
             self._env = lmdb.open(str(directory), map_size=map_bytes, max_dbs=2, sync=sync, metasync=sync)
@@ -111,26 +117,33 @@ class DiskIndex:
             raise OSError(f"the index in {self._directory}: {error}") from error
 
 
-def _damage(directory: Path, map_bytes: int) -> str:
+def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     """What is wrong with the database, as another process found it, which may have ended of it; empty if nothing.
+
+    Then the database is in `new` as well, unless the machine has no room for it: then it is used as it is.
 
     Raises:
         OSError: a later version of this program wrote it.
     """
-    file = directory / "data.mdb"
+    file = directory / _FILE
     if not file.exists() or not file.stat().st_size:
         return ""
-    limit = _CHECK_SECONDS + file.stat().st_size // _CHECK_BYTES_A_SECOND
-    argv = [sys.executable, "-P", *_CHECK, str(directory), str(map_bytes), str(limit)]
+    limit = _REWRITE_SECONDS + file.stat().st_size // _REWRITE_BYTES_A_SECOND
+    argv = [sys.executable, "-P", *_REWRITE, str(directory), str(new), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    said = done.stdout.strip()
+    if done.returncode:
+        shutil.rmtree(new, ignore_errors=True)
     if done.returncode == LATER:
         raise OSError(
-            f"the index in {directory} was written by a later version of FusionKV ({done.stdout.strip()}): start "
-            "that version again, or give this one a data_dir of its own"
+            f"the index in {directory} was written by a later version of FusionKV ({said}): start that version "
+            "again, or give this one a data_dir of its own"
         )
-    if done.returncode not in _BROKEN:
-        return ""
-    return done.stdout.strip() or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
+    if done.returncode in _BROKEN:
+        return said or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
+    if done.returncode:
+        log.warning("the index in %s was not checked: %s", directory, said or done.stderr.strip()[-500:])
+    return ""
 
 
 def _offset(key: bytes, value: bytes) -> int | None:

@@ -1,0 +1,189 @@
+"""The disk tier's index, written anew at every start: nothing is lost of a whole one, and damage hides nothing."""
+
+import random
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.tiers import index_rewrite
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
+
+NAMESPACE, SYSTEM = keys.namespace(b"pages", {}, ""), keys.chunk_digest([0])
+MAP_BYTES = 64 << 20
+PAGE = 4096
+
+
+def entry(number: int, chunks: int = 1) -> record.Record:
+    path = [SYSTEM, *(keys.chunk_digest([number, i]) for i in range(chunks))]
+    return record.make(NAMESPACE, path, b"", 1000, 512, 0, number.to_bytes(record.CHECKSUM_BYTES))
+
+
+def churn(
+    ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1
+) -> dict[int, record.Record]:
+    """Puts, deletes and notes of heat; gives what is left of what it put."""
+    live: dict[int, record.Record] = {}
+    for number in range(first, first + steps):
+        for more in range(dice.choice((1, 1, 8))):
+            live[number * 10 + more] = entry(number * 10 + more, dice.randint(1, longest))
+        ledger.put([(live[n], n * PAGE, 1.0) for n in list(live)[-8:]])
+        if len(live) > 40:
+            going = dice.sample(sorted(live), dice.choice((1, 20)))
+            ledger.delete([(live.pop(n).key, n * PAGE) for n in going])
+        ledger.save_heat([(live[n].key, dice.random()) for n in dice.sample(sorted(live), 1)])
+    return live
+
+
+# Of one chunk a record takes a part of a page; of 150 it takes pages of its own.
+@pytest.mark.parametrize("longest", [1, 3, 150])
+def test_a_whole_index_stays_as_it_is(tmp_path: Path, longest: int) -> None:
+    for round_ in range(4):
+        index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
+        before = [*index.load()] if round_ else []
+        assert [known for _, known, _ in before if known is None] == []
+        churn(index, random.Random(round_), 60, 1000 * round_, longest)
+        there = [*index.load()]
+        index.close()
+        again = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
+        assert [*again.load()] == there
+        again.close()
+    assert [*tmp_path.iterdir()] == [tmp_path / "index"]
+
+
+def test_what_was_deleted_takes_no_room_after_a_start(tmp_path: Path) -> None:
+    index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
+    entries = [(entry(n), n * PAGE, 1.0) for n in range(20_000)]
+    index.put(entries)
+    index.delete([(known.key, at) for known, at, _ in entries[100:]])
+    index.close()
+    file = tmp_path / "index" / "data.mdb"
+    large = file.stat().st_size
+    index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
+    assert {key for key, *_ in index.load()} == {known.key for known, *_ in entries[:100]}
+    index.close()
+    assert file.stat().st_size < large / 20
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
+    """An index of about 30 pages, a third of them free, and its keys."""
+    folder = tmp_path_factory.mktemp("whole") / "index"
+    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
+    live = churn(ledger, random.Random(1), 150, 0)
+    ledger.close()
+    return folder, {known.key for known in live.values()}
+
+
+def flip(bits: int) -> Callable[[bytearray, random.Random], None]:
+    def damage(data: bytearray, dice: random.Random) -> None:
+        for _ in range(bits):
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+
+    return damage
+
+
+def lose_pages(data: bytearray, dice: random.Random) -> None:
+    for _ in range(3):
+        at = PAGE * dice.randrange(len(data) // PAGE)
+        data[at : at + PAGE] = dice.choice((bytes(PAGE), dice.randbytes(PAGE)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", [flip(1), flip(10), flip(30), lose_pages], ids=["1 bit", "10", "30", "pages"])
+def test_damage_is_noticed_or_harms_nothing(
+    whole: tuple[Path, set[bytes]], tmp_path: Path, damage: Callable[[bytearray, random.Random], None]
+) -> None:
+    """Each is opened by a process that damage would end, goes on as a service does, and finds all of it again."""
+    dice = random.Random(2)
+    folders = []
+    for trial in range(20):
+        folders.append(tmp_path / f"{trial}")
+        shutil.copytree(whole[0], folders[-1])
+        data = bytearray((folders[-1] / "data.mdb").read_bytes())
+        damage(data, dice)
+        (folders[-1] / "data.mdb").write_bytes(data)
+    done = subprocess.run([sys.executable, "-c", OPENED, *map(str, folders)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr
+    assert "starts empty" in done.stderr or damage is not lose_pages
+
+
+OPENED = """
+import logging, random, sys
+from pathlib import Path
+from tests.kvcache_service.test_index_rewrite import MAP_BYTES, churn
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
+logging.basicConfig()
+for folder in map(Path, sys.argv[1:]):
+    print(folder, flush=True)
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    there = {key: known for key, known, _ in index.load()}
+    index.delete([(key, 0) for key, known in there.items() if known is None])
+    live = churn(index, random.Random(3), 60, 10_000)
+    index.close()
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    found = {key for key, known, _ in index.load() if known}
+    lost = ({key for key, known in there.items() if known} | {known.key for known in live.values()}) - found
+    assert not lost, f"{len(lost)} entries are lost"
+    index.close()
+"""
+
+
+def test_a_wrong_list_of_free_pages_harms_nothing(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    """One number in the list of free pages is wrong: all records can be read, and the next ones would lie on them."""
+    data = bytearray((whole[0] / "data.mdb").read_bytes())
+    newest = max((0, PAGE), key=lambda at: struct.unpack_from("=Q", data, at + 16 + 24 + 2 * 48 + 8))
+    free_root, main_root = (struct.unpack_from("=Q", data, newest + 16 + 24 + n * 48 + 40)[0] for n in (0, 1))
+    (node,) = struct.unpack_from("=H", data, free_root * PAGE + 16)
+    listed = free_root * PAGE + node + 8 + 8 + 8  # behind the node's head, its key and the count
+    struct.pack_into("=Q", data, listed, main_root)
+    folder = tmp_path / "index"
+    shutil.copytree(whole[0], folder)
+    (folder / "data.mdb").write_bytes(data)
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    assert {key for key, *_ in index.load()} == whole[1]
+    live = churn(index, random.Random(3), 60, 10_000)
+    index.close()
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    assert {key for key, *_ in index.load()} == whole[1] | {known.key for known in live.values()}
+    index.close()
+
+
+def test_keys_out_of_order_are_noticed(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    """A bit of a key: LMDB reads all of it, and would not find what is on the key's other side."""
+    folder = tmp_path / "index"
+    shutil.copytree(whole[0], folder)
+    data, key = (folder / "data.mdb").read_bytes(), min(whole[1])
+    (folder / "data.mdb").write_bytes(data.replace(key, bytes([key[0] ^ 0x80, *key[1:]])))
+    with pytest.raises(lmdb.CorruptedError, match="entries are in order"):
+        index_rewrite.rewrite(str(folder), str(tmp_path / "new"), MAP_BYTES)
+
+
+def test_a_file_that_ends_too_early_starts_empty(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    data = (whole[0] / "data.mdb").read_bytes()
+    for length in (1, 100, PAGE, PAGE + 100, 2 * PAGE, len(data) // 2):
+        folder = tmp_path / f"{length}"
+        folder.mkdir()
+        (folder / "data.mdb").write_bytes(data[:length])
+        index = DiskIndex(folder, MAP_BYTES, sync=False)
+        assert [*index.load()] == []
+        index.close()
+
+
+def test_without_room_for_another_one_it_is_used_as_it_is(
+    whole: tuple[Path, set[bytes]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "index"
+    shutil.copytree(whole[0], folder)
+    (tmp_path / "index.new").write_bytes(b"in the way")
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    assert {key for key, *_ in index.load()} == whole[1]
+    index.close()
+    assert "was not checked" in caplog.text
