@@ -63,9 +63,8 @@ def _cache(named: str) -> str:
 
 
 def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
-    from fusionkv.fusion_worker.tensor_parallel import processes, start
+    from fusionkv.fusion_worker.tensor_parallel import start
 
-    processes.end_with_parent()
     start.follow(config, rank, meeting)
 
 
@@ -73,18 +72,18 @@ async def _serve(config: WorkerConfig) -> None:
     from fusionkv.fusion_worker import models
     from fusionkv.fusion_worker.quality import verdict
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
-    from fusionkv.fusion_worker.tensor_parallel import processes, start
+    from fusionkv.fusion_worker.tensor_parallel import start
 
     if config.tensor_parallel > 1:
         models.check_shareable(config.model, config.tensor_parallel)
-    async with processes.started(config.tensor_parallel, sys.argv[1:]) as ranks:
-        model, crew = await start.lead(config, ranks)
+    async with start.started(config.tensor_parallel, sys.argv[1:]) as ranks:
+        model, tp = await ranks.lead(config)
         # On the CPU, whose threads are idle while a GPU works.
         auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
-        servicer = FusionServicer(config, model, auxiliary, judged, crew)
+        servicer = FusionServicer(config, model, auxiliary, judged, tp)
         await rpc.serve(
             "fusionkv-worker",
             config.listen,
