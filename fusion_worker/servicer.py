@@ -67,7 +67,6 @@ class FusionServicer:
         await self.answerer.corrector.close()
         await self.loader.close()
         self.engine.close()
-        self.engine.tp.close()
         if self.auxiliary is not None:
             await self.auxiliary.close()
         if self.cache is not None:

@@ -28,11 +28,11 @@ class Engine:
 
     def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, tp: TPGroup | None = None) -> None:
         """tp: the ranks that compute each step, when they are several."""
-        install(model)
         self._model = model
         self._pool = pool
         self.tp = tp or TPGroup()
         self.tp.own[:] = pool.own(model)
+        self.tp.step(partial(install, model))
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()

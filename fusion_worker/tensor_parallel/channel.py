@@ -16,9 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 
-# Nothing to do for so long is no fault.
-_IDLE = timedelta(days=3650)
-
 
 class Channel:
     """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does.
@@ -31,54 +28,47 @@ class Channel:
         self.own: list[Any] = []
         self._ranks, self._device = ranks, device
         # Other ranks wait for calls without end; nobody waits longer than the timeout for anything else.
-        self._calls = dist.new_group(backend="gloo", timeout=_IDLE if ranks.rank else timeout)
+        self._calls = dist.new_group(backend="gloo", timeout=timedelta(days=3650) if ranks.rank else timeout)
         self._data = dist.new_group(backend="gloo", timeout=timeout)
-        self._count = itertools.count()
         self._numbers = WeakIdKeyDictionary()  # tensor -> number, at rank 0
-        self._known: dict[int, torch.Tensor] = {}  # the reverse, at the others
+        self._count = itertools.count(100)  # Below are what each rank has of its own.
+        self._sent: dict[int, Any] = {}  # number -> tensor, at the other ranks
 
-    def send(self, call: Callable[..., Any] | None) -> None:
-        """Has the other ranks run a call; None ends them."""
-        file, new = io.BytesIO(), dict[int, torch.Tensor]()
-        own = {id(thing): -number for number, thing in enumerate([self, *self.own], 1)}
+    def send(self, call: Callable[..., Any]) -> None:
+        """Has the other ranks run a call."""
+        own = {id(thing): number for number, thing in enumerate((self, *self.own))}
 
         def number(thing: Any) -> int | None:
             if id(thing) in own or not isinstance(thing, torch.Tensor):
                 return own.get(id(thing))
-            if thing not in self._numbers:
-                self._numbers[thing] = at = next(self._count)
-                new[at] = thing
-            return int(self._numbers[thing])
+            return int(self._numbers.setdefault(thing, next(self._count)))
 
+        file = io.BytesIO()
         pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
         pickler.persistent_id = number  # type: ignore[method-assign]
         pickler.dump(call)
-        alive = set(self._numbers.values())
-        arrays = {at: tensor.numpy(force=True) for at, tensor in new.items()}
-        dist.broadcast_object_list([(file.getvalue(), arrays, alive)], group=self._calls)
+        new = {at: tensor.numpy(force=True) for tensor, at in self._numbers.items() if at not in self._sent}
+        self._sent = dict.fromkeys(self._numbers.values())
+        dist.broadcast_object_list([(file.getvalue(), new, [*self._sent])], group=self._calls)
 
     def obey(self) -> None:
-        """Runs what rank 0 sends until it ends this rank. An error ends the process, which the others see at once."""
+        """Runs what rank 0 sends, for ever. An error ends the process, which the others see at once."""
         try:
-            while (call := self._receive()) is not None:
-                call()
+            while True:
+                message: list[Any] = [None]
+                dist.broadcast_object_list(message, group=self._calls)
+                data, new, sent = message[0]
+                self._sent |= {number: torch.from_numpy(array).to(self._device) for number, array in new.items()}
+                self._sent = {number: self._sent[number] for number in sent}
+                unpickler = pickle.Unpickler(io.BytesIO(data))
+                known = dict(enumerate((self, *self.own))) | self._sent
+                unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
+                unpickler.load()()
                 self.meet()
         except Exception:
             print(f"fusionkv-worker: rank {self._ranks.rank} failed", file=sys.stderr)
             traceback.print_exc()
             os._exit(1)  # Other threads may wait for ranks that will never come.
-
-    def _receive(self) -> Callable[[], Any] | None:
-        message: list[Any] = [None]
-        dist.broadcast_object_list(message, group=self._calls)
-        data, arrays, alive = message[0]
-        new = {at: torch.from_numpy(array).to(self._device) for at, array in arrays.items()}
-        self._known = new | {at: tensor for at, tensor in self._known.items() if at in alive}
-        own = {-number: thing for number, thing in enumerate([self, *self.own], 1)}
-        unpickler = pickle.Unpickler(io.BytesIO(data))
-        unpickler.persistent_load = (self._known | own).__getitem__  # type: ignore[method-assign]
-        call: Callable[[], Any] | None = unpickler.load()
-        return call
 
     def copy(self, call: Callable[..., Any], size: int, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """What every rank does for `TPGroup.copy`. size: of each part; 0 for none. parts: at rank 0."""

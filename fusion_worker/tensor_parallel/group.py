@@ -34,15 +34,11 @@ class TPGroup:
         return call()
 
     def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Runs a copy of KV on all ranks, beside steps, until all have done it. From any thread.
+        """Runs a copy of KV on all ranks, beside steps, from any thread; each is given its part, if there are parts.
 
-        call: takes the rank's part of `parts`, uint8 [size] each, if there are some. Returns what it returns on each
-        rank: uint8 tensors of one size, or nothing.
+        Returns what it returns on each rank: uint8 tensors of one size, or nothing.
         """
         return [call(*parts)]
-
-    def close(self) -> None:
-        """Ends the other ranks. No other call runs or comes after."""
 
 
 class Driver(TPGroup):
@@ -52,9 +48,9 @@ class Driver(TPGroup):
     """
 
     def __init__(self, ranks: Ranks, steps: Channel, copies: Channel, on_lost: Callable[[RankLost], None]) -> None:
-        self.ranks, self.own = ranks, steps.own
-        copies.own = self.own
-        self._steps, self._copies, self._on_lost = steps, copies, on_lost
+        self.ranks, self._on_lost = ranks, on_lost
+        self._steps, self._copies = steps, copies
+        self.own = steps.own = copies.own
         self._copying = threading.Lock()
         self._lost: RankLost | None = None
 
@@ -67,17 +63,9 @@ class Driver(TPGroup):
         with self._copying, self._together(self._copies, partial(self._copies.copy, call, size)):
             return self._copies.copy(call, size, parts)
 
-    def close(self) -> None:
-        if self._lost is None:
-            self._steps.send(None)
-            self._copies.send(None)
-
     @contextmanager
     def _together(self, channel: Channel, call: Callable[..., Any]) -> Iterator[None]:
-        """While the others run a call, to its end: a copy of KV may follow a step, or a step a copy, on any rank.
-
-        Whatever fails inside leaves other ranks in the middle of something: nothing can follow it.
-        """
+        """While all ranks run a call, to its end on the last. Nothing can follow a failure on any of them."""
         if self._lost is not None:
             raise self._lost
         try:

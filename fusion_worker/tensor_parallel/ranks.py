@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process, number `rank`, among `count`. Alone it has everything, and each method returns what it is given.
+    """One process, number `rank`, among `count`. Alone it has everything, and a total is what it gives.
 
-    All ranks call the same methods in the same order, in torch.distributed's default group, as the layers that
-    transformers cuts do. Raises RuntimeError when another rank has ended, or was silent for the group's timeout.
+    All ranks ask for the same totals in the same order. Raises RuntimeError when another rank has ended, or was
+    silent for the timeout of torch.distributed's default group, which the layers that transformers cuts use as well.
     """
 
     rank: int = 0
@@ -22,12 +22,6 @@ class Ranks:
         if self.count > 1:
             dist.all_reduce(partial)
         return partial
-
-    def joined(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """All ranks' tensors, of one shape, one after another along `dim`."""
-        parts = part.new_zeros(self.count, *part.shape)
-        parts[self.rank] = part
-        return torch.cat(list(self.total(parts)), dim)
 
 
 ALONE = Ranks()

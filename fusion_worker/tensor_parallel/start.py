@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.compute.attention import install
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.cores import cores
@@ -27,18 +26,9 @@ from fusionkv.fusion_worker.tensor_parallel.channel import Channel
 from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGroup
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 
-# Ranks read their weights from one disk, and come when they have them.
-_START = timedelta(hours=2)
-# Told to end, a rank ends at once; what does not is killed.
-_END_SECONDS = 10.0
-_PR_SET_PDEATHSIG = 1
-
 
 class Processes:
-    """Ranks 1 and up. meeting: a file that all find one another by.
-
-    lost: fails with RankLost when one of them ends that was not told to, or when `report` says why; never succeeds.
-    """
+    """Ranks 1 and up. meeting: a file to find one another by. lost: fails with RankLost when one ends, or hangs."""
 
     def __init__(self, meeting: Path) -> None:
         self.meeting = meeting
@@ -52,15 +42,15 @@ class Processes:
             self._failed.set_exception(why)
 
     async def watch(self, child: asyncio.subprocess.Process, rank: int, count: int) -> None:
-        """Reports how a rank ended, unless it was told to."""
-        if status := await child.wait():
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-            self.report(RankLost(f"rank {rank} of {count} {how}; its last lines above say why"))
+        """Reports how a rank ended."""
+        status = await child.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        self.report(RankLost(f"rank {rank} of {count} {how}; its last lines above say why"))
 
     async def lead(self, config: WorkerConfig) -> tuple[Model, TPGroup]:
         """Rank 0's model and group. Raises as `models.load` does, and RankLost when another rank can't start."""
         if config.tensor_parallel == 1:
-            return _load(config, config.device, ALONE), TPGroup()
+            return _load(config, config.device), TPGroup()
         joined: Future[tuple[Model, Channel, Channel]] = Future()
 
         def join() -> None:
@@ -87,39 +77,30 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
             for rank in range(1, count):
                 flags = (*argv, "--rank", str(rank), "--meeting", str(processes.meeting))
                 command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *flags)
-                child = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
+                # In a session of its own: a terminal's signals are for rank 0.
+                child = await asyncio.create_subprocess_exec(*command, start_new_session=True)
                 processes.children.append(child)
                 watchers.append(asyncio.create_task(processes.watch(child, rank, count)))
             yield processes
-            if watchers and not processes.lost.done():
-                await asyncio.wait(watchers, timeout=_END_SECONDS)
         finally:
             for child in processes.children:
                 if child.returncode is None:
                     child.kill()
             await asyncio.gather(*watchers)
-            # Nobody may have asked.
-            processes.lost.cancel() or processes.lost.exception()
+            processes.lost.cancel() or processes.lost.exception()  # Nobody may have asked.
 
 
 def follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
-    """Another rank's life: steps run in this thread, copies in one of their own, until rank 0 ends it, or ends."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # Left to rank 0.
-        signal.signal(number, signal.SIG_IGN)
+    """Another rank's life: steps run in this thread, copies in one of their own, until rank 0 ends it or itself."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     model, steps, copies = _join(config, rank, meeting)
-    install(model)
     steps.own = copies.own = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device).own(model)
-    copying = threading.Thread(target=copies.obey, name="copies", daemon=True)
-    copying.start()
+    threading.Thread(target=copies.obey, name="copies", daemon=True).start()
     steps.obey()
-    copying.join()
-    dist.destroy_process_group()
 
 
-def _load(config: WorkerConfig, device: str, ranks: Ranks) -> Model:
-    """A rank's part of the model, to be computed by its share of the CPU threads."""
+def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
     torch.set_num_threads(max(1, (config.threads or cores()) // ranks.count))
     return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks)
 
@@ -128,9 +109,8 @@ def _join(config: WorkerConfig, rank: int, meeting: Path) -> tuple[Model, Channe
     """The rank's part of the model, and its channels for steps and for copies."""
     device, timeout = models.rank_device(config.device, rank), timedelta(seconds=config.rank_timeout)
     ranks = Ranks(rank, config.tensor_parallel)
-    # All ranks run on one machine, and whoever is elsewhere has no business with them.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["LOCAL_RANK"] = str(rank)  # by which transformers chooses a GPU
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All run on one machine; nobody elsewhere may come.
+    os.environ["LOCAL_RANK"] = str(rank)  # By which transformers chooses a GPU.
     store = dist.FileStore(str(meeting), ranks.count)
     _meet(store, "started", ranks)
     # Without a backend's name: NCCL for tensors on a GPU, gloo for those in host memory.
@@ -143,4 +123,4 @@ def _join(config: WorkerConfig, rank: int, meeting: Path) -> tuple[Model, Channe
 
 def _meet(store: dist.Store, when: str, ranks: Ranks) -> None:
     store.set(f"{when} {ranks.rank}", "")
-    store.wait([f"{when} {rank}" for rank in range(ranks.count)], _START)
+    store.wait([f"{when} {rank}" for rank in range(ranks.count)], timedelta(hours=2))

@@ -9,13 +9,12 @@ from transformers.distributed import DistributedConfig
 # Rank 0 alone draws tokens, so embedding and head are whole on every rank.
 _WHOLE = {"model.embed_tokens": "replicate", "lm_head": "replicate"}
 # GLM-4's plan has every rank gather gate and up of all ranks; cut like this, it needs its own channels alone.
-_FUSED = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+_GLM4 = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
 
 
 def part_of(config: Any, count: int) -> DistributedConfig:
     """How transformers is to load a model for each of `count` ranks."""
-    fused = "layers.*.mlp.gate_up_proj" in config.base_model_tp_plan
-    return DistributedConfig(tp_size=count, tp_plan=_WHOLE | (_FUSED if fused else {}))
+    return DistributedConfig(tp_size=count, tp_plan=_WHOLE | (_GLM4 if config.model_type == "glm4" else {}))
 
 
 def settle(network: Any) -> None:

@@ -208,7 +208,7 @@ def oracle() -> Callable[..., Oracle]:
     return lambda family, dtype=torch.float32: Oracle(network(family, dtype))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools() -> Any:
     """The helpers above, for test modules, which can't import a conftest."""
 
