@@ -23,5 +23,5 @@ def settle(network: Any) -> None:
         for name, value in list(module.named_parameters(recurse=False)):
             if isinstance(value, DTensor):
                 setattr(module, name, torch.nn.Parameter(value.to_local(), requires_grad=False))
-                if name == "weight" and value.placements[0].is_shard(0):
+                if name == "weight" and not value.placements[0].is_shard(1):
                     del module.forward  # Cut by rows, it has work for training alone.
