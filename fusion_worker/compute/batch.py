@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -37,10 +37,6 @@ class Probe:
 
     def __post_init__(self) -> None:
         self.scores = torch.zeros(int(self.span.positions[-1]) + 1, device=self.span.positions.device)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Another rank has scores of its own."""
-        return Probe, (self.span, self.layers)
 
 
 @dataclass(slots=True)

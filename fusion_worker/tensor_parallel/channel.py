@@ -21,7 +21,7 @@ class Channel:
     """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does.
 
     Calls are pickles. What each rank has of its own goes as a number, and so does a tensor that was sent before: the
-    masks of a request cross once, not at every step. Nobody may write to a tensor that was sent.
+    masks of a request cross once, not at every step. What was written to since it was sent is not sent again.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta) -> None:
