@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,14 +26,15 @@ def main() -> int:
     # Which rank of several this process is; rank 0 starts the others itself.
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--pipes", type=int, nargs=2, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args())
-    rank, meeting = flags.pop("rank"), flags.pop("meeting")
+    rank, meeting, pipes = flags.pop("rank"), flags.pop("meeting"), flags.pop("pipes")
     try:
         config = settings.load(WorkerConfig, "worker", file=flags.pop("config"), flags=flags)
         auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
         config = replace(config, model=resolve(config.model), auxiliary=auxiliary)
         if rank:
-            _follow(config, rank, meeting)
+            _follow(config, rank, meeting, pipes)
             return 0
         process.check_files()
         process.check_ports(config.listen, "--listen")
@@ -62,10 +64,10 @@ def _cache(named: str) -> str:
     return found
 
 
-def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
+def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
     from fusionkv.fusion_worker.tensor_parallel import start
 
-    start.follow(config, rank, meeting)
+    start.follow(config, rank, meeting, pipes)
 
 
 async def _serve(config: WorkerConfig) -> None:

@@ -13,7 +13,7 @@ FORBIDDEN = {
     *("multiprocessing", "concurrent.futures.process", "concurrent.futures.ProcessPoolExecutor"),
 }
 # The evaluation, a tool and no service, hands jobs to its own children through pipes that nobody else can write to.
-# Ranks 1 and up of a worker, its children, run what it sends them through sockets of the loopback (docs/security.md).
+# A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
 ALLOWED = {
     "bench/quality/jobs.py": {"multiprocessing", "concurrent.futures.ProcessPoolExecutor"},
     "fusion_worker/tensor_parallel/channel.py": {"pickle"},

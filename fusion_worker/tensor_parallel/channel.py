@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from socket import socket
 from typing import Any
 
 import torch
@@ -18,18 +19,18 @@ from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 
 
 class Channel:
-    """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does.
+    """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does, and OSError.
 
-    Calls are pickles. What each rank has of its own goes as a number, and so does a tensor that was sent before: the
-    masks of a request cross once, not at every step. What was written to since it was sent is not sent again.
+    Calls are pickles, through sockets that nobody else can write to. What each rank has of its own goes as a number,
+    and so does a tensor that was sent before: masks cross once, not at every step. Nobody writes to it in between.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
         self.own: list[Any] = []
-        self._ranks, self._device = ranks, device
-        # Other ranks wait for calls without end; nobody waits longer than the timeout for anything else.
-        self._calls = dist.new_group(backend="gloo", timeout=timedelta(days=3650) if ranks.rank else timeout)
-        self._data = dist.new_group(backend="gloo", timeout=timeout)
+        self._ranks, self._device, self._pipes = ranks, device, pipes
+        for pipe in pipes:  # Other ranks wait for calls without end; nobody waits longer for anything else.
+            pipe.settimeout(None if ranks.rank else timeout.total_seconds())
+        self.data = dist.new_group(backend="gloo", timeout=timeout)
         self._numbers = WeakIdKeyDictionary()  # tensor -> number, at rank 0
         self._count = itertools.count(100)  # Below are what each rank has of its own.
         self._sent: dict[int, Any] = {}  # number -> tensor, at the other ranks
@@ -49,22 +50,23 @@ class Channel:
         pickler.dump(call)
         new = {at: tensor.numpy(force=True) for tensor, at in self._numbers.items() if at not in self._sent}
         self._sent = dict.fromkeys(self._numbers.values())
-        dist.broadcast_object_list([(file.getvalue(), new, [*self._sent])], group=self._calls)
+        message = pickle.dumps((new, [*self._sent])) + file.getvalue()
+        for pipe in self._pipes:
+            pipe.sendall(message)
 
     def obey(self) -> None:
         """Runs what rank 0 sends, for ever. An error ends the process, which the others see at once."""
         try:
+            file = self._pipes[0].makefile("rb")
             while True:
-                message: list[Any] = [None]
-                dist.broadcast_object_list(message, group=self._calls)
-                data, new, sent = message[0]
+                new, sent = pickle.load(file)
                 self._sent |= {number: torch.from_numpy(array).to(self._device) for number, array in new.items()}
                 self._sent = {number: self._sent[number] for number in sent}
-                unpickler = pickle.Unpickler(io.BytesIO(data))
+                unpickler = pickle.Unpickler(file)
                 known = dict(enumerate((self, *self.own))) | self._sent
                 unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
                 unpickler.load()()
-                self.meet()
+                dist.barrier(group=self.data)
         except Exception:
             print(f"fusionkv-worker: rank {self._ranks.rank} failed", file=sys.stderr)
             traceback.print_exc()
@@ -74,13 +76,9 @@ class Channel:
         """What every rank does for `TPGroup.copy`. size: of each part; 0 for none. parts: at rank 0."""
         part = torch.empty(size, dtype=torch.uint8)
         if size:
-            dist.scatter(part, list(parts) or None, group=self._data)
+            dist.scatter(part, list(parts) or None, group=self.data)
         result = call(part) if size else call()
         results = [] if result is None else [torch.empty_like(result) for _ in range(self._ranks.count)]
         if results:
-            dist.gather(result, None if self._ranks.rank else results, group=self._data)
+            dist.gather(result, None if self._ranks.rank else results, group=self.data)
         return results
-
-    def meet(self) -> None:
-        """Waits until all ranks have run the call."""
-        dist.barrier(group=self._data)

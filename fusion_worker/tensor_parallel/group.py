@@ -5,16 +5,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.protos.runtime.errors import Unavailable
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class RankLost(Unavailable):
@@ -29,7 +29,7 @@ class TPGroup:
     def __init__(self) -> None:
         self.own: list[Any] = []
 
-    def step(self, call: Callable[[], T]) -> T:
+    def step(self, call: Callable[[], Any]) -> Any:
         """Runs a step of the engine on all ranks; returns what it returns here. For the engine's thread alone."""
         return call()
 
@@ -42,7 +42,7 @@ class TPGroup:
 
 
 class Driver(TPGroup):
-    """A group of several, at rank 0. Steps and copies go on side by side, each in one order on all ranks.
+    """Of several ranks, at rank 0. Steps and copies go on side by side, each in one order on all ranks.
 
     on_lost: told why the group can't go on, from the thread that found out. Every call raises it from then on.
     """
@@ -54,7 +54,7 @@ class Driver(TPGroup):
         self._copying = threading.Lock()
         self._lost: RankLost | None = None
 
-    def step(self, call: Callable[[], T]) -> T:
+    def step(self, call: Callable[[], Any]) -> Any:
         with self._together(self._steps, call):
             return call()
 
@@ -71,7 +71,7 @@ class Driver(TPGroup):
         try:
             channel.send(call)
             yield
-            channel.meet()
+            dist.barrier(group=channel.data)
         except Exception as error:
             if self._lost is None:
                 self._lost = RankLost(f"the {self.ranks.count} ranks of this worker are out of step: {error}")

@@ -1,7 +1,6 @@
 """How a worker's ranks start and end: rank 0 drives a group; the others are its children, and it ends with them."""
 
 import asyncio
-import ctypes
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from socket import socket, socketpair
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.channel import Channel
 from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGroup
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
+from fusionkv.protos.runtime import process
+
+_Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, its channels for steps and for copies.
 
 
 class Processes:
@@ -33,6 +36,7 @@ class Processes:
     def __init__(self, meeting: Path) -> None:
         self.meeting = meeting
         self.children: list[asyncio.subprocess.Process] = []
+        self.pipes: list[tuple[socket, socket]] = []  # To each rank, for steps and for copies.
         self._failed: Future[None] = Future()
         self.lost = asyncio.wrap_future(self._failed)
 
@@ -42,7 +46,6 @@ class Processes:
             self._failed.set_exception(why)
 
     async def watch(self, child: asyncio.subprocess.Process, rank: int, count: int) -> None:
-        """Reports how a rank ended."""
         status = await child.wait()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         self.report(RankLost(f"rank {rank} of {count} {how}; its last lines above say why"))
@@ -51,16 +54,15 @@ class Processes:
         """Rank 0's model and group. Raises as `models.load` does, and RankLost when another rank can't start."""
         if config.tensor_parallel == 1:
             return _load(config, config.device), TPGroup()
-        joined: Future[tuple[Model, Channel, Channel]] = Future()
+        joined: Future[_Joined] = Future()
 
         def join() -> None:
             try:
-                joined.set_result(_join(config, 0, self.meeting))
+                joined.set_result(_join(config, 0, self.meeting, self.pipes))
             except BaseException as error:
                 joined.set_exception(error)
 
-        # A daemon: what waits for a rank that is gone holds nothing up.
-        threading.Thread(target=join, name="start", daemon=True).start()
+        threading.Thread(target=join, daemon=True).start()  # What waits for a rank that is gone holds nothing up.
         waited: list[asyncio.Future[Any]] = [asyncio.wrap_future(joined), self.lost]
         done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         model, steps, copies = done.pop().result()
@@ -75,10 +77,15 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
         watchers: list[asyncio.Task[None]] = []
         try:
             for rank in range(1, count):
-                flags = (*argv, "--rank", str(rank), "--meeting", str(processes.meeting))
-                command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *flags)
+                (step, its_step), (copy, its_copy) = socketpair(), socketpair()
+                processes.pipes.append((step, copy))
+                fds = its_step.fileno(), its_copy.fileno()
+                own = ("--rank", str(rank), "--meeting", str(processes.meeting), "--pipes", *map(str, fds))
+                command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *argv, *own)
                 # In a session of its own: a terminal's signals are for rank 0.
-                child = await asyncio.create_subprocess_exec(*command, start_new_session=True)
+                child = await asyncio.create_subprocess_exec(*command, pass_fds=fds, start_new_session=True)
+                its_step.close()
+                its_copy.close()
                 processes.children.append(child)
                 watchers.append(asyncio.create_task(processes.watch(child, rank, count)))
             yield processes
@@ -90,11 +97,11 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
             processes.lost.cancel() or processes.lost.exception()  # Nobody may have asked.
 
 
-def follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
+def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
     """Another rank's life: steps run in this thread, copies in one of their own, until rank 0 ends it or itself."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    model, steps, copies = _join(config, rank, meeting)
+    process.end_with_parent()
+    step, copy = (socket(fileno=number) for number in pipes)
+    model, steps, copies = _join(config, rank, meeting, [(step, copy)])
     steps.own = copies.own = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device).own(model)
     threading.Thread(target=copies.obey, name="copies", daemon=True).start()
     steps.obey()
@@ -105,17 +112,15 @@ def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
     return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks)
 
 
-def _join(config: WorkerConfig, rank: int, meeting: Path) -> tuple[Model, Channel, Channel]:
-    """The rank's part of the model, and its channels for steps and for copies."""
+def _join(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[tuple[socket, socket]]) -> _Joined:
     device, timeout = models.rank_device(config.device, rank), timedelta(seconds=config.rank_timeout)
     ranks = Ranks(rank, config.tensor_parallel)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All run on one machine; nobody elsewhere may come.
     os.environ["LOCAL_RANK"] = str(rank)  # By which transformers chooses a GPU.
     store = dist.FileStore(str(meeting), ranks.count)
     _meet(store, "started", ranks)
-    # Without a backend's name: NCCL for tensors on a GPU, gloo for those in host memory.
-    dist.init_process_group(store=store, rank=rank, world_size=ranks.count, timeout=timeout)
-    steps, copies = (Channel(ranks, device, timeout) for _ in range(2))
+    dist.init_process_group(store=store, rank=rank, world_size=ranks.count, timeout=timeout)  # gloo; NCCL on GPUs
+    steps, copies = (Channel(ranks, device, timeout, each) for each in zip(*pipes, strict=True))
     model = _load(config, str(device), ranks)
     _meet(store, "loaded", ranks)
     return model, steps, copies
