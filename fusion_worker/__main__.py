@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig, configured
@@ -21,13 +22,14 @@ def main() -> int:
     # Which rank of several this process is; rank 0 starts the others itself.
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--pipes", type=int, nargs=2, help=argparse.SUPPRESS)
     flags = vars(parser.parse_args())
-    rank, meeting = flags.pop("rank"), flags.pop("meeting")
+    rank, meeting, pipes = flags.pop("rank"), flags.pop("meeting"), flags.pop("pipes")
     try:
         # Rank 0 alone stores and fetches.
         config = configured(flags.pop("config"), {**flags, "cache": "none"} if rank else flags)
         if rank:
-            _follow(config, rank, meeting)
+            _follow(config, rank, meeting, pipes)
             return 0
         process.check_files()
         process.check_ports(config.listen, "--listen")
@@ -41,29 +43,28 @@ def main() -> int:
     return 0
 
 
-def _follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
-    from fusionkv.fusion_worker.tensor_parallel import processes, start
+def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
+    from fusionkv.fusion_worker.tensor_parallel import start
 
-    processes.end_with_parent()
-    start.follow(config, rank, meeting)
+    start.follow(config, rank, meeting, pipes)
 
 
 async def _serve(config: WorkerConfig) -> None:
     from fusionkv.fusion_worker import models
     from fusionkv.fusion_worker.quality import verdict
     from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
-    from fusionkv.fusion_worker.tensor_parallel import processes, start
+    from fusionkv.fusion_worker.tensor_parallel import start
 
     if config.tensor_parallel > 1:
         models.check_shareable(config.model, config.tensor_parallel)
-    async with processes.started(config.tensor_parallel, sys.argv[1:]) as ranks:
-        model, crew = await start.lead(config, ranks)
+    async with start.started(config.tensor_parallel, sys.argv[1:]) as ranks:
+        model, tp = await ranks.lead(config)
         # On the CPU, whose threads are idle while a GPU works.
         auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
-        servicer = FusionServicer(config, model, auxiliary, judged, crew)
+        servicer = FusionServicer(config, model, auxiliary, judged, tp)
         await rpc.serve(
             "fusionkv-worker",
             config.listen,

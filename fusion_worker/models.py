@@ -107,10 +107,7 @@ def load(
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
-        if ranks.count == 1:
-            network = _whole(directory, kind).to(device=where).eval()
-        else:
-            network = weights.load_part(directory, config, kind, where, ranks)
+        network = _network(directory, kind, config, ranks).to(device=where).eval()
         # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
@@ -121,8 +118,20 @@ def load(
 
 
 def check_shareable(directory: Path, count: int) -> None:
-    """Raises FailedPrecondition when `count` ranks can't serve the model of a directory together."""
-    weights.check_shareable(directory.name, _configuration(directory), count)
+    """Raises FailedPrecondition when `count` ranks can't have equal parts of the model of a directory."""
+    name, config = directory.name, _configuration(directory)
+    if not config.base_model_tp_plan:
+        raise FailedPrecondition(
+            f"{name} can't be shared by ranks: transformers has no tp_plan for {config.model_type}"
+        )
+    heads = config.num_attention_heads
+    sizes = {"KV heads": getattr(config, "num_key_value_heads", None) or heads, "attention heads": heads}
+    for what, size in (sizes | {"MLP channels": config.intermediate_size}).items():
+        if size % count:
+            raise FailedPrecondition(
+                f"{name} has {size} {what}, which {count} ranks can't share evenly: "
+                f"set tensor_parallel to a divisor of {size}"
+            )
 
 
 def _configuration(directory: Path) -> Any:
@@ -136,13 +145,15 @@ def _configuration(directory: Path) -> Any:
     return config
 
 
-def _whole(directory: Path, dtype: torch.dtype) -> Any:
-    """The network with all its weights. Raises as transformers does, and FailedPrecondition when some are missing."""
+def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
+    """The rank's network. Raises as transformers does, and FailedPrecondition when weights are missing."""
+    part = {} if ranks.count == 1 else {"distributed_config": weights.part_of(config, ranks.count)}
     # Of safetensors only: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, output_loading_info=True, use_safetensors=True
+        directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
     )
     network, report = loaded
+    weights.settle(network)
     if missing := sorted(report["missing_keys"]):
         # transformers makes up random ones and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
@@ -156,6 +167,8 @@ def on_cpu(device: str) -> bool:
 
 def rank_device(device: str, rank: int) -> torch.device:
     """The device of one rank of several: rank i has GPU i. Raises as `load` does."""
+    if on_cpu(device) and torch.cuda.is_available():
+        raise FailedPrecondition("transformers puts the ranks' parts on GPUs: hide these by CUDA_VISIBLE_DEVICES=")
     return _device("cpu" if on_cpu(device) else f"cuda:{rank}")
 
 

@@ -233,8 +233,8 @@ class Answerer:
                         break
                     if result.votes is not None:
                         assert summary.recipe.keep is not None
-                        keep, crew = summary.recipe.keep, self._engine.crew
-                        await evict(fused, keep, result.votes, self._pool, self._model, crew)
+                        keep, tp = summary.recipe.keep, self._engine.tp
+                        await evict(fused, keep, result.votes, self._pool, self._model, tp)
                     answer.append(token)
                     fused, result = await step(self._engine, fused, answer, sampler)
                     summary.recomputed = len(fused.chosen)

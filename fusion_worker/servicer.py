@@ -17,7 +17,7 @@ from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
 from fusionkv.fusion_worker.request import Answerer, Piece
 from fusionkv.fusion_worker.summary import Summary
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.answer.v1 import answer_pb2
@@ -41,14 +41,14 @@ class FusionServicer:
         model: Model,
         auxiliary: Model | None = None,
         verdict: Verdict | None = None,
-        crew: Crew | None = None,
+        tp: TPGroup | None = None,
     ) -> None:
         self._config = config
         self._model = model
         self._verdict = verdict or Verdict(model.fingerprint.hex(), {})
         self.cache = CacheClient(config.cache, config.client_tls()) if config.cache else None
         self.pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
-        self.engine = Engine(model, self.pool, config, crew)
+        self.engine = Engine(model, self.pool, config, tp)
         self.loader = Loader(config, model, self.pool, self.engine, self.cache)
         self.auxiliary = Auxiliary(config, model, auxiliary, self.cache) if auxiliary is not None else None
         self.answerer = Answerer(config, model, self.pool, self.engine, self.loader, self.auxiliary)
@@ -67,7 +67,6 @@ class FusionServicer:
         await self.answerer.corrector.close()
         await self.loader.close()
         self.engine.close()
-        self.engine.crew.close()
         if self.auxiliary is not None:
             await self.auxiliary.close()
         if self.cache is not None:

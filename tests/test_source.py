@@ -12,9 +12,14 @@ FORBIDDEN = {
     *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "copyreg"),
     *("multiprocessing", "concurrent.futures.process", "concurrent.futures.ProcessPoolExecutor"),
 }
-# Commands, and no services, which hand jobs to their own children through pipes that nobody else can write to.
 _PROCESSES = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process"}
-ALLOWED = {"bench/quality/jobs.py": _PROCESSES, "fusion_worker/encode/encoders.py": _PROCESSES}
+ALLOWED = {
+    # Commands, and no services, which hand jobs to their own children through pipes that nobody else can write to.
+    "bench/quality/jobs.py": _PROCESSES,
+    "fusion_worker/encode/encoders.py": _PROCESSES,
+    # A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
+    "fusion_worker/tensor_parallel/channel.py": {"pickle"},
+}
 SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
 
 

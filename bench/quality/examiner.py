@@ -137,7 +137,7 @@ class Examiner:
             logits = result.logits.cpu()  # waits for the device
         if keep is not None:
             assert result.votes is not None
-            await evict(fused, keep, result.votes, self._pool, self._model, self._engine.crew)
+            await evict(fused, keep, result.votes, self._pool, self._model, self._engine.tp)
         return fused, logits
 
 

@@ -139,7 +139,10 @@ def _put_together(batch: Batch, ranks: Ranks) -> None:
     for probe in batch.probes:
         ranks.total(probe.scores)
     for votes in batch.votes:
-        votes.layers = list(ranks.joined(torch.stack(votes.layers), dim=1))
+        mine = torch.stack(votes.layers)
+        by_rank = mine.new_zeros(ranks.count, *mine.shape)
+        by_rank[ranks.rank] = mine
+        votes.layers = list(ranks.total(by_rank).transpose(0, 1).flatten(1, 2))
 
 
 @torch.inference_mode()

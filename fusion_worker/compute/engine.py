@@ -3,18 +3,19 @@
 import logging
 import threading
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from fusionkv.fusion_worker.compute.attention import forward, install, logits, shallow
+from fusionkv.fusion_worker.compute.attention import forward, install, logits
 from fusionkv.fusion_worker.compute.batch import Batch, Probe, Votes
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe, settled
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import QuerySpan
 from fusionkv.protos.observe import logs
@@ -25,12 +26,13 @@ log = logging.getLogger(__name__)
 class Engine:
     """Computes works of many requests together. `run` is called from the event loop, the rest is the thread's."""
 
-    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, crew: Crew | None = None) -> None:
-        """crew: the ranks that compute each step, when they are several."""
-        install(model)
+    def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, tp: TPGroup | None = None) -> None:
+        """tp: the ranks that compute each step, when they are several."""
         self._model = model
         self._pool = pool
-        self.crew = crew or Crew()
+        self.tp = tp or TPGroup()
+        self.tp.own[:] = pool.own(model)
+        self.tp.step(partial(install, model))
         self._scheduler = Scheduler(config.max_step_tokens, config.max_mixed_tokens)
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self._thread.start()
@@ -84,8 +86,7 @@ class Engine:
     def _advance(self, parts: list[ScheduledSlice]) -> None:
         """Runs the parts' rows through all layers, or all that are left of them."""
         step = self._assemble(parts)
-        with self.crew.step(step.batch):
-            hidden = forward(self._model, step.batch, parts[0].work.ahead)
+        hidden = self.tp.step(partial(forward, self._model, step.batch, parts[0].work.ahead))
         last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
         predicted = self._predict(last, hidden)
         for work in last:
@@ -113,9 +114,7 @@ class Engine:
         """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
         work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
-        with self.crew.shallow(step.batch, work.probe):
-            found = shallow(self._model, step.batch)
-            scores = work.probe.scores(self._model, step.batch, found.second)
+        found, scores = self.tp.step(partial(work.probe.look, self._model, step.batch))
         # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
         alone = self._model.ranks.count == 1
         work.future.set_result(Result(scores=scores, shallow=found if alone else None))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from fusionkv.fusion_worker.compute.attention import LayerState, Shallow
+from fusionkv.fusion_worker.compute.attention import LayerState, Shallow, shallow
 from fusionkv.fusion_worker.compute.batch import Batch, States
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.fusion_worker.decode.sampling import Sampler
@@ -43,6 +43,11 @@ class ShallowProbe:
 
     selectors: tuple[Selector[FreshStates], ...]
     starts: torch.Tensor
+
+    def look(self, model: Model, batch: Batch) -> tuple[Shallow, torch.Tensor]:
+        """The batch's one span behind layer 0, and its scores."""
+        found = shallow(model, batch)
+        return found, self.scores(model, batch, found.second)
 
     @torch.inference_mode()
     def scores(self, model: Model, batch: Batch, states: States) -> torch.Tensor:

@@ -15,10 +15,11 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from fusionkv.fusion_worker.models import KVShape
+from fusionkv.fusion_worker.models import KVShape, Model
 from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
@@ -69,6 +70,10 @@ class KVPool:
         # Zeros, not empty: memory is touched only when used, and no slot ever holds a NaN that a weight of 0 keeps.
         kv = torch.zeros(shape.layers, 2, slots, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
         return cls(shape, page_tokens, pages, kv, [SlotRange(0, slots)])
+
+    def own(self, model: Model) -> list[Any]:
+        """What each of several ranks has of its own (`TPGroup.own`)."""
+        return [self, self.kv, model, model.rotations]
 
     def slots_for(self, tokens: int) -> int:
         """Slots that `tokens` tokens take: whole pages."""

@@ -24,7 +24,8 @@ class PackedLinear(torch.nn.Module):
 def pack(network: torch.nn.Module) -> None:
     """Puts a PackedLinear in the place of every linear layer below the head, where the CPU computes in bfloat16.
 
-    The head stays: it often shares its weights with the embedding, and packed it would need them twice.
+    The head stays: it often shares its weights with the embedding, and packed it would need them twice. So does what
+    transformers has given a forward of its own, which adds up the parts of all ranks.
     """
     layers: Any = network.model
     first = next(layers.parameters())
@@ -32,7 +33,7 @@ def pack(network: torch.nn.Module) -> None:
         return
     for parent in list(layers.modules()):
         for name, child in parent.named_children():
-            if type(child) is torch.nn.Linear:
+            if type(child) is torch.nn.Linear and "forward" not in vars(child):
                 setattr(parent, name, PackedLinear(child))
 
 

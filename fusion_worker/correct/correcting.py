@@ -6,7 +6,7 @@ from functools import partial
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk
 from fusionkv.fusion_worker.load.placement import LoadedChunk
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.transfer.storage import Storage
 from fusionkv.protos.runtime.cancellation import to_the_end
 
@@ -14,10 +14,10 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 class Correcting:
     """Corrects parts that say how; leaves all others as they are."""
 
-    def __init__(self, model: Model, pool: KVPool, crew: Crew) -> None:
+    def __init__(self, model: Model, pool: KVPool, tp: TPGroup) -> None:
         self._rotations = model.rotations
         self._pool = pool
-        self._storage = Storage(pool, "plain", crew)
+        self._storage = Storage(pool, "plain", tp)
 
     async def in_place(self, part: LoadedChunk) -> None:
         """Corrects what lies in the part's slots."""

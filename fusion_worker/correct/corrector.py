@@ -52,7 +52,7 @@ class Corrector:
         self._pool = pool
         self._engine = engine
         self._loader = loader
-        self._storage = Storage(pool, "plain", engine.crew)
+        self._storage = Storage(pool, "plain", engine.tp)
         self._shape = shape(model.kv.layers, model.kv.kv_heads * model.ranks.count, model.kv.head_dim)
         # None: there is none yet, in no file either.
         self._known: OrderedDict[Path, Correction | None] = OrderedDict()

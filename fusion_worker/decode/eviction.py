@@ -10,12 +10,12 @@ from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.recipes.keep import SnapKV
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 
 async def evict(
-    fused: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, crew: Crew
+    fused: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, tp: TPGroup
 ) -> None:
     """Leaves the system prompt, `keep.tokens` slots of context and the question. After the prefill, before decoding.
 
@@ -30,7 +30,7 @@ async def evict(
     own = lay_out(positions, fused.placement.fresh)
     span, to = QuerySpan(0, 1, positions[-1:], (*fused.seen, *own)), slots_of(kept)
     work = partial(copy_kept, span, tokens, to, pool.kv, model)
-    copying = asyncio.ensure_future(asyncio.to_thread(crew.keep, span, tokens, to, work))
+    copying = asyncio.ensure_future(asyncio.to_thread(tp.copy, work))
     try:
         await asyncio.shield(copying)
     except asyncio.CancelledError:
@@ -48,7 +48,7 @@ def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch
     """Copies tokens [layers, kv_heads of all ranks, kept], by position of what a row sees, to pool slots [kept]."""
     device, ranks = kv.device, model.ranks
     heads = torch.arange(kv.shape[3], device=device)
-    mine = tokens[:, ranks.part(tokens.shape[1])].transpose(1, 2).to(device)
+    mine = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)
     for pool, at, rotation in zip(kv, mine, model.rotations, strict=True):
         slots, cos, sin = span.in_order(rotation)
         turned = rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])

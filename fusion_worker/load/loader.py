@@ -56,11 +56,11 @@ class Loader:
         self._spans = LoadSpans()
         self.turns = PrioritySemaphore(config.max_loads)
         self._admitted = itertools.count()
-        self.storage = Storage(pool, config.store, engine.crew)
-        self._correcting = Correcting(model, pool, engine.crew)
+        self.storage = Storage(pool, config.store, engine.tp)
+        self._correcting = Correcting(model, pool, engine.tp)
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
         # In host memory signatures are verified, and ranks get their heads from there.
-        direct = cache and signer is None and engine.crew.ranks.count == 1
+        direct = cache and signer is None and engine.tp.ranks.count == 1
         self._direct = DirectReader.find(self.storage) if direct else None
         self.locator = Lookups(self.storage, cache, config.lookup_timeout, signer)
         limits = config.max_puts, config.fetch_timeout

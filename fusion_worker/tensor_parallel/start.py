@@ -1,46 +1,131 @@
-"""How a worker's ranks start: each reads its part of the model; rank 0 gets a crew, the others follow it."""
+"""How a worker's ranks start and end: rank 0 drives a group; the others are its children, and it ends with them."""
 
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import asynccontextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
+from socket import socket, socketpair
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.models import Model
-from fusionkv.fusion_worker.tensor_parallel import lane
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
-from fusionkv.fusion_worker.tensor_parallel.lane import Joined
-from fusionkv.fusion_worker.tensor_parallel.leader import Leader
-from fusionkv.fusion_worker.tensor_parallel.member import Member
-from fusionkv.fusion_worker.tensor_parallel.processes import Processes
+from fusionkv.fusion_worker.tensor_parallel.channel import Channel
+from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGroup
+from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
+from fusionkv.protos.runtime import process
+
+_Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, its channels for steps and for copies.
 
 
-async def lead(config: WorkerConfig, processes: Processes) -> tuple[Model, Crew]:
-    """Rank 0's model and crew. Raises as `models.load` does, and RankLost when another rank can't start."""
-    set_threads(config)
-    if config.tensor_parallel == 1:
-        return models.load(config.model, config.device, config.dtype, config.max_prompt_tokens), Crew()
-    model, joined = await processes.beside(lambda: _join(config, 0, processes.meeting))
-    return model, Leader(joined, processes.report)
+class Processes:
+    """Ranks 1 and up. meeting: a file to find one another by. lost: fails with RankLost when one ends, or hangs."""
+
+    def __init__(self, meeting: Path) -> None:
+        self.meeting = meeting
+        self.children: list[asyncio.subprocess.Process] = []
+        self.pipes: list[tuple[socket, socket]] = []  # To each rank, for steps and for copies.
+        self._failed: Future[None] = Future()
+        self.lost = asyncio.wrap_future(self._failed)
+
+    def report(self, why: RankLost) -> None:
+        """Fails `lost`. From any thread."""
+        with suppress(InvalidStateError):
+            self._failed.set_exception(why)
+
+    async def watch(self, child: asyncio.subprocess.Process, rank: int, count: int) -> None:
+        status = await child.wait()
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        self.report(RankLost(f"rank {rank} of {count} {how}; its last lines above say why"))
+
+    async def lead(self, config: WorkerConfig) -> tuple[Model, TPGroup]:
+        """Rank 0's model and group. Raises as `models.load` does, and RankLost when another rank can't start."""
+        if config.tensor_parallel == 1:
+            return _load(config, config.device), TPGroup()
+        joined: Future[_Joined] = Future()
+
+        def join() -> None:
+            try:
+                joined.set_result(_join(config, 0, self.meeting, self.pipes))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        threading.Thread(target=join, daemon=True).start()  # What waits for a rank that is gone holds nothing up.
+        waited: list[asyncio.Future[Any]] = [asyncio.wrap_future(joined), self.lost]
+        done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        model, steps, copies = done.pop().result()
+        return model, Driver(model.ranks, steps, copies, self.report)
 
 
-def follow(config: WorkerConfig, rank: int, meeting: Path) -> None:
-    """Another rank's life. Ends when rank 0 says so, or the process with status 1."""
-    set_threads(config)
-    model, joined = _join(config, rank, meeting)
-    Member(config, model, joined).run()
-    lane.leave()
+@asynccontextmanager
+async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
+    """Ranks 1 to count - 1, as `python -m fusionkv.fusion_worker` with these flags. On leaving they have ended."""
+    with tempfile.TemporaryDirectory(prefix="fusionkv-ranks-") as folder:
+        processes = Processes(Path(folder) / "meeting")
+        watchers: list[asyncio.Task[None]] = []
+        try:
+            for rank in range(1, count):
+                (step, its_step), (copy, its_copy) = socketpair(), socketpair()
+                processes.pipes.append((step, copy))
+                fds = its_step.fileno(), its_copy.fileno()
+                own = ("--rank", str(rank), "--meeting", str(processes.meeting), "--pipes", *map(str, fds))
+                command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *argv, *own)
+                # In a session of its own: a terminal's signals are for rank 0.
+                child = await asyncio.create_subprocess_exec(*command, pass_fds=fds, start_new_session=True)
+                its_step.close()
+                its_copy.close()
+                processes.children.append(child)
+                watchers.append(asyncio.create_task(processes.watch(child, rank, count)))
+            yield processes
+        finally:
+            for child in processes.children:
+                if child.returncode is None:
+                    child.kill()
+            await asyncio.gather(*watchers)
+            processes.lost.cancel() or processes.lost.exception()  # Nobody may have asked.
 
 
-def set_threads(config: WorkerConfig) -> None:
-    """The rank's share of the CPU threads."""
-    torch.set_num_threads(max(1, (config.threads or cores()) // config.tensor_parallel))
+def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
+    """Another rank's life: steps run in this thread, copies in one of their own, until rank 0 ends it or itself."""
+    process.end_with_parent()
+    step, copy = (socket(fileno=number) for number in pipes)
+    model, steps, copies = _join(config, rank, meeting, [(step, copy)])
+    steps.own = copies.own = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device).own(model)
+    threading.Thread(target=copies.obey, name="copies", daemon=True).start()
+    steps.obey()
 
 
-def _join(config: WorkerConfig, rank: int, meeting: Path) -> tuple[Model, Joined]:
-    device = models.rank_device(config.device, rank)
-    joined = lane.join(rank, config.tensor_parallel, meeting, device, config.rank_timeout)
-    model = models.load(config.model, str(device), config.dtype, config.max_prompt_tokens, joined.ranks)
-    lane.all_here()
-    return model, joined
+def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
+    torch.set_num_threads(max(1, (config.threads or cores()) // ranks.count))
+    return models.load(config.model, device, config.dtype, config.max_prompt_tokens, ranks)
+
+
+def _join(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[tuple[socket, socket]]) -> _Joined:
+    device, timeout = models.rank_device(config.device, rank), timedelta(seconds=config.rank_timeout)
+    ranks = Ranks(rank, config.tensor_parallel)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All run on one machine; nobody elsewhere may come.
+    os.environ["LOCAL_RANK"] = str(rank)  # By which transformers chooses a GPU.
+    store = dist.FileStore(str(meeting), ranks.count)
+    _meet(store, "started", ranks)
+    dist.init_process_group(store=store, rank=rank, world_size=ranks.count, timeout=timeout)  # gloo; NCCL on GPUs
+    steps, copies = (Channel(ranks, device, timeout, each) for each in zip(*pipes, strict=True))
+    model = _load(config, str(device), ranks)
+    _meet(store, "loaded", ranks)
+    return model, steps, copies
+
+
+def _meet(store: dist.Store, when: str, ranks: Ranks) -> None:
+    store.set(f"{when} {ranks.rank}", "")
+    store.wait([f"{when} {rank}" for rank in range(ranks.count)], timedelta(hours=2))

@@ -1,12 +1,14 @@
 """The form in which chunks' KV leaves the pool and comes back: as computed, or in one byte a number."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.models import KVShape
-from fusionkv.fusion_worker.tensor_parallel.crew import Crew
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.transfer.side_stream import SideStream
 from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restore
 
@@ -19,13 +21,17 @@ class Storage:
     so that it is the same however many ranks a worker has; a part has one rank's heads, in the same arrays.
     """
 
-    def __init__(self, pool: KVPool, kind: str, crew: Crew | None = None) -> None:
-        """crew: the ranks that have the other heads; a rank that is told what to do needs none."""
-        self._crew = crew or Crew()
+    def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
+        """tp: the ranks that have the other heads; a rank that runs what it is sent needs none."""
+        self._tp = tp or TPGroup()
         self._pool = pool
         self.beside = SideStream(pool.kv.device)
-        self._kind = KINDS.get(kind)
+        self._name, self._kind = kind, KINDS.get(kind)
         self.settings = {} if self._kind is None else {"store": kind}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """On another rank, the same over that rank's pool."""
+        return Storage, (self._pool, self._name)
 
     @property
     def device(self) -> torch.device:
@@ -39,7 +45,7 @@ class Storage:
 
     def size(self, tokens: int) -> int:
         """Bytes of an entry of `tokens` tokens."""
-        return self.part_size(tokens) * self._crew.ranks.count
+        return self.part_size(tokens) * self._tp.ranks.count
 
     def part_size(self, tokens: int) -> int:
         """Bytes of one rank's part of it."""
@@ -53,13 +59,12 @@ class Storage:
     def take_out(self, resident: PooledChunk) -> memoryview:
         """A copy of a chunk's KV."""
         runs, tokens = resident.runs, resident.tokens
-        parts = self._crew.take(resident, lambda: self.read(runs, tokens))
+        parts = self._tp.copy(partial(self.read, runs, tokens))
         return self._join(parts, tokens).numpy().data
 
     def put_in(self, resident: PooledChunk, data: torch.Tensor) -> None:
         """Writes a chunk's KV to its slots. data: uint8 [size], in host memory or on the device."""
-        runs, tokens = resident.runs, resident.tokens
-        self._crew.put(resident, self._split(data, tokens), lambda part: self.write(runs, tokens, part))
+        self._tp.copy(partial(self.write, resident.runs, resident.tokens), self._split(data, resident.tokens))
 
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
         """A copy of this rank's part of a chunk, uint8 [part_size] in host memory."""
@@ -92,7 +97,7 @@ class Storage:
 
         change: of [layers, 2, tokens, kv_heads of all ranks, head_dim]. For plain storage alone.
         """
-        if self._crew.ranks.count == 1:
+        if self._tp.ranks.count == 1:
             with self.beside():
                 self._write(resident.runs, change(self._read(source.runs, source.tokens)))
         else:
@@ -103,7 +108,7 @@ class Storage:
         """A plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
         shape = self._pool.shape
         flat = torch.frombuffer(data, dtype=torch.uint8).view(shape.dtype)
-        return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._crew.ranks.count, shape.head_dim)
+        return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._tp.ranks.count, shape.head_dim)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
         """The arrays of an entry, each [blocks, kv_heads, bytes]: blocks and bytes."""
@@ -128,7 +133,7 @@ class Storage:
 
     def _split(self, entry: torch.Tensor, tokens: int) -> list[torch.Tensor]:
         """All ranks' parts of an entry."""
-        count = self._crew.ranks.count
+        count = self._tp.ranks.count
         if count == 1:
             return [entry]
         arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads * count

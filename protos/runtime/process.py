@@ -1,15 +1,25 @@
 """What a process needs of its machine to serve, and the lines in which it says what it does."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import resource
+import signal
 import socket
+import sys
 from collections.abc import Sequence
 from typing import TextIO
 
 # Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
 _SPARE_FILES = 32
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Has the system kill this process when its parent ends. On Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_files() -> None:

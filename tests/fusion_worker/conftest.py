@@ -166,7 +166,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path) -> AsyncIter
         max_tokens: int = 2048,
         replace: Any = None,
         auxiliary: Any = None,
-        crew: Any = None,
+        tp: Any = None,
         **config: Any,
     ) -> Rig:
         ours = copy.deepcopy(network(family, dtype))
@@ -175,7 +175,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path) -> AsyncIter
         # A busy machine is not a cache that fails.
         busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **config}
-        servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, crew=crew)
+        servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, tp=tp)
         rigs.append(Rig(servicer, made, drawn, numbers, gates))
         return rigs[-1]
 
@@ -208,7 +208,7 @@ def oracle() -> Callable[..., Oracle]:
     return lambda family, dtype=torch.float32: Oracle(network(family, dtype))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tools() -> Any:
     """The helpers above, for test modules, which can't import a conftest."""
 

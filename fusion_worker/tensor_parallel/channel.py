@@ -1,0 +1,84 @@
+"""Calls that rank 0 sends to the other ranks, one after another, and the bytes that belong to them."""
+
+import io
+import itertools
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from socket import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
+
+
+class Channel:
+    """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does, and OSError.
+
+    Calls are pickles, through sockets that nobody else can write to. What each rank has of its own goes as a number,
+    and so does a tensor that was sent before: masks cross once, not at every step. Nobody writes to it in between.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
+        self.own: list[Any] = []
+        self._ranks, self._device, self._pipes = ranks, device, pipes
+        for pipe in pipes:  # Other ranks wait for calls without end; nobody waits longer for anything else.
+            pipe.settimeout(None if ranks.rank else timeout.total_seconds())
+        self.data = dist.new_group(backend="gloo", timeout=timeout)
+        self._numbers = WeakIdKeyDictionary()  # tensor -> number, at rank 0
+        self._count = itertools.count(100)  # Below are what each rank has of its own.
+        self._sent: dict[int, Any] = {}  # number -> tensor, at the other ranks
+
+    def send(self, call: Callable[..., Any]) -> None:
+        """Has the other ranks run a call."""
+        own = {id(thing): number for number, thing in enumerate((self, *self.own))}
+
+        def number(thing: Any) -> int | None:
+            if id(thing) in own or not isinstance(thing, torch.Tensor):
+                return own.get(id(thing))
+            return int(self._numbers.setdefault(thing, next(self._count)))
+
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        pickler.persistent_id = number  # type: ignore[method-assign]
+        pickler.dump(call)
+        new = {at: tensor.numpy(force=True) for tensor, at in self._numbers.items() if at not in self._sent}
+        self._sent = dict.fromkeys(self._numbers.values())
+        message = pickle.dumps((new, [*self._sent])) + file.getvalue()
+        for pipe in self._pipes:
+            pipe.sendall(message)
+
+    def obey(self) -> None:
+        """Runs what rank 0 sends, for ever. An error ends the process, which the others see at once."""
+        try:
+            file = self._pipes[0].makefile("rb")
+            while True:
+                new, sent = pickle.load(file)
+                self._sent |= {number: torch.from_numpy(array).to(self._device) for number, array in new.items()}
+                self._sent = {number: self._sent[number] for number in sent}
+                unpickler = pickle.Unpickler(file)
+                known = dict(enumerate((self, *self.own))) | self._sent
+                unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
+                unpickler.load()()
+                dist.barrier(group=self.data)
+        except Exception:
+            print(f"fusionkv-worker: rank {self._ranks.rank} failed", file=sys.stderr)
+            traceback.print_exc()
+            os._exit(1)  # Other threads may wait for ranks that will never come.
+
+    def copy(self, call: Callable[..., Any], size: int, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """What every rank does for `TPGroup.copy`. size: of each part; 0 for none. parts: at rank 0."""
+        part = torch.empty(size, dtype=torch.uint8)
+        if size:
+            dist.scatter(part, list(parts) or None, group=self.data)
+        result = call(part) if size else call()
+        results = [] if result is None else [torch.empty_like(result) for _ in range(self._ranks.count)]
+        if results:
+            dist.gather(result, None if self._ranks.rank else results, group=self.data)
+        return results
