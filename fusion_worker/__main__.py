@@ -5,9 +5,10 @@ import asyncio
 import logging
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from fusionkv.fusion_worker.config import WorkerConfig, configured
+from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configured
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
@@ -26,15 +27,14 @@ def main() -> int:
     flags = vars(parser.parse_args())
     rank, meeting, pipes = flags.pop("rank"), flags.pop("meeting"), flags.pop("pipes")
     try:
-        # Rank 0 alone stores and fetches.
-        config = configured(flags.pop("config"), {**flags, "cache": "none"} if rank else flags)
+        config = configured(flags.pop("config"), flags)
         if rank:
             _follow(config, rank, meeting, pipes)
             return 0
         process.check_files()
         process.check_ports(config.listen, "--listen")
         telemetry.attach("fusionkv-worker", config.metrics_listen)
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(replace(config, cache=cache_address(config.cache))))
     except (settings.SettingsError, ServiceError, OSError, ValueError) as error:
         print(f"fusionkv-worker: {error}", file=sys.stderr)
         return 1

@@ -121,7 +121,7 @@ class WorkerConfig:
 
 
 def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
-    """A worker's settings, with models as directories and the cache service that it uses; no cache: none.
+    """A worker's settings, with models as directories.
 
     Raises:
         SettingsError: settings that can't be used.
@@ -129,11 +129,11 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
     """
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
     auxiliary = str(resolve(config.auxiliary)) if config.auxiliary else ""
-    return replace(config, model=resolve(config.model), auxiliary=auxiliary, cache=_cache(config.cache))
+    return replace(config, model=resolve(config.model), auxiliary=auxiliary)
 
 
-def _cache(named: str) -> str:
-    """The address of the cache service; empty for none."""
+def cache_address(named: str) -> str:
+    """The address of the cache service that a setting means, this machine's if it names none; empty for none."""
     if named:
         return "" if named == "none" else named
     found = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")

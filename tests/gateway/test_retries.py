@@ -31,6 +31,10 @@ class Servicer:
         self._called()
         return pb.ListResponse()
 
+    async def PlanPrecompute(self, request: pb.PlanPrecomputeRequest, context: Any) -> Any:
+        self._called()
+        yield pb.PlanPrecomputeResponse()
+
     async def Delete(self, request: pb.DeleteRequest, context: Any) -> pb.DeleteResponse:
         self._called()
         return pb.DeleteResponse(documents=1)
