@@ -188,4 +188,9 @@ def remove_stale_socket(address: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by way of the interpreter's end: it waits for threads, and those that call a remote tier which stands still
+    # would hold the process for minutes. All that has to be kept is on disk.
+    os._exit(status)

@@ -219,6 +219,20 @@ async def test_a_service_that_ends_writes_back_what_it_has(two: Services, remote
         assert found == expected
 
 
+@pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
+async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, remote: Remote) -> None:
+    assert await put(two.clients[0], "x", b"data")
+    await two.settled()
+    remote.pause()
+    try:
+        assert not await put(two.clients[0], "x", b"data")
+        assert await put(two.clients[0], "y", b"data")
+        # It drains, and waits for what is written back and for Mooncake, each for seconds.
+        assert await asyncio.to_thread(two.services[0].stop, 40) == 0
+    finally:
+        remote.resume()
+
+
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)
 async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> None:
     """As a DNS name of several does."""
