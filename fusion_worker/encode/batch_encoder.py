@@ -54,9 +54,12 @@ class BatchEncoder:
         )
 
     async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> int:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._one(request)) for request in requests]
-        return sum(task.result() for task in tasks)
+        tasks = [asyncio.create_task(self._one(request)) for request in requests]
+        try:
+            return sum(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _one(self, request: pb.EncodeRequest) -> bool:
         async with self._slots:

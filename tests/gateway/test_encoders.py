@@ -13,10 +13,13 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.encode import encoders
+from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway.conftest import Stack
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(240), pytest.mark.slow]
 Launch = Callable[..., Any]
@@ -120,6 +123,17 @@ def test_neighbours_are_those_that_workers_would_take(encode: Encode, stack: Sta
     assert encoder.wait(120) == 0, encoder.log
     assert progress(encoder, "precompute")[-1]["skipped"] == total
     assert "encoded them again" not in encoder.log
+
+
+def test_a_cache_service_that_is_away_is_told_as_such(tiny_model: Path) -> None:
+    """By an error that is tried again, and not by a group of them."""
+    flags = {"model": str(tiny_model), "cache": f"127.0.0.1:{free_port()}", "threads": 1, "pool_bytes": 64 << 20}
+    encoder = BatchEncoder(None, flags)
+    requests = [fusion_pb2.EncodeRequest(mode=1, chunk=fusion_pb2.Tokens(ids=[n, 2, 3])) for n in range(6)]
+    for request in requests:
+        request.system.ids.append(1)
+    with pytest.raises(Unavailable):
+        encoder.encode([request.SerializeToString() for request in requests])
 
 
 def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack) -> None:
