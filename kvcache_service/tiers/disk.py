@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
-from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
 from fusionkv.kvcache_service.tiers.extents import Extents
 from fusionkv.protos.runtime.checksum import Checksum
 
@@ -248,7 +248,7 @@ class DiskTier(Tier):
             os.fsync(file)
         finally:
             os.close(file)
-        _sync_directory(self._directory)
+        sync_directory(self._directory)
 
 
 def _boot_id() -> str:
@@ -259,20 +259,11 @@ def _made(path: Path) -> int:
     """A descriptor of a file that is there, or is made and survives a crash of the machine."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        _sync_directory(path.parent)
+        sync_directory(path.parent)
     except OSError:
         os.close(file)
         raise
     return file
-
-
-def _sync_directory(path: Path) -> None:
-    """Makes new names in a directory survive a crash of the machine."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 def _lock(path: Path) -> int:

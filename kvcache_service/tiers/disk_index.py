@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import struct
@@ -58,6 +59,8 @@ class DiskIndex:
             shutil.rmtree(directory, ignore_errors=anew)
         elif (file := new / _FILE).exists():
             file.replace(directory / _FILE)
+            if sync:  # or a crash of the machine might bring the old file back, without what is put from now on
+                sync_directory(directory)
         shutil.rmtree(new, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True)
         with self._errors():
@@ -144,6 +147,15 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     if done.returncode:
         log.warning("the index in %s was not checked: %s", directory, said or done.stderr.strip()[-500:])
     return ""
+
+
+def sync_directory(path: Path) -> None:
+    """Makes new names in a directory survive a crash of the machine."""
+    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def _offset(key: bytes, value: bytes) -> int | None:
