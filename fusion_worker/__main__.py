@@ -52,7 +52,7 @@ def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]
 async def _serve(config: WorkerConfig) -> None:
     from fusionkv.fusion_worker import models
     from fusionkv.fusion_worker.quality import verdict
-    from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer
+    from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
     from fusionkv.fusion_worker.tensor_parallel import start
 
     if config.tensor_parallel > 1:
@@ -68,7 +68,7 @@ async def _serve(config: WorkerConfig) -> None:
         await rpc.serve(
             "fusionkv-worker",
             config.listen,
-            {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
+            {SERVICE.full_name: handler(servicer)},
             drain_seconds=config.drain_seconds,
             on_drain=servicer.close,
             tls=config.server_tls,

@@ -69,6 +69,12 @@ class WorkerConfig:
     max_puts: int = setting(
         64, "maximum number of chunks waiting to be written to the cache; further chunks are dropped", low=0
     )
+    prefill_bytes: int = setting(
+        1 << 30, "maximum size of prefilled prompts that wait for vLLM to fetch them", bytes=True, low=0
+    )
+    prefill_seconds: float = setting(
+        30.0, "seconds that a prefilled prompt waits for vLLM before it is dropped", low=0.1
+    )
     auxiliary: str = setting(
         "", "small auxiliary model that selects tokens for the recipe cacheclip; same forms as `model`"
     )

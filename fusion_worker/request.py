@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from opentelemetry import trace
 
@@ -13,6 +14,7 @@ from fusionkv.fusion_worker import meters
 from fusionkv.fusion_worker.admission import Admission
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.engine import Engine
+from fusionkv.fusion_worker.compute.forward_job import Result
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.planner import Planner, Scored
 from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
@@ -28,12 +30,14 @@ from fusionkv.fusion_worker.load.placement import PromptLayout, Stages
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.quality.explain import explain
-from fusionkv.fusion_worker.quality.fallback import Fallback
+from fusionkv.fusion_worker.quality.fallback import Allowed, Fallback
 from fusionkv.fusion_worker.quality.shadow import Sample, Shadow
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.fusion_worker.select.choose import budget
 from fusionkv.fusion_worker.summary import Summary
+from fusionkv.fusion_worker.transfer.handover import Handover
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
+from fusionkv.protos.fusion.v1.fusion_pb2 import PrefilledKV
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
@@ -47,6 +51,29 @@ class Piece:
 
     token: int
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The first token of an answer, and the KV of its prompt; none if the answer has ended.
+
+    finish: as in Summary; "max_tokens" if other tokens may follow. lossless: whether all KV is full attention's.
+    """
+
+    piece: Piece
+    finish: str
+    lossless: bool
+    kv: PrefilledKV | None
+
+
+class _Begun(NamedTuple):
+    """An answer up to its first token, which `result` has."""
+
+    summary: Summary
+    plan: PrefillPlan
+    sampler: Sampler
+    result: Result
+    allowed: Allowed
 
 
 class Answerer:
@@ -71,6 +98,7 @@ class Answerer:
         self._guard = Fallback(config.shadow_floor)
         self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
         self._active = 0
+        self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
         self.admission = Admission(config.max_requests, config.max_queue)
         meters.observe(self.admission.load, pool)
 
@@ -101,28 +129,99 @@ class Answerer:
             ResourceExhausted: too many wait, or too many for the deadline, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
+        answer: list[int] = []
+        async with self._begun(prompt, recipe, ratio, params, corpus, left) as begun:
+            summary = begun.summary
+            if explained:
+                yield self._explain(begun)
+            async with aclosing(self._decode(begun, params)) as pieces:
+                async for piece in pieces:
+                    answer.append(piece.token)
+                    yield piece
+        meters.answered(summary)
+        if recipe.encode is not None and recipe.encode.corrected:
+            self.corrector.offer(prompt, corpus)
+        if summary.first_logits is not None:
+            sample = Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, begun.allowed)
+            self.shadow.offer(sample)
+        yield summary
+
+    async def prefill(
+        self,
+        prompt: Prompt,
+        recipe: Recipe,
+        ratio: float,
+        params: SamplingParams,
+        corpus: str = "",
+        explained: bool = False,
+        left: float | None = None,
+    ) -> AsyncGenerator[Explanation | Prefilled | Summary]:
+        """The first piece of an answer with the KV of its prompt, then, once that was released, one Summary.
+
+        The KV is there until then, and no longer than the iterator is open. Parameters as for `answer`.
+
+        Raises:
+            ResourceExhausted: as for `answer`, or there is no room for the KV.
+            FailedPrecondition: as for `answer`, or no other engine can go on from what the recipe makes.
+        """
+        if not recipe.portable:
+            raise FailedPrecondition(f"an answer by {recipe.name} is decoded by the fusion worker alone")
+        params = replace(params, max_tokens=1)
+        with self.handover.room(prompt.tokens) as held:
+            async with self._begun(prompt, recipe, ratio, params, corpus, left) as begun:
+                summary = begun.summary
+                if explained:
+                    yield self._explain(begun)
+                text = TextStream(self._model.tokenizer, ())
+                piece = self._read(begun.result, text, summary, params)
+                lossless = not summary.reused
+                kv = None
+                if summary.finish == "max_tokens":
+                    kv = await self.handover.fill(held, begun.plan, prompt)
+            meters.context(summary)
+            if recipe.encode is not None and recipe.encode.corrected:
+                self.corrector.offer(prompt, corpus)
+            yield Prefilled(piece, summary.finish, lossless, kv)
+            unused = await self.handover.released(held) if kv is not None else ""
+            if unused and not summary.degraded:
+                summary.degraded = unused
+            yield summary
+
+    @asynccontextmanager
+    async def _begun(
+        self,
+        prompt: Prompt,
+        recipe: Recipe,
+        ratio: float,
+        params: SamplingParams,
+        corpus: str,
+        left: float | None,
+    ) -> AsyncIterator[_Begun]:
+        """An answer up to its first token. What it holds is given back on leaving. Raises as `answer` does."""
         self._fuser.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, ratio)
         allowed = self._guard.ratio(recipe, corpus, ratio)
         summary.ratio, summary.raised = allowed.ratio, allowed.why
+        stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
-            with tracer.start_as_current_span("fusionkv.queue"), summary.stages.clock("queue"):
+            with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
                 self._enter(stack)
                 await stack.enter_async_context(self.admission.place(left))
-            fused = await self._prepare(stack, summary, params, corpus)
+            plan = await self._prepare(stack, summary, params, corpus)
+            stages = summary.stages  # others, if the cache failed
             watched = self._watched(summary, params)
-            answer: list[int] = []
-            async with aclosing(self._decode(fused, summary, params, arrived, watched, explained)) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, Piece):
-                        answer.append(piece.token)
-                    yield piece
-        if recipe.encode is not None and recipe.encode.corrected:
-            self.corrector.offer(prompt, corpus)
-        if summary.first_logits is not None:
-            self.shadow.offer(Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, allowed))
-        yield summary
+            with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
+                span.set_attribute("fusionkv.rows", len(plan.ids))
+                votes = len(prompt.question) if summary.kept else 0
+                plan, result = await step(self._engine, plan, (), sampler, int(watched), votes)
+                summary.recomputed = len(plan.chosen)
+            if watched and result.logits is not None:
+                summary.first_logits = result.logits[0]
+            stages.seconds["ttft"] = time.perf_counter() - arrived
+            self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
+            meters.first_token(summary)
+            yield _Begun(summary, plan, sampler, result, allowed)
 
     def _watched(self, summary: Summary, params: SamplingParams) -> bool:
         """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""
@@ -194,66 +293,49 @@ class Answerer:
         summary.corrected = sum(part.wanted.correction is not None for part in placement.parts)
         return fused
 
-    async def _decode(
-        self,
-        fused: PrefillPlan,
-        summary: Summary,
-        params: SamplingParams,
-        arrived: float,
-        watched: bool,
-        explained: bool,
-    ) -> AsyncGenerator[Explanation | Piece]:
-        """Prefills the rows, then draws tokens until the answer ends."""
-        sampler = Sampler(params)
-        text = TextStream(self._model.tokenizer, params.stop)
-        stages, answer = summary.stages, list[int]()
-        with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
-            span.set_attribute("fusionkv.rows", len(fused.ids))
-            votes = len(summary.prompt.question) if summary.kept else 0
-            fused, result = await step(self._engine, fused, (), sampler, int(watched), votes)
-            summary.recomputed = len(fused.chosen)
-        if watched and result.logits is not None:
-            summary.first_logits = result.logits[0]
-        stages.seconds["ttft"] = time.perf_counter() - arrived
-        self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
-        meters.first_token(summary)
-        if explained:
-            yield explain(summary.prompt, fused, stages, self._model.tokenizer)
+    def _explain(self, begun: _Begun) -> Explanation:
+        summary = begun.summary
+        return explain(summary.prompt, begun.plan, summary.stages, self._model.tokenizer)
+
+    async def _decode(self, begun: _Begun, params: SamplingParams) -> AsyncGenerator[Piece]:
+        """Draws tokens until the answer ends."""
+        summary, plan, result = begun.summary, begun.plan, begun.result
+        text, answer = TextStream(self._model.tokenizer, params.stop), list[int]()
         started = time.perf_counter()
         # Not made current: this generator is left and entered again by its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
             with self._engine.streaming():
                 while True:
-                    token = result.token
-                    assert token is not None
-                    summary.generated += 1
-                    yield Piece(token, self._read(token, text, summary, params))
+                    piece = self._read(result, text, summary, params)
+                    yield piece
                     if summary.finish:
                         break
                     if result.votes is not None:
                         assert summary.recipe.keep is not None
                         keep, tp = summary.recipe.keep, self._engine.tp
-                        await evict(fused, keep, result.votes, self._pool, self._model, tp)
-                    answer.append(token)
-                    fused, result = await step(self._engine, fused, answer, sampler)
-                    summary.recomputed = len(fused.chosen)
+                        await evict(plan, keep, result.votes, self._pool, self._model, tp)
+                    answer.append(piece.token)
+                    plan, result = await step(self._engine, plan, answer, begun.sampler)
+                    summary.recomputed = len(plan.chosen)
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
             span.end()
             meters.context(summary)
-        stages.seconds["decode"] = time.perf_counter() - started
-        meters.answered(summary)
+        summary.stages.seconds["decode"] = time.perf_counter() - started
 
-    def _read(self, token: int, text: TextStream, summary: Summary, params: SamplingParams) -> str:
-        """The text that a token completes; sets `summary.finish` when it is the last."""
+    def _read(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Piece:
+        """The token of a step with the text that it completes; sets `summary.finish` when it is the last."""
+        token = result.token
+        assert token is not None
+        summary.generated += 1
         if token in self._model.ends:
             summary.finish = "end"
-            return text.flush()
+            return Piece(token, text.flush())
         piece = text.push(token)
         if text.stopped:
             summary.finish = "stop_string"
         elif summary.generated == params.max_tokens:
             summary.finish = "max_tokens"
             piece += text.flush()
-        return piece
+        return Piece(token, piece)

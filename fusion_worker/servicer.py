@@ -1,10 +1,14 @@
 """fusion.v1 over gRPC: checks requests, hands them to the engine, reports back."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, NamedTuple
+
+import grpc
 
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
+from fusionkv.fusion_worker.client import CHECKSUM
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.config import WorkerConfig
@@ -15,13 +19,17 @@ from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
-from fusionkv.fusion_worker.request import Answerer, Piece
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.request import Answerer, Piece, Prefilled
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
+from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime import frames, rpc
+from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
@@ -30,6 +38,12 @@ _MAX_LABEL = _MAX_RECIPE = 256
 _MAX_VARIANTS = 64
 # Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks (docs/correction.md).
 _LESSON_CHUNKS = 6
+_MAX_REASON = 512  # characters
+
+
+def handler(servicer: "FusionServicer") -> grpc.GenericRpcHandler:
+    """The service for `rpc.serve`; KV bytes go round protobuf (frames.py)."""
+    return rpc.handlers(SERVICE, servicer, serialisers={"FetchPrefill": frames.encode_frame})
 
 
 class FusionServicer:
@@ -111,6 +125,59 @@ class FusionServicer:
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
+        asked = self._asked(request)
+        async with aclosing(self.answerer.answer(*asked.how, _time_left(context))) as events:
+            async for event in events:
+                if isinstance(event, Piece):
+                    yield pb.GenerateResponse(token=_token(event))
+                elif isinstance(event, answer_pb2.Explanation):
+                    event.verdicts.extend(self._verdicts())
+                    yield pb.GenerateResponse(explanation=event)
+                else:
+                    summary = _summary(event, asked.replaced)
+                    yield pb.GenerateResponse(summary=summary, pool_tokens=self.pool.capacity)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
+        asked = self._asked(request.prompt)
+        async with aclosing(self.answerer.prefill(*asked.how, _time_left(context))) as events:
+            async for event in events:
+                if isinstance(event, Prefilled):
+                    prefilled = pb.Prefilled(
+                        token=_token(event.piece),
+                        finish_reason="" if event.kv else event.finish,
+                        lossless=event.lossless,
+                        kv=event.kv,
+                    )
+                    yield pb.PrefillResponse(prefilled=prefilled)
+                elif isinstance(event, answer_pb2.Explanation):
+                    event.verdicts.extend(self._verdicts())
+                    yield pb.PrefillResponse(explanation=event)
+                else:
+                    summary = _summary(event, asked.replaced)
+                    yield pb.PrefillResponse(summary=summary, pool_tokens=self.pool.capacity)
+
+    async def HoldPrefill(self, request: pb.HoldPrefillRequest, context: Any) -> pb.HoldPrefillResponse:
+        self.answerer.handover.hold(_handle(request))
+        return pb.HoldPrefillResponse()
+
+    async def FetchPrefill(self, request: pb.FetchPrefillRequest, context: Any) -> AsyncIterator[memoryview]:
+        data = await asyncio.to_thread(
+            self.answerer.handover.read, _handle(request), request.rank, max(1, request.ranks)
+        )
+        checksum = Checksum()
+        for frame in frames.split(data):
+            checksum.update(frame)
+            yield frame
+        context.set_trailing_metadata(((CHECKSUM, checksum.digest()),))
+
+    async def ReleasePrefill(self, request: pb.ReleasePrefillRequest, context: Any) -> pb.ReleasePrefillResponse:
+        if len(request.error) > _MAX_REASON:
+            raise InvalidArgument(f"the error is longer than {_MAX_REASON} characters")
+        self.answerer.handover.release(_handle(request), max(1, request.ranks), request.error)
+        return pb.ReleasePrefillResponse()
+
+    def _asked(self, request: pb.GenerateRequest) -> "_Asked":
+        """What a request asks for, checked."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
@@ -132,18 +199,7 @@ class FusionServicer:
                 f"the model takes {self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")
-        answer = self.answerer.answer(prompt, recipe, ratio, params, corpus, request.explain, _time_left(context))
-        async with aclosing(answer) as events:
-            async for event in events:
-                if isinstance(event, Piece):
-                    yield pb.GenerateResponse(token=answer_pb2.Token(id=event.token, text=event.text))
-                elif isinstance(event, answer_pb2.Explanation):
-                    event.verdicts.extend(self._verdicts())
-                    yield pb.GenerateResponse(explanation=event)
-                else:
-                    summary = _summary(event)
-                    summary.recipe_replaced = replaced
-                    yield pb.GenerateResponse(summary=summary, pool_tokens=self.pool.capacity)
+        return _Asked((prompt, recipe, ratio, params, corpus, request.explain), replaced)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -228,7 +284,24 @@ def _time_left(context: Any) -> float | None:
     return left
 
 
-def _summary(summary: Summary) -> answer_pb2.Summary:
+class _Asked(NamedTuple):
+    """A request, for `Answerer.answer` and `Answerer.prefill`; replaced: why its recipe is not the one asked for."""
+
+    how: tuple[Prompt, Recipe, float, SamplingParams, str, bool]
+    replaced: str
+
+
+def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.ReleasePrefillRequest) -> bytes:
+    if len(request.handle) != HANDLE_BYTES:
+        raise InvalidArgument(f"a handle is {HANDLE_BYTES} bytes, not {len(request.handle)}")
+    return request.handle
+
+
+def _token(piece: Piece) -> answer_pb2.Token:
+    return answer_pb2.Token(id=piece.token, text=piece.text)
+
+
+def _summary(summary: Summary, replaced: str) -> answer_pb2.Summary:
     stages, prompt = summary.stages, summary.prompt
     return answer_pb2.Summary(
         finish_reason=summary.finish,
@@ -253,4 +326,5 @@ def _summary(summary: Summary) -> answer_pb2.Summary:
         ratio=summary.ratio,
         ratio_raised=summary.raised,
         entries_rejected=stages.rejected,
+        recipe_replaced=replaced,
     )

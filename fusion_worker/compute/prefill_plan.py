@@ -63,6 +63,11 @@ class PrefillPlan:
         """From now on rows see these keys and the question's, and no chosen or link token's."""
         self.seen, self._gone, self.doubt = seen, len(self.chosen) + self.links, None
 
+    def visible(self) -> tuple[KVSegment, ...]:
+        """The keys of all there is so far."""
+        own = lay_out(self.positions[self._gone :].to(self.device), behind(self.placement.fresh, self._gone))
+        return (*self.seen, *own)
+
     def behind(self, tokens: Sequence[int]) -> "PrefillPlan":
         """The same with more tokens behind the question."""
         if not tokens:
@@ -89,14 +94,14 @@ class PrefillPlan:
     def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> ForwardJob:
         """The work for more tokens, behind all there is."""
         used, first = len(self.positions), len(self.positions) and int(self.positions[-1]) + 1
-        own = lay_out(self.positions[self._gone :].to(self.device), behind(self.placement.fresh, self._gone))
+        seen = self.visible()
         positions = torch.arange(first, first + len(tokens))
         self.positions = torch.cat([self.positions, positions])
         return ForwardJob(
             torch.tensor(tokens, device=self.device),
             positions.to(self.device),
             behind(self.placement.fresh, used),
-            (*self.seen, *own),
+            seen,
             sampler=sampler,
             logits=logits,
             temper=self.temper,

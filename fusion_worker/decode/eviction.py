@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from fusionkv.fusion_worker.compute.forward_job import behind, lay_out, slots_of
+from fusionkv.fusion_worker.compute.forward_job import behind, slots_of
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
 from fusionkv.fusion_worker.models import Model
@@ -26,9 +26,7 @@ async def evict(
     fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
     tokens = keep.choose(votes[..., low : len(fused.stale) + fused.links]) + low
-    positions = fused.positions.to(pool.kv.device)
-    own = lay_out(positions, fused.placement.fresh)
-    span, to = QuerySpan(0, 1, positions[-1:], (*fused.seen, *own)), slots_of(kept)
+    span, to = QuerySpan(0, 1, fused.positions[-1:].to(pool.kv.device), fused.visible()), slots_of(kept)
     work = partial(copy_kept, span, tokens, to, pool.kv, model)
     copying = asyncio.ensure_future(asyncio.to_thread(tp.copy, work))
     try:

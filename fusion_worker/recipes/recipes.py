@@ -120,6 +120,11 @@ class Recipe:
         return self.encode is None or self.in_place
 
     @property
+    def portable(self) -> bool:
+        """Whether any engine can go on from its KV: it is of the prompt's own tokens, of all of them, for good."""
+        return not (self.keep or self.attend or self.links or self.anchored or self.adapt)
+
+    @property
     def in_place(self) -> bool:
         """Whether chunks are encoded where they stand, after all before them."""
         return isinstance(self.encode, InPlace)

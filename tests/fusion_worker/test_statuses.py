@@ -10,17 +10,17 @@ import grpc
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.fusion_worker.servicer import SERVICE
+from fusionkv.fusion_worker.servicer import handler
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.fusion.v1 import fusion_pb2_grpc
-from fusionkv.protos.runtime import errors, rpc
+from fusionkv.protos.runtime import errors
 
 
 @asynccontextmanager
 async def served(rig: Any) -> AsyncIterator[str]:
     """Address of a server over the rig's servicer."""
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((rpc.handlers(SERVICE, rig.servicer),))
+    server.add_generic_rpc_handlers((handler(rig.servicer),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

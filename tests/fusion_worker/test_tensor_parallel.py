@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Coroutine, Iterator
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
@@ -208,6 +209,24 @@ async def test_entries_are_those_of_a_worker_alone(
         assert found.ids == expected.ids
         for a, b in zip(found.logits, expected.logits, strict=True):
             assert tools.error(a, b) < CLOSE
+
+
+@pytest.mark.slow
+async def test_a_prompt_is_handed_over_with_the_heads_of_both(
+    pairs: Pairs, start: Any, parts: Any, tools: Any
+) -> None:
+    ranks = pairs.get("qwen2")
+    alone = await start("qwen2", replace=lambda _: models.load(ranks.directory, "cpu"))
+    found = []
+    for rig in (await together(ranks, start), alone):
+        await rig.ask(*parts)
+        async with aclosing(rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts)), None)) as events:
+            kv = (await anext(events)).prefilled.kv
+            data = rig.servicer.answerer.handover.read(kv.handle, 0, 1)
+            shape = kv.layers, 2, kv.tokens, kv.kv_heads, kv.head_dim
+            found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape))
+        await rig.settled()
+    assert tools.error(*found) < CLOSE
 
 
 @pytest.mark.slow

@@ -110,6 +110,10 @@ TOO_LONG: dict[str, Any] = {
     "fusion.Generate model_fingerprint": generate(model_fingerprint=bytes(100_000)),
     "fusion.Generate tenant": generate(tenant=LONG),
     "fusion.Generate corpus": generate(corpus=LONG),
+    "fusion.HoldPrefill handle": fusion.HoldPrefillRequest(handle=bytes(100_000)),
+    "fusion.FetchPrefill handle": fusion.FetchPrefillRequest(handle=bytes(100_000)),
+    "fusion.ReleasePrefill handle": fusion.ReleasePrefillRequest(handle=bytes(100_000)),
+    "fusion.ReleasePrefill error": fusion.ReleasePrefillRequest(handle=bytes(16), error=LONG),
     "fusion.Encode system.ids": encode(system=MANY_TOKENS),
     "fusion.Encode before": encode(before=[TOKENS] * 100_000),
     "fusion.Encode before.ids": encode(before=[MANY_TOKENS]),
@@ -135,6 +139,11 @@ TOO_LONG: dict[str, Any] = {
     "kvcache.Delete keys": kvcache.DeleteRequest(keys=MANY),
     "kvcache.Delete keys[]": kvcache.DeleteRequest(keys=[bytes(100_000)]),
     "kvcache.Delete namespace": kvcache.DeleteRequest(namespace=bytes(100_000)),
+}
+TOO_LONG |= {
+    name.replace("fusion.Generate ", "fusion.Prefill prompt."): fusion.PrefillRequest(prompt=request)
+    for name, request in TOO_LONG.items()
+    if name.startswith("fusion.Generate ")
 }
 # Numbers that could cost time or memory of their own: the rest of the audit.
 TOO_MUCH: dict[str, Any] = {

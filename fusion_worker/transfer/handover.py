@@ -1,0 +1,186 @@
+"""KV of whole prompts that another engine decodes: kept in memory that it can map, until released, for a while."""
+
+import asyncio
+import hashlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+
+from fusionkv.fusion_worker.compute.kv_pool import KVPool
+from fusionkv.fusion_worker.compute.prefill_plan import PrefillPlan
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.prompt import Prompt
+from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
+from fusionkv.kernels.segments import QuerySpan
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.runtime.checksum import checksum
+from fusionkv.protos.runtime.errors import InvalidArgument, NotFound, ResourceExhausted
+
+HANDLE_BYTES = 16
+
+
+class HeldPrompt:
+    """One prompt's KV, `[layers, 2, tokens, kv_heads of all ranks, head_dim]`, in memory without a name.
+
+    outcome: why the KV could not be used, empty if it was; set when it is released.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError when there are no more file descriptors, or no memory."""
+        self.handle = os.urandom(HANDLE_BYTES)
+        self._file = os.memfd_create("fusionkv-prompt")
+        try:
+            os.truncate(self._file, size)
+            self.data = memoryview(mmap.mmap(self._file, size))
+        except OSError:
+            os.close(self._file)
+            raise
+        self.expires = time.monotonic()
+        self.outcome: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._released = 0
+
+    @property
+    def path(self) -> str:
+        """Where processes of the same user find it, on this machine and outside of containers of their own."""
+        return f"/proc/{os.getpid()}/fd/{self._file}"
+
+    def release(self, ranks: int, error: str) -> None:
+        """One of so many ranks needs it no more."""
+        self._released += 1
+        if not self.outcome.done() and (error or self._released >= ranks):
+            self.outcome.set_result(error)
+
+    def close(self) -> None:
+        """Whoever maps or streams it goes on; the memory is free after the last."""
+        os.close(self._file)
+
+
+class Handover:
+    """The prompts that a worker holds for other engines. Belongs to the event loop's thread."""
+
+    def __init__(self, pool: KVPool, model: Model, tp: TPGroup, most: int, seconds: float) -> None:
+        """most: bytes that all of them may take. seconds: how long one is held for whoever fetches it."""
+        self._pool, self._model, self._tp = pool, model, tp
+        self._most, self._seconds = most, seconds
+        self._held: dict[bytes, HeldPrompt] = {}
+        self.bytes = 0
+
+    @contextmanager
+    def room(self, tokens: int) -> Iterator[HeldPrompt]:
+        """Memory for a prompt's KV, which nobody finds before it is filled; given back on leaving.
+
+        Raises:
+            ResourceExhausted: there is none.
+        """
+        size = tokens * self._model.token_bytes
+        if self.bytes + size > self._most:
+            raise ResourceExhausted(
+                f"the prompt's KV takes {size} bytes, and prompts that were not fetched yet take {self.bytes} of "
+                f"{self._most}: try again, or raise prefill_bytes"
+            )
+        held = HeldPrompt(size)
+        self.bytes += size
+        try:
+            yield held
+        finally:
+            self._held.pop(held.handle, None)
+            self.bytes -= size
+            held.close()
+
+    async def fill(self, held: HeldPrompt, plan: PrefillPlan, prompt: Prompt) -> pb.PrefilledKV:
+        """Copies what the rows of a prompt saw, while its parts are in the pool; from then on it is found."""
+        shape, ranks = self._model.kv, self._tp.ranks.count
+        span = QuerySpan(0, 1, plan.positions[-1:].to(plan.device), plan.visible())
+        numbers = np.frombuffer(held.data, np.uint8)
+        whole = torch.from_numpy(numbers).view(shape.dtype)
+        whole = whole.view(shape.layers, 2, prompt.tokens, shape.kv_heads * ranks, shape.head_dim)
+
+        def copy() -> bytes:
+            if ranks == 1:
+                copy_prompt(span, self._pool.kv, self._model, whole)
+            else:
+                parts = self._tp.copy(partial(read_prompt, span, self._pool.kv, self._model))
+                for heads, part in zip(whole.chunk(ranks, dim=3), parts, strict=True):
+                    heads.copy_(part.view(shape.dtype).view_as(heads))
+            return checksum(held.data)
+
+        # Also when the caller is cancelled: the slots are not given away while they are read.
+        sum_of_all = await to_the_end(asyncio.to_thread(copy))
+        held.expires = time.monotonic() + self._seconds
+        self._held[held.handle] = held
+        return pb.PrefilledKV(
+            handle=held.handle,
+            tokens=prompt.tokens,
+            prompt_digest=hashlib.sha256(prompt.ids.numpy().astype("<u4").tobytes()).digest(),
+            model_fingerprint=self._model.fingerprint,
+            dtype=str(shape.dtype).removeprefix("torch."),
+            layers=shape.layers,
+            kv_heads=shape.kv_heads * ranks,
+            head_dim=shape.head_dim,
+            checksum=sum_of_all,
+            path=held.path,
+        )
+
+    async def released(self, held: HeldPrompt) -> str:
+        """Waits until the KV was released; says why it was not used, nothing if it was."""
+        while (left := held.expires - time.monotonic()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    return await asyncio.shield(held.outcome)
+            except TimeoutError:
+                continue
+        return f"nobody fetched the prompt's KV within {self._seconds:g} s"
+
+    def hold(self, handle: bytes) -> None:
+        """Keeps a prompt for the configured time from now on. Raises as `_find`."""
+        self._find(handle).expires = time.monotonic() + self._seconds
+
+    def read(self, handle: bytes, rank: int, ranks: int) -> memoryview:
+        """The bytes of a prompt, or of the heads that one of so many ranks has.
+
+        Raises:
+            NotFound: there is no such prompt, or no more.
+            InvalidArgument: the heads can't be shared among so many.
+        """
+        data, shape = self._find(handle).data, self._model.kv
+        heads = shape.kv_heads * self._tp.ranks.count
+        if ranks < 1 or heads % ranks or rank >= ranks:
+            raise InvalidArgument(f"rank {rank} of {ranks}: {heads} KV heads can't be shared so")
+        if ranks == 1:
+            return data
+        cut = np.frombuffer(data, np.uint8).reshape(-1, ranks, heads // ranks * shape.head_dim * shape.dtype.itemsize)
+        return np.ascontiguousarray(cut[:, rank]).reshape(-1).data
+
+    def release(self, handle: bytes, ranks: int, error: str) -> None:
+        """Ends a rank's use of a prompt; one that is not there is none."""
+        if (held := self._held.get(handle)) is not None:
+            held.release(ranks, error)
+
+    def _find(self, handle: bytes) -> HeldPrompt:
+        held = self._held.get(handle)
+        if held is None or held.expires < time.monotonic():
+            raise NotFound("no KV of this handle: it was released, or its time is over")
+        return held
+
+
+def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
+    """Writes what a row sees to `[layers, 2, tokens, kv_heads, head_dim]`, keys rotated to their places."""
+    for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
+        slots, cos, sin = span.in_order(rotation)
+        out[0].copy_(rotation.apply(pool[0][slots], cos[:, None], sin[:, None]))
+        out[1].copy_(pool[1][slots])
+
+
+def read_prompt(span: QuerySpan, kv: torch.Tensor, model: Model) -> torch.Tensor:
+    """This rank's heads of what a row sees, uint8 in host memory."""
+    tokens = int(span.positions[-1]) + 1
+    out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype)
+    copy_prompt(span, kv, model, out)
+    return out.view(-1).view(torch.uint8)
