@@ -17,6 +17,7 @@ COPY kvcache_service kvcache_service
 COPY fusion_worker fusion_worker
 COPY kernels kernels
 COPY gateway gateway
+COPY vllm_connector vllm_connector
 COPY models/*.py models/
 COPY bench bench
 RUN pip wheel --no-cache-dir --no-build-isolation --no-deps --wheel-dir /wheels . \

@@ -4,7 +4,7 @@ SHELL := /bin/bash
 # -P: the folder `kernels` would otherwise be taken for the package of that name.
 PY := .venv/bin/python -P
 PROTOS := $(wildcard protos/*/v1/*.proto)
-CODE := protos kvcache_service fusion_worker kernels gateway models bench examples scripts tests setup.py
+CODE := protos kvcache_service fusion_worker kernels gateway vllm_connector models bench examples scripts tests setup.py
 ARGS ?=
 # As many files at once as there are cores.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --dist loadfile --no-loadscope-reorder

@@ -7,14 +7,20 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
-TOP = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
+# Folder -> package below `fusionkv`. A folder named `vllm` would hide vLLM itself from whoever runs it here.
+TOP = {
+    **{
+        name: name for name in ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
+    },
+    "vllm_connector": "vllm",
+}
 
 
 def packages() -> list[str]:
     """Every folder of Python or protos, by its name below `fusionkv`."""
     files = [f for top in TOP for kind in ("py", "proto") for f in (ROOT / top).rglob(f"*.{kind}")]
     folders = {folder for f in files for folder in f.relative_to(ROOT).parents if folder.parts}
-    return ["fusionkv", *sorted("fusionkv." + ".".join(folder.parts) for folder in folders)]
+    return ["fusionkv", *sorted(".".join(("fusionkv", TOP[f.parts[0]], *f.parts[1:])) for f in folders)]
 
 
 def generate_stubs(target: Path = ROOT / "protos") -> None:

@@ -27,7 +27,7 @@ from fusionkv.kvcache_service.config import Config
 from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
+PRODUCT = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
 START_SECONDS = 60
 PAGES = 4
 

@@ -1,9 +1,7 @@
 """Loading an unmodified Hugging Face model, and refusing at start what can't be served right."""
 
-import hashlib
 import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from fusionkv.fusion_worker.compute.packed_linear import computes, pack
 from fusionkv.fusion_worker.library.cache import name_of
+from fusionkv.fusion_worker.library.fingerprint import fingerprint
 from fusionkv.fusion_worker.template import PromptTemplate
 from fusionkv.fusion_worker.tensor_parallel import weights
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
@@ -286,20 +285,3 @@ def check_supported(config: Any) -> None:
     for option in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, option, None):
             raise FailedPrecondition(f"a model with {option} is not served")
-
-
-def fingerprint(directory: Path) -> bytes:
-    """SHA-256 over the names and bytes of configuration, weights and tokenizer files, in the order of their names."""
-    hasher = hashlib.sha256()
-    for file in sorted(_identity_files(directory)):
-        hasher.update(json.dumps([file.name, file.stat().st_size]).encode())
-        with file.open("rb") as stream:
-            hasher.update(hashlib.file_digest(stream, "sha256").digest())
-    return hasher.digest()
-
-
-def _identity_files(directory: Path) -> Iterator[Path]:
-    yield from directory.glob("*.safetensors")
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if (directory / name).is_file():
-            yield directory / name

@@ -75,6 +75,7 @@ make_stubs() {
     for package in protos kvcache_service fusion_worker kernels gateway models bench; do
         ln -sfn "../../../$package" "build/types/fusionkv/$package"
     done
+    ln -sfn ../../../vllm_connector build/types/fusionkv/vllm
     ln -sfn ../../../gateway/api/__init__.py build/types/fusionkv/__init__.py
 }
 

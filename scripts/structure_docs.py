@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
+PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
 HEADING = "## Files\n"
 
 

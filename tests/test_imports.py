@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "models", "bench")
+PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
 # Beside itself and protos, which everything may use but kernels.
 ALLOWED = {
     "protos": set(),
@@ -30,6 +30,15 @@ ALLOWED = {
         "fusionkv.fusion_worker.library",
         # Which `fusionkv encode` starts.
         "fusionkv.fusion_worker.encode",
+        "fusionkv.kvcache_service.client",
+        "fusionkv.kvcache_service.keys",
+    },
+    "vllm_connector": {
+        "fusionkv.vllm",
+        "fusionkv.protos",
+        "fusionkv.fusion_worker.client",
+        # What tells whether vLLM has the worker's model.
+        "fusionkv.fusion_worker.library",
         "fusionkv.kvcache_service.client",
         "fusionkv.kvcache_service.keys",
     },
@@ -75,6 +84,11 @@ def test_imports_run_one_way() -> None:
         if within(name, "fusionkv") and not any(within(name, m) for m in (*ALLOWED[package], f"fusionkv.{package}"))
     ]
     assert wrong == []
+
+
+def test_vllm_is_imported_by_its_connector_alone() -> None:
+    importing = {file.parent.name for file in sources() if any(within(name, "vllm") for name in imports_of(file))}
+    assert importing == {"vllm_connector"}
 
 
 def test_nobody_imports_a_bare_package_of_ours() -> None:

@@ -20,7 +20,7 @@ ALLOWED = {
     # A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
     "fusion_worker/tensor_parallel/channel.py": {"pickle"},
 }
-SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway")
+SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
 
 
 def sources(*folders: str) -> list[Path]:

@@ -27,8 +27,9 @@ from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.library.cache import name_of
+from fusionkv.fusion_worker.library.fingerprint import fingerprint
 from fusionkv.fusion_worker.library.resolve import resolve
-from fusionkv.fusion_worker.models import fingerprint, on_cpu
+from fusionkv.fusion_worker.models import on_cpu
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Versions
 from fusionkv.fusion_worker.select.base import SecondModel

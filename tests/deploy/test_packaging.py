@@ -19,6 +19,7 @@ EXTRAS = {
     "kvcache_service": {"cache", "mooncake"},
     "fusion_worker": {"worker", "gguf", "gpu", "gds", "ray"},
     "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
+    "vllm_connector": {"vllm", "worker"},
     "models": {"worker"},
     "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "mooncake"},
 }

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.library.fingerprint import fingerprint
 from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.models import tokenizer
@@ -202,10 +203,10 @@ def test_an_unknown_dtype(save: Any) -> None:
 
 def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
     directory = save(chat_template=QWEN_LIKE)
-    first = models.fingerprint(directory)
+    first = fingerprint(directory)
     assert len(first) == 32
     shutil.copytree(directory, tmp_path / "elsewhere")
-    assert models.fingerprint(tmp_path / "elsewhere") == first
+    assert fingerprint(tmp_path / "elsewhere") == first
     names = sorted(p.name for p in directory.iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(names)
     seen = {first}
@@ -215,14 +216,14 @@ def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
         whole = (directory / name).read_bytes()
         for at in (0, len(whole) // 2, len(whole) - 1):
             (directory / name).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-            seen.add(models.fingerprint(directory))
+            seen.add(fingerprint(directory))
         (directory / name).write_bytes(whole)
         count = len(seen)
-        assert models.fingerprint(directory) == first, name
+        assert fingerprint(directory) == first, name
         assert count == len(seen)
     assert len(seen) == 1 + 3 * (len(names) - ("generation_config.json" in names))
     shutil.copy(directory / "model.safetensors", directory / "model-2.safetensors")
-    assert models.fingerprint(directory) not in seen
+    assert fingerprint(directory) not in seen
 
 
 def test_a_template_without_a_chat_template(tools: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.fusion_worker.models import fingerprint
+from fusionkv.fusion_worker.library.fingerprint import fingerprint
 from fusionkv.fusion_worker.quality import verdict
 from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE, Judged, Verdict
 from fusionkv.fusion_worker.recipes.modifiers import find

@@ -1,0 +1,1 @@
+"""FusionKV in vLLM: prompts that fusion workers prefilled, and prefixes that vLLM instances share."""

@@ -1,0 +1,48 @@
+"""Calls to other services from vLLM's threads: one event loop in a thread of its own."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.runtime.tls import ClientTLS
+
+T = TypeVar("T")
+
+
+class Background:
+    """An event loop, and the connections that live in it. `run` and `close` are for any thread."""
+
+    def __init__(self, cache: str, tls: ClientTLS | None) -> None:
+        """cache: address of the cache service; empty for none."""
+        self.cache = CacheClient(cache, tls) if cache else None
+        self._tls = tls
+        self._workers: dict[str, WorkerClient] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="fusionkv", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
+        """Starts what runs in the loop; its result is there when the future is done."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def worker(self, address: str) -> WorkerClient:
+        """A fusion worker's client; for what runs in the loop."""
+        if address not in self._workers:
+            self._workers[address] = WorkerClient(address, self._tls)
+        return self._workers[address]
+
+    def close(self) -> None:
+        """Ends the connections and the loop."""
+        self.run(self._close()).result(5.0)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(5.0)
+
+    async def _close(self) -> None:
+        for worker in self._workers.values():
+            await worker.close()
+        if self.cache is not None:
+            await self.cache.close()

@@ -1,0 +1,146 @@
+"""The KV connector that vLLM loads: `FusionKVConnector` at `kv_connector_module_path` fusionkv.vllm.connector.
+
+Written against vLLM 0.16 to 0.32. One that has sliding-window layers gives all layers all pages here, since the
+connector does not say that it supports vLLM's hybrid memory manager.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from fusionkv.protos.runtime.tls import ClientTLS
+from fusionkv.vllm.background import Background
+from fusionkv.vllm.moving import Moving
+from fusionkv.vllm.pages import Pages
+from fusionkv.vllm.prompts import KVLayout
+from fusionkv.vllm.scheduling import Scheduling
+from fusionkv.vllm.transfers import Transfers
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`kv_connector_extra_config`.
+
+    cache: address of the cache service that prefixes are shared by; empty for fused prompts alone. chunk_tokens: of
+    an entry there. load_seconds: what loading a prompt may take. tls_ca, tls_cert, tls_key: PEM files, as the
+    services have them.
+    """
+
+    cache: str = ""
+    chunk_tokens: int = 256
+    load_seconds: float = 10.0
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> "Options":
+        names = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - names):
+            raise ValueError(f"kv_connector_extra_config.{unknown[0]} is none of {', '.join(sorted(names))}")
+        return cls(**given)
+
+    def tls(self) -> ClientTLS | None:
+        ca, cert, key = (Path(file) if file else None for file in (self.tls_ca, self.tls_cert, self.tls_key))
+        return ClientTLS.of(ca, cert, key)
+
+
+@dataclass
+class _Metadata(KVConnectorMetadata):
+    transfers: Transfers
+
+
+class FusionKVConnector(KVConnectorBase_V1):
+    """vLLM's side of the contract; what it does is in `Scheduling` and `Moving`."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._kv_transfer_config.kv_load_failure_policy != "recompute":
+            raise ValueError(
+                "FusionKV needs kv_load_failure_policy = recompute in --kv-transfer-config: otherwise requests whose "
+                "KV can't be loaded fail"
+            )
+        config, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise ValueError("FusionKV loads all layers of a rank: pipeline parallelism is not supported")
+        if vllm_config.cache_config.cache_dtype != "auto":
+            raise ValueError("FusionKV loads KV as the model computes it: use kv_cache_dtype auto")
+        options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
+        dtype = str(config.dtype).removeprefix("torch.")
+        layers, heads = config.get_num_layers(parallel), config.get_total_num_kv_heads()
+        layout = KVLayout(layers, heads, config.get_head_size(), dtype)
+        # Where there are more ranks than KV heads, several have the same one.
+        self._ranks = min(parallel.tensor_parallel_size, heads)
+        if options.chunk_tokens % vllm_config.cache_config.block_size:
+            size = vllm_config.cache_config.block_size
+            raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is no multiple of vLLM's block size, {size}")
+        self._options, self._layout = options, layout
+        self._background = Background(options.cache, options.tls())
+        self._scheduling: Any = None
+        self._moving: Any = None
+        if role == KVConnectorRole.SCHEDULER:
+            chunk = options.chunk_tokens
+            self._scheduling = Scheduling(self._background, config.model, layout, self._ranks, chunk)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # what was not saved is a later miss
+
+    # In the scheduler
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduling.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if num_external_tokens:
+            self._scheduling.allocated(request, tuple(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return _Metadata(self._scheduling.transfers())
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        whole = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+        return self._scheduling.finished(request, tuple(block_ids), whole), None
+
+    # In the workers
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+        layers = self._vllm_config.compilation_config.static_forward_context
+        pages = Pages(kv_caches, layers, self._kv_cache_config.num_blocks)
+        here = (len(pages), pages.heads, pages.head_dim)
+        if here != (self._layout.layers, self._layout.kv_heads // self._ranks, self._layout.head_dim):
+            raise ValueError(f"a rank has KV of {here} layers, heads and channels, of {self._layout}")
+        ranks = self._vllm_config.parallel_config.tensor_parallel_size
+        rank = get_tensor_model_parallel_rank() * self._ranks // ranks
+        self._moving = Moving(self._background, pages, rank, self._ranks, self._options.load_seconds)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._moving.start(self._get_connector_metadata().transfers)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads go on beside steps, and a request's first step comes after its load."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: pages are read when a request has ended."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: a request's pages are kept until they were read."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return self._moving.ended()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._moving.damaged()
+
+    def shutdown(self) -> None:
+        self._background.close()

@@ -1,0 +1,182 @@
+"""The connector in vLLM's workers: KV into this rank's pages, and out of them, beside the steps of the model."""
+
+import asyncio
+import logging
+import mmap
+import os
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+
+from fusionkv.kvcache_service.client import HitKind
+from fusionkv.protos.runtime.cancellation import to_the_end
+from fusionkv.protos.runtime.checksum import checksum
+from fusionkv.protos.runtime.errors import DataLoss, NotFound, ServiceError
+from fusionkv.vllm.background import Background
+from fusionkv.vllm.pages import Pages
+from fusionkv.vllm.prefixes import Prefix
+from fusionkv.vllm.prompts import FusedPrompt
+from fusionkv.vllm.transfers import Load, Save, Transfers
+
+log = logging.getLogger("vllm.fusionkv")
+# What is copied out of pages and not put yet is host memory; whatever comes beside is dropped.
+_MOST_SAVES = 8
+_PUT_SECONDS = 30.0
+
+
+class Moving:
+    """Loads and saves of one rank. `start`, `ended` and `damaged` are for vLLM's thread."""
+
+    def __init__(self, background: Background, pages: Pages, rank: int, ranks: int, seconds: float) -> None:
+        """rank, ranks: whose heads these pages have. seconds: what a load may take; then vLLM computes the prompt."""
+        self._background, self._pages = background, pages
+        self._rank, self._ranks, self._seconds = rank, ranks, seconds
+        self._lock = threading.Lock()
+        self._saved: set[str] = set()
+        self._loaded: set[str] = set()
+        self._damaged: set[int] = set()
+        self._saves = 0
+
+    def start(self, transfers: Transfers) -> None:
+        """Begins what a step asks for."""
+        for load in transfers.loads:
+            self._background.run(self._load(load))
+        for save in transfers.saves:
+            self._background.run(self._save(save))
+
+    def ended(self) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose pages were read, and those whose loads have ended, well or not, since it was last asked."""
+        with self._lock:
+            saved, self._saved = self._saved, set()
+            loaded, self._loaded = self._loaded, set()
+        return saved or None, loaded or None
+
+    def damaged(self) -> set[int]:
+        """Pages that a load has not filled."""
+        with self._lock:
+            damaged, self._damaged = self._damaged, set()
+        return damaged
+
+    async def _load(self, load: Load) -> None:
+        try:
+            if isinstance(load.source, FusedPrompt):
+                await self._load_prompt(load, load.source)
+            else:
+                await self._load_prefix(load, load.source)
+        except Exception as error:  # whatever it is, the request must not wait for ever
+            log.warning("vLLM computes a prompt itself: %s", error)
+            with self._lock:
+                self._damaged.update(load.pages[load.start // self._pages.page_tokens :])
+        finally:
+            with self._lock:
+                self._loaded.add(load.request)
+
+    async def _load_prompt(self, load: Load, source: FusedPrompt) -> None:
+        worker, handle = self._background.worker(source.worker), bytes.fromhex(source.handle)
+        shape = (source.layers, 2, source.tokens, source.kv_heads, source.head_dim)
+        dtype = getattr(torch, source.dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        try:
+            async with asyncio.timeout(self._seconds):
+                data = await asyncio.to_thread(_mapped, source, size)
+                if data is not None:
+                    kv = torch.from_numpy(data).view(dtype).view(shape).chunk(self._ranks, dim=3)[self._rank]
+                else:
+                    part = np.empty(size // self._ranks, np.uint8)
+                    await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
+                    kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)
+                await self._write(kv[:, :, load.start : load.stop], load)
+        except BaseException as error:
+            why = str(error) or f"loading took longer than {self._seconds:g} s"
+            await self._release(source, why)
+            raise RuntimeError(why) from error
+        await self._release(source, "")
+
+    async def _release(self, source: FusedPrompt, why: str) -> None:
+        try:
+            worker = self._background.worker(source.worker)
+            await worker.release_prefill(bytes.fromhex(source.handle), self._ranks, why[:500])
+        except ServiceError as error:
+            log.warning("a prompt's KV was not released and will expire: %s", error)
+
+    async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
+        cache, namespace = self._background.cache, load.namespaces[self._rank]
+        assert cache is not None
+        size, tokens = prefix.tokens * self._pages.token_bytes(), prefix.tokens
+        chunks = range(load.start // tokens, load.stop // tokens)
+        path = [(digest, ()) for digest in prefix.path(chunks.stop)]
+        async with asyncio.timeout(self._seconds):
+            lookup = await cache.lookup(namespace, path, timeout=self._seconds)
+            try:
+                for chunk in chunks:
+                    hit = lookup.hits[1 + chunk]
+                    if hit.kind is not HitKind.EXACT or hit.entry is None or hit.entry.size != size:
+                        raise NotFound("a prefix that was there is gone")
+                    data = np.empty(size, np.uint8)
+                    await cache.fetch(hit.entry, data.data, timeout=self._seconds)
+                    if await asyncio.to_thread(checksum, data.data) != hit.entry.checksum:
+                        raise DataLoss("a prefix arrived damaged")
+                    kv = torch.from_numpy(data).view(self._pages.dtype)
+                    kv = kv.view(len(self._pages), 2, tokens, self._pages.heads, self._pages.head_dim)
+                    skipped = max(0, load.start - chunk * tokens)
+                    await self._write(kv[:, :, skipped:], load, chunk * tokens + skipped)
+            finally:
+                if lookup.lease:
+                    await cache.release(lookup.lease)
+
+    async def _write(self, kv: torch.Tensor, load: Load, start: int | None = None) -> None:
+        def write() -> None:
+            self._pages.write(kv, load.pages, load.start if start is None else start)
+            if self._pages.device.type == "cuda":
+                torch.cuda.current_stream(self._pages.device).synchronize()
+
+        # To the end, also past the time that a load may take: from then on vLLM writes to these pages.
+        await to_the_end(asyncio.to_thread(write))
+
+    async def _save(self, save: Save) -> None:
+        cache, prefix = self._background.cache, save.prefix
+        assert cache is not None
+        self._saves += 1
+        chunks = range(save.first, len(prefix.digests) if self._saves <= _MOST_SAVES else save.first)
+        start, stop = chunks.start * prefix.tokens, chunks.stop * prefix.tokens
+        try:
+            try:
+                kv = await asyncio.to_thread(self._pages.read, save.pages, start, stop) if chunks else None
+            finally:
+                with self._lock:
+                    self._saved.add(save.request)
+            for at, chunk in enumerate(chunks):
+                assert kv is not None
+                data = kv[:, :, at * prefix.tokens : (at + 1) * prefix.tokens].contiguous()
+                await cache.put(
+                    namespace=save.namespaces[self._rank],
+                    path=prefix.path(chunk + 1),
+                    tokens=prefix.tokens,
+                    base=chunk * prefix.tokens,
+                    data=data.view(-1).view(torch.uint8).numpy().data,
+                    timeout=_PUT_SECONDS,
+                )
+        except Exception as error:
+            log.warning("a prefix was not saved: %s", error)
+        finally:
+            self._saves -= 1
+
+
+def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":
+    """A worker's bytes where they lie, verified; None if they are not on this machine."""
+    try:
+        file = os.open(source.path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        # In a container of its own the same path may be another process's file.
+        if os.fstat(file).st_size != size:
+            return None
+        data = np.frombuffer(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE), np.uint8)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return data if checksum(data.data) == bytes.fromhex(source.checksum) else None
