@@ -147,6 +147,7 @@ class FusionServicer:
                         finish_reason="" if event.kv else event.finish,
                         lossless=event.lossless,
                         kv=event.kv,
+                        max_tokens=asked.how[3].max_tokens,
                     )
                     yield pb.PrefillResponse(prefilled=prefilled)
                 elif isinstance(event, answer_pb2.Explanation):

@@ -16,6 +16,8 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 if TYPE_CHECKING:
     from fusionkv.gateway.servicer import GatewayServicer
+    from fusionkv.gateway.workers.vllm import VLLMEngine
+    from fusionkv.gateway.workers.workers import WorkerPool
 
 
 def main() -> int:
@@ -65,13 +67,21 @@ async def _serve(config: GatewayConfig) -> None:
         await tenants.get(name)
     history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await open_embedder(config), await open_reranker(config))
-    servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history, search)
+    workers = WorkerPool(config.workers, config.client_tls())
+    engine = _vllm(config, workers) if config.decode == "vllm" else None
+    servicer = GatewayServicer(config, tenants, workers, history, search, engine)
+
+    async def closed() -> None:
+        await servicer.close()
+        if engine is not None:
+            await engine.close()
+
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
         {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
         drain_seconds=config.drain_seconds,
-        on_drain=servicer.close,
+        on_drain=closed,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),
@@ -87,6 +97,16 @@ async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
     token = config.milvus_token.read_text().strip() if config.milvus_token else ""
     ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
     return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
+
+
+def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
+    """Raises ValueError when its library is missing, OSError when its token can't be read."""
+    try:
+        from fusionkv.gateway.workers.vllm import VLLMEngine
+    except ModuleNotFoundError as error:
+        raise ValueError(f"decode = vllm needs the package {error.name}: pip install 'fusionkv[http]'") from error
+    seconds = config.vllm_prefill_seconds
+    return VLLMEngine(workers, config.vllm_url, config.vllm_model, config.vllm_token, seconds)
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:

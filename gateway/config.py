@@ -107,6 +107,16 @@ class GatewayConfig:
         DEFAULT_RECIPE,
         "recipe of requests that name none, or `default`; it adapts to how chunks were encoded ahead of time",
     )
+    decode: str = setting(
+        "worker",
+        "what decodes answers: worker, or vllm with FusionKV's connector; workers then prefill prompts for it",
+    )
+    vllm_url: str = setting("", "URL of the vLLM server, such as http://127.0.0.1:8000")
+    vllm_model: str = setting("", "model name sent to vLLM, if it serves several")
+    vllm_token: Path | None = setting(None, "file with the API key of vLLM")
+    vllm_prefill_seconds: float = setting(
+        30.0, "maximum seconds that vLLM waits for a worker's prefill; past it, vLLM computes the prompt", low=0.1
+    )
     max_requests: int = setting(
         256, "maximum number of requests processed at the same time; further requests are refused", low=1
     )
@@ -162,6 +172,10 @@ class GatewayConfig:
             raise ValueError("milvus_token is for a milvus_url: set that as well")
         if self.language not in LANGUAGES:
             raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
+        if self.decode not in ("worker", "vllm"):
+            raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
+        if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
+            raise ValueError("decode = vllm needs vllm_url, which begins with http:// or https://")
         if not self.workers:
             raise ValueError("workers names no fusion worker")
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from typing import Protocol
 
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
@@ -18,7 +19,6 @@ from fusionkv.gateway.plan import Passage
 from fusionkv.gateway.retrieval.base import NO_FILTER, within
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
-from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.observe import telemetry
@@ -27,12 +27,24 @@ from fusionkv.protos.runtime.errors import DeadlineExceeded, InvalidArgument, Re
 tracer = trace.get_tracer(__name__)
 
 
+class Engine(Protocol):
+    """What answers prompts: the workers, or vLLM with what they prefill."""
+
+    async def model(self, timeout: float | None = None) -> Vocabulary:
+        """Tokenizer and template of the model. Raises Unavailable."""
+
+    def generate(
+        self, request: fusion_pb2.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
+        """Streams one answer."""
+
+
 class Pipeline:
     """Answers questions over what the retrieval engine holds, on the workers."""
 
-    def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
+    def __init__(self, config: GatewayConfig, engine: Engine, search: HybridSearch) -> None:
         self._config = config
-        self._workers = workers
+        self._engine = engine
         self._search = search
 
     async def retrieve(
@@ -63,7 +75,7 @@ class Pipeline:
         ):
             # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
             await tenant.retrieval.check(corpus)
-            vocabulary = vocabulary or await self._workers.model(timeout)
+            vocabulary = vocabulary or await self._engine.model(timeout)
             # Whoever embeds or ranks does not know how long the caller waits.
             try:
                 async with asyncio.timeout(timeout):
@@ -81,7 +93,7 @@ class Pipeline:
         began = time.perf_counter()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
-        vocabulary = await self._workers.model(timeout)
+        vocabulary = await self._engine.model(timeout)
         named = "" if request.recipe == DEFAULT else request.recipe
         recipe = plan.recipe(named or self._config.recipe, vocabulary)
         if request.passages:
@@ -109,7 +121,7 @@ class Pipeline:
         finished = False
         try:
             left = max(0.001, timeout - (planned - began))
-            async with contextlib.aclosing(self._workers.generate(order, left)) as responses:
+            async with contextlib.aclosing(self._engine.generate(order, left)) as responses:
                 async for response in _within(span, responses):
                     if response.HasField("token"):
                         tenant.meter.spend(1)

@@ -20,7 +20,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
 from fusionkv.gateway.ingest.ingest import MOST_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.ingest.precompute import Precompute
-from fusionkv.gateway.pipeline import Pipeline
+from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
 from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
@@ -68,15 +68,17 @@ class GatewayServicer:
         workers: WorkerPool,
         history: History | None = None,
         search: HybridSearch | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        """history: keeps answers with explanations, for operators to look at. search: None is by words alone."""
+        """history: keeps answers with explanations, for operators to look at. search: None is by words alone. engine:
+        what answers prompts; None is the workers."""
         self.history = history
         self._search = search or HybridSearch(config)
         self._config = config
         self._tenants = tenants
         self._workers = workers
         self._ingest = Ingest(config, workers, self._search)
-        self._pipeline = Pipeline(config, workers, self._search)
+        self._pipeline = Pipeline(config, engine or workers, self._search)
         self._precompute = Precompute(config, workers, self._search)
         self._mover = Mover(workers, self._search)
         self._started = time.monotonic()

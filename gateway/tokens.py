@@ -2,10 +2,12 @@
 
 import hashlib
 import re
+from collections.abc import Sequence
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 from tokenizers import Tokenizer
 
+from fusionkv.fusion_worker.decode.text import TextStream
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.retrieval.base import ModelIdentity
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -42,6 +44,10 @@ class Vocabulary:
         self._special = {token.content: id for id, token in added.items() if token.special}
         names = "|".join(map(re.escape, self._special))
         self._control = re.compile(f"({names})") if names else None
+
+    def text(self, stop: Sequence[str]) -> TextStream:
+        """Turns ids of an answer into text as they come."""
+        return TextStream(self._tokenizer, stop)
 
     def system(self, own: str = "") -> list[int]:
         """Ids of the system prompt, a request's `own` one or the template's, with the beginning-of-sequence token if

@@ -26,6 +26,8 @@ ALLOWED = {
     "gateway": {
         "fusionkv.protos",
         "fusionkv.fusion_worker.client",
+        # From tokens to text, also of those that vLLM decoded.
+        "fusionkv.fusion_worker.decode.text",
         # Where `fusionkv model get` puts a model of embeddings.
         "fusionkv.fusion_worker.library",
         # Which `fusionkv encode` starts.

@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.fleet import CHECK_SECONDS, Fleet, Member
 from fusionkv.kvcache_service import keys
@@ -23,6 +24,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 T = TypeVar("T")
+R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse)
 # So many more requests in flight a worker may have than another, and be given one all of whose chunks it holds; for
 # half of them half as many.
 _WORTH = 2.0
@@ -88,6 +90,25 @@ class WorkerPool:
         One that stands still, or was cut off, is found out if there is another: before it is given the request, or
         by a health check while nothing comes. A prefill may take its time.
         """
+        streaming = self._stream(request, lambda client: client.generate(request, timeout))
+        async with contextlib.aclosing(streaming) as responses:
+            async for _, response in responses:
+                yield response
+
+    async def prefill(
+        self, request: pb.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
+        """Has a prompt prefilled, by a worker that is chosen as for `generate`; its address with each response."""
+        prompt = pb.PrefillRequest(prompt=request)
+        streaming = self._stream(request, lambda client: client.prefill(prompt, timeout))
+        async with contextlib.aclosing(streaming) as responses:
+            async for response in responses:
+                yield response
+
+    async def _stream(
+        self, request: pb.GenerateRequest, call: Callable[[WorkerClient], AsyncGenerator[R]]
+    ) -> AsyncGenerator[tuple[str, R]]:
+        """The responses of the first worker that answers, with its address."""
         # The pool knows chunks by tenant too.
         salt = request.tenant.encode()
         chunks = {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
@@ -98,7 +119,7 @@ class WorkerPool:
             try:
                 with member.counted():
                     member.holdings.use(chunks)
-                    async with contextlib.aclosing(member.client.generate(request, timeout)) as responses:
+                    async with contextlib.aclosing(call(member.client)) as responses:
                         coming = anext(responses, None)
                         response = await (coming if member is order[-1] else _attended(member, coming))
                         while response is not None:
@@ -107,7 +128,7 @@ class WorkerPool:
                             begun = True
                             if response.pool_tokens:
                                 member.holdings.resize(response.pool_tokens)
-                            yield response
+                            yield member.client.address, response
                             response = await anext(responses, None)
                 return
             except DeadlineExceeded:

@@ -1,0 +1,250 @@
+"""vLLM as the decoder: a worker prefills the prompt, vLLM fetches its KV and goes on from there."""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import struct
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from fusionkv.fusion_worker.decode.text import TextStream
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.gateway.workers.workers import WorkerPool
+from fusionkv.protos.answer.v1 import answer_pb2
+from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    ResourceExhausted,
+    ServiceError,
+    Unavailable,
+)
+
+_faults = logs.RateLimitedLog(logging.getLogger(__name__))
+_CONNECT_SECONDS = 5.0
+# Behind the answer's last token, for a summary that is there as soon as vLLM has loaded the KV.
+_SUMMARY_SECONDS = 2.0
+# Of an answer to a request that sets no limit, when no worker says its own.
+_MAX_TOKENS = 256
+_BUSY = (429, 503)
+_FINISHED = {"stop": "end", "length": "max_tokens"}
+# What makes vLLM compute the prompt itself. All else is the request's own fault.
+_ABSENT = (Unavailable, ResourceExhausted, DeadlineExceeded)
+
+
+@dataclass(slots=True)
+class _Prefilled:
+    """What a worker made of a prompt, and its address; the stream of its call ends with the summary."""
+
+    worker: str
+    first: pb.Prefilled
+    stream: AsyncGenerator[tuple[str, pb.PrefillResponse]]
+
+    def parameters(self) -> dict[str, Any]:
+        """As vLLM's connector reads them (vllm_connector/prompts.py)."""
+        kv = self.first.kv
+        names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
+        numbers = {name: getattr(kv, name) for name in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
+        return {"worker": self.worker, **{name: getattr(kv, name).hex() for name in names}, **numbers}
+
+    async def summary(self) -> answer_pb2.Summary:
+        """Of the prefill, once vLLM has released the KV."""
+        try:
+            async with asyncio.timeout(_SUMMARY_SECONDS):
+                async for _, response in self.stream:
+                    if response.HasField("summary"):
+                        return response.summary
+            return _unaided("a worker ended its prefill early")
+        except TimeoutError:
+            return _unaided("vLLM has not fetched the prompt's KV")
+        except ServiceError as error:
+            return _unaided(str(error))
+
+
+class _Answer:
+    """Tokens as they come, from both engines: their text, and how they end."""
+
+    def __init__(self, text: TextStream) -> None:
+        self._text = text
+        self.tokens = 0
+        self.finish = ""
+
+    def token(self, token: int, finish: str) -> pb.GenerateResponse:
+        """The next one; finish: why it is the last, as its engine says."""
+        self.tokens += 1
+        text = self._text.push(token)
+        self.finish = "stop_string" if self._text.stopped else finish
+        if self.finish:
+            text += self._text.flush()
+        return pb.GenerateResponse(token=answer_pb2.Token(id=token, text=text))
+
+
+class VLLMEngine:
+    """Answers by a vLLM server, which computes the prompt itself when no worker can, or when it can't use its KV."""
+
+    def __init__(self, workers: WorkerPool, url: str, model: str, token: Path | None, prefill_seconds: float) -> None:
+        """url: without /v1. Made in a running event loop. Raises OSError when the token can't be read."""
+        self._workers = workers
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
+        self._model = {"model": model} if model else {}
+        self._prefill_seconds = prefill_seconds
+        headers = {"Authorization": f"Bearer {token.read_text().strip()}"} if token else {}
+        self._session = aiohttp.ClientSession(headers=headers)
+        self._vocabulary: Vocabulary | None = None
+
+    async def model(self, timeout: float | None = None) -> Vocabulary:
+        """As of the workers; the last one known while none of them answers."""
+        try:
+            self._vocabulary = await self._workers.model(timeout)
+        except Unavailable:
+            if self._vocabulary is None:
+                raise
+        return self._vocabulary
+
+    async def generate(
+        self, request: pb.GenerateRequest, timeout: float | None
+    ) -> AsyncGenerator[pb.GenerateResponse]:
+        """Streams one answer, the worker's first token before vLLM's. Closing the iterator cancels both.
+
+        Raises:
+            Unavailable, ResourceExhausted, FailedPrecondition: of vLLM, or of the worker, which can't serve this.
+            DeadlineExceeded: the deadline passed.
+        """
+        began = time.monotonic()
+        answer = _Answer((self._vocabulary or await self.model(timeout)).text(tuple(request.sampling.stop)))
+        prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
+        prefilled, why, most = None, "", request.sampling.max_tokens or _MAX_TOKENS
+        async with contextlib.AsyncExitStack() as stack:
+            stream = await stack.enter_async_context(contextlib.aclosing(self._workers.prefill(request, timeout)))
+            try:
+                explanation, prefilled = await self._prefilled(stream)
+                if explanation is not None:
+                    yield pb.GenerateResponse(explanation=explanation)
+                first, most = prefilled.first, prefilled.first.max_tokens
+                yield answer.token(first.token.id, first.finish_reason)
+                prompt.append(first.token.id)
+            except _ABSENT as error:
+                why = str(error)
+                _faults.warning("vLLM computes a prompt itself", error)
+            decoding = time.monotonic()
+            if not answer.finish and answer.tokens < most:
+                left = None if timeout is None else max(0.001, timeout - (decoding - began))
+                body = self._body(request, prompt, most - answer.tokens, prefilled)
+                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, left)))
+                async for token, finish in tokens:
+                    yield answer.token(token, finish)
+                    if answer.finish:
+                        break
+            summary = await prefilled.summary() if prefilled is not None else _unaided(why)
+            if not summary.recipe:  # nobody says what became of the prompt
+                context = sum(len(chunk.ids) for chunk in request.chunks)
+                summary.recipe, summary.ratio = request.recipe, 1.0
+                summary.prompt_tokens = context + len(request.system.ids) + len(request.question.ids)
+                summary.context_tokens = summary.tokens_recomputed = context
+            summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
+            summary.seconds.decode = time.monotonic() - decoding
+            yield pb.GenerateResponse(summary=summary)
+
+    async def _prefilled(
+        self, stream: AsyncGenerator[tuple[str, pb.PrefillResponse]]
+    ) -> tuple[answer_pb2.Explanation | None, _Prefilled]:
+        """The beginning of a worker's call. Raises as `WorkerPool.prefill` does, and DeadlineExceeded."""
+        explanation = None
+        try:
+            async with asyncio.timeout(self._prefill_seconds):
+                async for worker, response in stream:
+                    if response.HasField("prefilled"):
+                        return explanation, _Prefilled(worker, response.prefilled, stream)
+                    explanation = response.explanation
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"no prefill within {self._prefill_seconds:g} s") from error
+        raise Unavailable("a worker ended its prefill early")
+
+    async def close(self) -> None:
+        """Ends the connections to vLLM."""
+        await self._session.close()
+
+    def _body(
+        self, request: pb.GenerateRequest, prompt: list[int], tokens: int, prefilled: _Prefilled | None
+    ) -> dict[str, Any]:
+        sampling = request.sampling
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p or 1.0,
+            "top_k": sampling.top_k,
+            "stream": True,
+            "return_token_ids": True,
+            "cache_salt": _salt(request, prompt, lossless=prefilled is None or prefilled.first.lossless),
+            **self._model,
+        }
+        if sampling.HasField("seed"):
+            body["seed"] = sampling.seed
+        if prefilled is not None:
+            body["kv_transfer_params"] = {"fusionkv": prefilled.parameters()}
+        return body
+
+    async def _tokens(self, body: dict[str, Any], timeout: float | None) -> AsyncGenerator[tuple[int, str]]:
+        """Ids as they come, with what ended the answer beside the last. Raises as `generate` does."""
+        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with self._session.post(self._url, json=body, timeout=limits) as response:
+                if response.status != 200:
+                    _refuse(self._url, response.status, (await response.text(errors="replace"))[:300])
+                async for choice in _events(self._url, response.content):
+                    ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
+                    for token in ids[:-1]:
+                        yield token, ""
+                    if ids:
+                        yield ids[-1], _FINISHED.get(ended, ended)
+                    if ended:
+                        return
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"vLLM at {self._url} took longer than the time that was left") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
+        raise Unavailable(f"vLLM at {self._url} ended an answer early")
+
+
+async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
+    """The one choice of each server-sent event. Raises Unavailable, and ValueError for what is no event."""
+    async for line in lines:
+        if not line.startswith(b"data: {"):
+            continue
+        event = json.loads(line[len("data: ") :])
+        if "error" in event:
+            raise Unavailable(f"vLLM at {url}: {str(event['error'])[:300]}")
+        for choice in event.get("choices", ()):
+            yield choice
+
+
+def _unaided(why: str) -> answer_pb2.Summary:
+    """Of an answer whose prompt vLLM computed."""
+    return answer_pb2.Summary(degraded=True, degraded_reason=why)
+
+
+def _refuse(url: str, status: int, said: str) -> None:
+    message = f"vLLM at {url}: status {status}: {said}"
+    if status in _BUSY:
+        raise ResourceExhausted(message, retry_after=1.0)
+    raise Unavailable(message) if status >= 500 else FailedPrecondition(message)
+
+
+def _salt(request: pb.GenerateRequest, prompt: list[int], lossless: bool) -> str:
+    """Keeps KV that is no full attention's from all other prompts, and one tenant's from the others'."""
+    parts = [request.tenant]
+    if not lossless:
+        parts += [request.recipe, repr(request.ratio)]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    if not lossless:
+        digest.update(struct.pack(f"<{len(prompt)}I", *prompt))
+    return f"fusionkv-{digest.hexdigest()}"
