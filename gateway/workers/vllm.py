@@ -7,10 +7,11 @@ import json
 import logging
 import struct
 import time
+from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -34,6 +35,8 @@ _CONNECT_SECONDS = 5.0
 _SUMMARY_SECONDS = 2.0
 # Of an answer to a request that sets no limit, when no worker says its own.
 _MAX_TOKENS = 256
+# Of prompts: 300 bytes each, and a summary.
+_MOST_KNOWN = 4096
 _BUSY = (429, 503)
 _FINISHED = {"stop": "end", "length": "max_tokens"}
 # What makes vLLM compute the prompt itself. All else is the request's own fault.
@@ -99,6 +102,9 @@ class VLLMEngine:
         headers = {"Authorization": f"Bearer {token.read_text().strip()}"} if token else {}
         self._session = aiohttp.ClientSession(headers=headers)
         self._vocabulary: Vocabulary | None = None
+        # Prompts whose KV vLLM was given, and has in its own prefix cache as long as nothing else needs the room. One
+        # that comes again costs no prefill; if vLLM has evicted it, vLLM computes it, as any server would.
+        self._known: OrderedDict[_Same, _Known] = OrderedDict()
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
         """As of the workers; the last one known while none of them answers."""
@@ -121,34 +127,46 @@ class VLLMEngine:
         began = time.monotonic()
         answer = _Answer((self._vocabulary or await self.model(timeout)).text(tuple(request.sampling.stop)))
         prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
+        context = sum(len(chunk.ids) for chunk in request.chunks)
+        same = _Same.of(request, prompt)
         prefilled, why, most = None, "", request.sampling.max_tokens or _MAX_TOKENS
+        known = None if request.explain else self._known.get(same)
+        salt = known.salt if known else same.exact
         async with contextlib.AsyncExitStack() as stack:
-            stream = await stack.enter_async_context(contextlib.aclosing(self._workers.prefill(request, timeout)))
             try:
-                explanation, prefilled = await self._prefilled(stream)
-                if explanation is not None:
-                    yield pb.GenerateResponse(explanation=explanation)
-                first, most = prefilled.first, prefilled.first.max_tokens
-                yield answer.token(first.token.id, first.finish_reason)
-                prompt.append(first.token.id)
+                if known is None:
+                    calling = contextlib.aclosing(self._workers.prefill(request, timeout))
+                    explanation, prefilled = await self._prefilled(await stack.enter_async_context(calling))
+                    if explanation is not None:
+                        yield pb.GenerateResponse(explanation=explanation)
+                    first, most = prefilled.first, prefilled.first.max_tokens
+                    yield answer.token(first.token.id, first.finish_reason)
+                    prompt.append(first.token.id)
+                    salt = same.exact if first.lossless else same.fused
             except _ABSENT as error:
                 why = str(error)
                 _faults.warning("vLLM computes a prompt itself", error)
             decoding = time.monotonic()
             if not answer.finish and answer.tokens < most:
                 left = None if timeout is None else max(0.001, timeout - (decoding - began))
-                body = self._body(request, prompt, most - answer.tokens, prefilled)
+                body = self._body(request, prompt, most - answer.tokens, salt, prefilled)
                 tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, left)))
                 async for token, finish in tokens:
                     yield answer.token(token, finish)
                     if answer.finish:
                         break
-            summary = await prefilled.summary() if prefilled is not None else _unaided(why)
+            summary = answer_pb2.Summary(degraded=True, degraded_reason=why)
+            if prefilled is not None:
+                summary = await prefilled.summary()
+                if answer.tokens > 1 and not summary.degraded:
+                    self._remember(same, _Known(salt, summary))
+            elif known is not None:
+                summary.CopyFrom(known.summary)
+                summary.ClearField("seconds")
             if not summary.recipe:  # nobody says what became of the prompt
-                context = sum(len(chunk.ids) for chunk in request.chunks)
-                summary.recipe, summary.ratio = request.recipe, 1.0
+                summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
                 summary.prompt_tokens = context + len(request.system.ids) + len(request.question.ids)
-                summary.context_tokens = summary.tokens_recomputed = context
+                summary.tokens_recomputed = context
             summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
             summary.seconds.decode = time.monotonic() - decoding
             yield pb.GenerateResponse(summary=summary)
@@ -172,8 +190,14 @@ class VLLMEngine:
         """Ends the connections to vLLM."""
         await self._session.close()
 
+    def _remember(self, same: "_Same", known: "_Known") -> None:
+        self._known[same] = known
+        self._known.move_to_end(same)
+        while len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+
     def _body(
-        self, request: pb.GenerateRequest, prompt: list[int], tokens: int, prefilled: _Prefilled | None
+        self, request: pb.GenerateRequest, prompt: list[int], tokens: int, salt: str, prefilled: _Prefilled | None
     ) -> dict[str, Any]:
         sampling = request.sampling
         body: dict[str, Any] = {
@@ -184,7 +208,7 @@ class VLLMEngine:
             "top_k": sampling.top_k,
             "stream": True,
             "return_token_ids": True,
-            "cache_salt": _salt(request, prompt, lossless=prefilled is None or prefilled.first.lossless),
+            "cache_salt": salt,
             **self._model,
         }
         if sampling.HasField("seed"):
@@ -227,6 +251,31 @@ async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[s
             yield choice
 
 
+class _Same(NamedTuple):
+    """What makes two requests one prompt to vLLM's prefix cache, as its `cache_salt`.
+
+    exact: for KV that is full attention's: of one tenant. fused: for all other KV: of one prompt and recipe.
+    """
+
+    exact: str
+    fused: str
+
+    @classmethod
+    def of(cls, request: pb.GenerateRequest, prompt: list[int]) -> "_Same":
+        ratio = repr(request.ratio) if request.HasField("ratio") else ""
+        how = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
+        tenant = hashlib.sha256(b"exact" + request.tenant.encode())
+        fused = hashlib.sha256(how + struct.pack(f"<{len(prompt)}I", *prompt))
+        return cls(f"fusionkv-{tenant.hexdigest()}", f"fusionkv-{fused.hexdigest()}")
+
+
+class _Known(NamedTuple):
+    """A prompt that was answered before: what its KV is filed under, and what became of it."""
+
+    salt: str
+    summary: answer_pb2.Summary
+
+
 def _unaided(why: str) -> answer_pb2.Summary:
     """Of an answer whose prompt vLLM computed."""
     return answer_pb2.Summary(degraded=True, degraded_reason=why)
@@ -237,14 +286,3 @@ def _refuse(url: str, status: int, said: str) -> None:
     if status in _BUSY:
         raise ResourceExhausted(message, retry_after=1.0)
     raise Unavailable(message) if status >= 500 else FailedPrecondition(message)
-
-
-def _salt(request: pb.GenerateRequest, prompt: list[int], lossless: bool) -> str:
-    """Keeps KV that is no full attention's from all other prompts, and one tenant's from the others'."""
-    parts = [request.tenant]
-    if not lossless:
-        parts += [request.recipe, repr(request.ratio)]
-    digest = hashlib.sha256("\0".join(parts).encode())
-    if not lossless:
-        digest.update(struct.pack(f"<{len(prompt)}I", *prompt))
-    return f"fusionkv-{digest.hexdigest()}"

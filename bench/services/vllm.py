@@ -1,0 +1,334 @@
+"""Seconds to the first token of real passages: vLLM alone, with LMCache, with FusionKV, and FusionKV alone.
+
+Each prompt has a question and eight passages. It is asked once (cold), again (same order), with its passages in
+another order, and with half of them replaced by passages of earlier prompts (other neighbours). All systems get the
+same token ids, and run one after another on one machine, with servers of their own. Agreement is the share of an
+answer's tokens that are full attention's, place by place, as the fusion worker computes it.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, aclosing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from fusionkv.bench.cache.peers import Process, free_port
+from fusionkv.bench.quality.data import datasets
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.gateway.client.client import AsyncClient
+from fusionkv.gateway.client.results import Passage
+from fusionkv.gateway.tokens import Vocabulary
+from fusionkv.protos.answer.v1.answer_pb2 import Token
+from fusionkv.protos.runtime.errors import ServiceError
+
+ROOT = Path(__file__).parent.parent.parent
+VLLM = ROOT / "build/vllm/bin/python"
+CASES = ("cold", "same order", "other order", "other neighbours")
+_WORLD = ROOT / "examples/world"
+_PASSAGES, _ANSWER = 8, 16
+_START_SECONDS = 300.0
+_MODEL_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    question: str
+    passages: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An answer: its tokens, and the seconds to the first of them."""
+
+    ids: list[int]
+    ttft: float
+
+
+Ask = Callable[[Prompt], Awaitable[Asked]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a system took for the prompts of a case; agreement of its answers with full attention's, 0 to 1."""
+
+    system: str
+    case: str
+    ttft_median_s: float
+    ttft_s: list[float]
+    agreement: float
+    prompts: int
+
+
+def questions(files: Sequence[Path]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Questions with passages, of files as `fusionkv eval` reads them; or those of the demo, over its documents."""
+    for file in files:
+        for task in datasets.load(file):
+            for sample in task.samples:
+                yield sample.question, [text.strip() for text in sample.passages]
+    if not files:
+        documents = [file.read_text(encoding="utf-8").strip() for file in sorted(_WORLD.glob("*/*.md"))]
+        random.Random(1).shuffle(documents)
+        asked = json.loads((_WORLD / "questions.json").read_text(encoding="utf-8"))
+        for number, question in enumerate(asked):
+            yield question["question"], documents[number * _PASSAGES : (number + 1) * _PASSAGES]
+
+
+def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[dict[str, Prompt]]:
+    """For each question its prompt in every case; its passages stand in no prompt before it."""
+    chance, earlier = random.Random(1), list[str]()
+    for question, texts in asked:
+        own = [text for text in dict.fromkeys(texts) if text not in earlier][:_PASSAGES]
+        if len(own) < _PASSAGES or count == 0:
+            continue
+        moved = own[:]
+        while moved == own:
+            chance.shuffle(moved)
+        half = _PASSAGES // 2
+        if earlier:
+            count -= 1
+            mixed = [*chance.sample(earlier, half), *chance.sample(own, half)]
+            chance.shuffle(mixed)
+            made = (own, own, moved, mixed)
+            yield {case: Prompt(question, tuple(p)) for case, p in zip(CASES, made, strict=True)}
+        else:  # the first fills the caches and warms up
+            yield {"cold": Prompt(question, tuple(own))}
+        earlier += own
+
+
+@contextlib.asynccontextmanager
+async def over_http(url: str, vocabulary: Vocabulary) -> AsyncIterator[Ask]:
+    """Asks a vLLM server."""
+    async with aiohttp.ClientSession() as session:
+
+        async def ask(prompt: Prompt) -> Asked:
+            chunks = [i for passage in prompt.passages for i in vocabulary.chunk(passage)]
+            ids = [*vocabulary.system(), *chunks, *vocabulary.question(prompt.question)]
+            more = {"max_tokens": _ANSWER, "temperature": 0, "stream": True, "return_token_ids": True}
+            found, first, began = list[int](), 0.0, time.perf_counter()
+            async with session.post(f"{url}/v1/completions", json={"prompt": ids, **more}) as response:
+                response.raise_for_status()
+                async for line in response.content:
+                    if line.startswith(b"data: {"):
+                        for choice in json.loads(line[6:])["choices"]:
+                            first = first or time.perf_counter() - began
+                            found += choice["token_ids"]
+            return Asked(found, first)
+
+        yield ask
+
+
+@contextlib.asynccontextmanager
+async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
+    """Asks a gateway."""
+    client = AsyncClient(address)
+
+    async def ask(prompt: Prompt) -> Asked:
+        found, first, began = list[int](), 0.0, time.perf_counter()
+        passages = [Passage(text=text) for text in prompt.passages]
+        asking = client.stream("", prompt.question, passages=passages, recipe=recipe, max_tokens=_ANSWER)
+        async with aclosing(asking) as events:
+            async for event in events:
+                if isinstance(event, Token):
+                    first = first or time.perf_counter() - began
+                    found.append(event.id)
+                elif getattr(event, "degraded", False):
+                    print(f"degraded: {event.degraded_reason}", file=sys.stderr)  # type: ignore[union-attr]
+        return Asked(found, first)
+
+    try:
+        yield ask
+    finally:
+        await client.close()
+
+
+class Servers:
+    """Starts what a system consists of; all of it ends with the context."""
+
+    def __init__(self, stack: ExitStack, folder: Path, model: Path, threads: int) -> None:
+        self._stack, self._folder, self._model, self._threads = stack, folder, model, threads
+
+    def start(self, *command: str, **env: str) -> Process:
+        process = Process(self._folder, *command, env=env)
+        self._stack.callback(process.stop)
+        return process
+
+    def ours(self, name: str, *flags: str) -> str:
+        """Address of one of our services."""
+        here = f"unix:{self._folder}/{name.rpartition('.')[2]}.sock"
+        process = self.start(sys.executable, "-P", "-m", f"fusionkv.{name}", "--listen", here, *flags)
+        return process.address
+
+    def worker(self) -> tuple[str, str]:
+        """Addresses of a worker and its cache service."""
+        cache = self.ours("kvcache_service", "--data-dir", str(self._folder / "kvcache"))
+        return self.ours("fusion_worker", "--model", str(self._model), "--cache", cache), cache
+
+    def gateway(self, worker: str, *flags: str) -> str:
+        folder = str(self._folder / "gateway")
+        return self.ours("gateway", "--workers", worker, "--data-dir", folder, "--embedder", "none", *flags)
+
+    def vllm(self, connector: dict[str, Any] | None) -> str:
+        """URL of a vLLM server."""
+        port = free_port()
+        more = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})] if connector else []
+        flags = (
+            *("--model", str(self._model), "--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16"),
+            *("--max-model-len", str(_MODEL_TOKENS), "--max-num-batched-tokens", str(_MODEL_TOKENS)),
+            *("--enforce-eager", "--max-num-seqs", "16", *more),
+        )
+        env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
+        command = (str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", *flags)
+        self.start(*command, **env).listens(port, _START_SECONDS)
+        return f"http://127.0.0.1:{port}"
+
+    def lmcache(self) -> dict[str, Any]:
+        """The connector to an LMCache server, in its multiprocess mode."""
+        port = free_port()
+        flags = ("--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", "4", "--eviction-policy", "LRU")
+        self.start(str(VLLM), "-P", "-m", "lmcache.v1.multiprocess.server", *flags).listens(port, 60.0)
+        more = {"lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": port}
+        return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": more}
+
+    def fusionkv(self, cache: str) -> dict[str, Any]:
+        """Our connector."""
+        return {
+            "kv_connector": "FusionKVConnector",
+            "kv_connector_module_path": "fusionkv.vllm.connector",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"cache": cache},
+        }
+
+
+@contextmanager
+def servers(model: Path) -> Iterator[Servers]:
+    """In a folder of their own, with all cores each."""
+    with tempfile.TemporaryDirectory(prefix="fusionkv-vllm") as folder, ExitStack() as stack:
+        yield Servers(stack, Path(folder), model, os.cpu_count() or 1)
+
+
+async def vocabulary_of(worker: str) -> Vocabulary:
+    client = WorkerClient(worker)
+    try:
+        return Vocabulary(await client.model())
+    finally:
+        await client.close()
+
+
+class Bench:
+    """Asks one system after another the same prompts."""
+
+    def __init__(self, model: Path, asked: Sequence[dict[str, Prompt]], progress: Progress) -> None:
+        self._model, self._asked, self._progress = model, asked, progress
+        self._right: dict[Prompt, list[int]] = {}
+        self._vocabulary: Any = None
+        self.rows: list[Row] = []
+
+    async def run(self) -> None:
+        with servers(self._model) as s:
+            worker, _ = s.worker()
+            self._vocabulary = await vocabulary_of(worker)
+            gateway = s.gateway(worker)
+            async with over_gateway(gateway, "full_attention") as ask:
+                await self._reference(ask)
+            async with over_gateway(gateway, "default") as ask:
+                await self._measure("fusionkv", ask)
+        with servers(self._model) as s:
+            worker, cache = s.worker()
+            url = s.vllm(s.fusionkv(cache))
+            async with over_gateway(s.gateway(worker, "--decode", "vllm", "--vllm-url", url), "default") as ask:
+                await self._measure("fusionkv in vllm", ask)
+        with servers(self._model) as s:
+            async with over_http(s.vllm(None), self._vocabulary) as ask:
+                await self._measure("vllm prefix cache", ask)
+        try:
+            with servers(self._model) as s:
+                async with over_http(s.vllm(s.lmcache()), self._vocabulary) as ask:
+                    await self._measure("lmcache in vllm", ask)
+        except RuntimeError as error:
+            print(f"lmcache in vllm is not measured: {error}", file=sys.stderr)
+
+    async def _reference(self, ask: Ask) -> None:
+        different = list(dict.fromkeys(prompt for cases in self._asked for prompt in cases.values()))
+        for prompt in self._progress.track(different, description="full attention"):
+            self._right[prompt] = (await ask(prompt)).ids
+
+    async def _measure(self, system: str, ask: Ask) -> None:
+        took: dict[str, list[float]] = {case: [] for case in CASES}
+        agreed: dict[str, list[float]] = {case: [] for case in CASES}
+        for cases in self._progress.track(self._asked, description=system):
+            for case, prompt in cases.items():
+                answer = await ask(prompt)
+                if len(cases) == 1:
+                    continue
+                right = self._right[prompt]
+                took[case].append(answer.ttft)
+                same = sum(a == b for a, b in zip(answer.ids, right, strict=False))
+                agreed[case].append(same / max(len(answer.ids), len(right)))
+        for case in CASES:
+            seconds = [round(s, 4) for s in took[case]]
+            agreement = round(statistics.mean(agreed[case]), 3)
+            median = round(statistics.median(seconds), 4)
+            self.rows.append(Row(system, case, median, seconds, agreement, len(seconds)))
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Medians, each beside how many times faster than vLLM's prefix cache it is, and agreement."""
+    there = {(row.system, row.case): row for row in rows}
+    table = Table("system", *CASES, title="seconds to the first token (median), times vLLM's prefix cache, agreement")
+    for system in dict.fromkeys(row.system for row in rows):
+        cells = []
+        for case in CASES:
+            row, peer = there[system, case], there.get(("vllm prefix cache", case))
+            times = f"  {peer.ttft_median_s / row.ttft_median_s:.1f}x" if peer else ""
+            cells.append(f"{row.ttft_median_s:.2f}{times}  {row.agreement:.0%}")
+        table.add_row(system, *cells)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.vllm", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser.add_argument(
+        "--data", type=Path, nargs="+", metavar="FILE", help="questions with passages; default: the demo's"
+    )
+    parser.add_argument("--prompts", type=int, default=10, help="prompts of each case (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
+    options = parser.parse_args(argv)
+    console = Console()
+    try:
+        if not VLLM.exists():
+            raise OSError(f"there is no {VLLM}: make vllm installs it")
+        asked = list(prompts(questions(options.data or []), options.prompts))
+        if len(asked) < 2:
+            raise ValueError(f"no two questions with {_PASSAGES} passages each that no other one has")
+        with Progress(console=console, transient=True) as progress:
+            bench = Bench(resolve(options.model), asked, progress)
+            asyncio.run(bench.run())
+    except (ServiceError, OSError, RuntimeError, ValueError) as error:
+        print(f"vllm: {error}", file=sys.stderr)
+        return 1
+    show(bench.rows, console)
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps([asdict(row) for row in bench.rows], indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
