@@ -86,6 +86,8 @@ class Moving:
                 else:
                     part = np.empty(size // self._ranks, np.uint8)
                     await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
+                    if self._ranks == 1 and not await asyncio.to_thread(_genuine, source, part):
+                        raise DataLoss("a prompt's KV is damaged")
                     kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)
                 await self._write(kv[:, :, load.start : load.stop], load)
         except BaseException as error:
@@ -179,4 +181,8 @@ def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":
         return None
     finally:
         os.close(file)
-    return data if checksum(data.data) == bytes.fromhex(source.checksum) else None
+    return data if _genuine(source, data) else None
+
+
+def _genuine(source: FusedPrompt, data: "np.ndarray[Any, Any]") -> bool:
+    return checksum(data.data) == bytes.fromhex(source.checksum)

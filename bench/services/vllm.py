@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import random
 import statistics
 import sys
@@ -43,7 +42,7 @@ CASES = ("cold", "same order", "other order", "other neighbours")
 _WORLD = ROOT / "examples/world"
 _PASSAGES, _ANSWER = 8, 16
 _START_SECONDS = 300.0
-_MODEL_TOKENS = 8192
+_MODEL_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,40 +159,40 @@ async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
 class Servers:
     """Starts what a system consists of; all of it ends with the context."""
 
-    def __init__(self, stack: ExitStack, folder: Path, model: Path, threads: int) -> None:
-        self._stack, self._folder, self._model, self._threads = stack, folder, model, threads
+    def __init__(self, stack: ExitStack, folder: Path, model: Path) -> None:
+        self._stack, self.folder, self._model = stack, folder, model
 
     def start(self, *command: str, **env: str) -> Process:
-        process = Process(self._folder, *command, env=env)
+        process = Process(self.folder, *command, env=env)
         self._stack.callback(process.stop)
         return process
 
     def ours(self, name: str, *flags: str) -> str:
         """Address of one of our services."""
-        here = f"unix:{self._folder}/{name.rpartition('.')[2]}.sock"
+        here = f"unix:{self.folder}/{name.rpartition('.')[2]}.sock"
         process = self.start(sys.executable, "-P", "-m", f"fusionkv.{name}", "--listen", here, *flags)
         return process.address
 
     def worker(self) -> tuple[str, str]:
         """Addresses of a worker and its cache service."""
-        cache = self.ours("kvcache_service", "--data-dir", str(self._folder / "kvcache"))
+        cache = self.ours("kvcache_service", "--data-dir", str(self.folder / "kvcache"))
         return self.ours("fusion_worker", "--model", str(self._model), "--cache", cache), cache
 
     def gateway(self, worker: str, *flags: str) -> str:
-        folder = str(self._folder / "gateway")
+        folder = str(self.folder / "gateway")
         return self.ours("gateway", "--workers", worker, "--data-dir", folder, "--embedder", "none", *flags)
 
-    def vllm(self, connector: dict[str, Any] | None) -> str:
+    def vllm(self, connector: dict[str, Any] | None, *flags: str) -> str:
         """URL of a vLLM server."""
         port = free_port()
         more = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})] if connector else []
-        flags = (
-            *("--model", str(self._model), "--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16"),
+        own = (
+            *("--model", str(self._model), "--port", str(port), "--host", "127.0.0.1"),
             *("--max-model-len", str(_MODEL_TOKENS), "--max-num-batched-tokens", str(_MODEL_TOKENS)),
             *("--enforce-eager", "--max-num-seqs", "16", *more),
         )
         env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
-        command = (str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", *flags)
+        command = (str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", *own, *flags)
         self.start(*command, **env).listens(port, _START_SECONDS)
         return f"http://127.0.0.1:{port}"
 
@@ -217,9 +216,9 @@ class Servers:
 
 @contextmanager
 def servers(model: Path) -> Iterator[Servers]:
-    """In a folder of their own, with all cores each."""
+    """In a folder of their own."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-vllm") as folder, ExitStack() as stack:
-        yield Servers(stack, Path(folder), model, os.cpu_count() or 1)
+        yield Servers(stack, Path(folder), model)
 
 
 async def vocabulary_of(worker: str) -> Vocabulary:
