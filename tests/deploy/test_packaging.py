@@ -21,7 +21,7 @@ EXTRAS = {
     "gateway": {"embed", "gateway", "http", "langchain", "llama-index", "milvus"},
     "vllm_connector": {"vllm", "worker"},
     "models": {"worker"},
-    "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "mooncake"},
+    "bench": {"worker", "cache", "gateway", "gguf", "gpu", "gds", "http", "mooncake"},
 }
 
 

@@ -220,13 +220,13 @@ def test_instances_share_prefixes(reference_model: Path) -> None:
     with servers(reference_model) as started:
         cache = started.ours("kvcache_service", "--data-dir", str(Path(started.folder) / "kvcache"))
         said = []
-        for _ in range(2):
+        for number in range(2):
             with servers(reference_model) as inner:
                 stack = Stack(inner, "", cache, inner.vllm(inner.fusionkv(cache), *DTYPE))
                 before = stack.loaded()
                 said.append(stack.ask(prompt, cache_salt="tenant"))
                 shared = stack.loaded() - before
-                assert stack.ask(prompt, cache_salt="another") == said[0]
+                assert stack.ask(prompt, cache_salt=f"another {number}") == said[0]
                 assert stack.loaded() - before == shared
                 stack.ask(SYSTEM)  # a step in which what was saved is told of
         assert said[0] == said[1]

@@ -1,0 +1,171 @@
+"""What the connector is made of, without vLLM: what it believes of a request, prefixes, and pages of any layout."""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
+from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.keys import chunk_digest
+from fusionkv.vllm.pages import Pages
+from fusionkv.vllm.prefixes import Prefix
+from fusionkv.vllm.prompts import FusedPrompt, KVLayout, digest
+
+LAYOUT = KVLayout(30, 3, 64, "bfloat16")
+PROMPT = list(range(100, 120))
+GOOD = {
+    "worker": "10.0.0.1:7071",
+    "handle": "ab" * 16,
+    "tokens": 19,
+    "prompt_digest": hashlib.sha256(np.array(PROMPT[:19], "<u4").tobytes()).hexdigest(),
+    "model_fingerprint": "cd" * 32,
+    "dtype": "bfloat16",
+    "layers": 30,
+    "kv_heads": 3,
+    "head_dim": 64,
+    "checksum": "ef" * 16,
+    "path": "/proc/12/fd/34",
+}
+
+
+def test_a_prompt_that_fits() -> None:
+    prompt = FusedPrompt.of({"fusionkv": GOOD, "else": 1})
+    assert prompt is not None
+    assert prompt.mismatch(LAYOUT, "cd" * 32, PROMPT) == ""
+    assert digest(PROMPT[:19]) == GOOD["prompt_digest"]
+    assert FusedPrompt.of(None) is FusedPrompt.of({"other": 1}) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"layers": 31}, "vLLM's is"),
+        ({"dtype": "float16"}, "vLLM's is"),
+        ({"model_fingerprint": "00" * 32}, "the KV is of model 0000000000000000"),
+        ({"tokens": 20}, "the KV is of 20 tokens, the prompt has 20"),
+        ({"tokens": 0}, "the KV is of 0 tokens"),
+        ({"tokens": 18}, "the KV is of another prompt"),
+    ],
+)
+def test_a_prompt_that_does_not_fit(wrong: dict[str, Any], why: str) -> None:
+    prompt = FusedPrompt.of({"fusionkv": {**GOOD, **wrong}})
+    assert prompt is not None
+    assert why in prompt.mismatch(LAYOUT, "cd" * 32, PROMPT)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "x",
+        {},
+        {**GOOD, "more": 1},
+        {**GOOD, "tokens": "19"},
+        {**GOOD, "tokens": True},
+        {**GOOD, "handle": "no"},
+        {**GOOD, "checksum": None},
+        {**GOOD, "path": "/etc/passwd"},
+        {**GOOD, "path": "/proc/1/fd/2/../../../etc/passwd"},
+    ],
+)
+def test_what_is_no_prompt(said: Any) -> None:
+    with pytest.raises(ValueError, match=r"fusionkv|hexadecimal"):
+        FusedPrompt.of({"fusionkv": said})
+
+
+def test_prefixes() -> None:
+    prefix = Prefix.of(list(range(1000)), "salt", 256)
+    assert prefix.digests == tuple(chunk_digest(range(at, at + 256)) for at in (0, 256, 512))
+    assert prefix.path(2) == [chunk_digest(()), *prefix.digests[:2]]
+    assert len(Prefix.of(range(768), "", 256).digests) == 2  # the last token is always computed
+    assert len(Prefix.of(range(769), "", 256).digests) == 3
+    assert Prefix.of(range(200), "", 256).digests == ()
+
+    def hit(kind: HitKind, tokens: int = 256) -> Hit:
+        return Hit(kind, Entry(b"", 1, tokens, 0, b"", "memory", b""))
+
+    none, exact, stale = Hit(HitKind.MISS, None), hit(HitKind.EXACT), hit(HitKind.ALTERNATIVE)
+    for hits, count in (
+        ((none, exact, exact, exact), 3),
+        ((none, exact, none, exact), 1),
+        ((none, stale, exact, exact), 0),
+        ((none, exact, hit(HitKind.EXACT, 128), exact), 1),
+    ):
+        assert prefix.found(Lookup(hits, 1)) == count
+
+
+Write = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def strided(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """[blocks, heads, size, 2 * dim], as FlashAttention has it."""
+    size, dim = cache.shape[2], keys.shape[-1]
+    cache[slots // size, :, slots % size, :dim] = keys
+    cache[slots // size, :, slots % size, dim:] = values
+
+
+def halves(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """[2, blocks, size, heads, dim], as older versions have it."""
+    size = cache.shape[2]
+    cache[0, slots // size, slots % size] = keys
+    cache[1, slots // size, slots % size] = values
+
+
+def packed(keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """[blocks, heads, size, 2 * dim], keys by columns and then values by pairs of tokens, as a CPU packs them."""
+    blocks, heads, size, twice = cache.shape
+    dim = twice // 2
+    flat = cache.view(blocks, heads, 2, size * dim)
+    for i, slot in enumerate(slots.tolist()):
+        block, at = divmod(slot, size)
+        flat[block, :, 0].view(heads, dim, size)[:, :, at] = keys[i]
+        flat[block, :, 1].view(heads, size // 2, dim, 2)[:, at // 2, :, at % 2] = values[i]
+
+
+class Layer:
+    """An attention layer as the connector sees it."""
+
+    num_kv_heads, head_size = 3, 20
+
+    def __init__(self, write: Write) -> None:
+        self.impl, self._write = self, write
+
+    def do_kv_cache_update(self, layer: Any, keys: Any, values: Any, cache: Any, slots: Any) -> None:
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        self._write(keys, values, cache, slots)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("write", [strided, halves, packed])
+def test_pages_of_any_layout(write: Write, dtype: torch.dtype) -> None:
+    blocks, size, layers = 11, 16, 12
+    shape = (2, blocks, size, 3, 20) if write is halves else (blocks, 3, size, 40)
+    # Given in another order than the model's: layer 10 comes behind layer 9.
+    names = sorted(f"model.layers.{n}.attn" for n in range(layers))
+    caches = {name: torch.full(shape, 7.0, dtype=dtype) for name in names}
+    pages = Pages(caches, {name: Layer(write) for name in names}, blocks)
+    assert (len(pages), pages.page_tokens, pages.token_bytes()) == (12, size, 12 * 2 * 3 * 20 * dtype.itemsize)
+    kv = torch.randn(layers, 2, 50, 3, 20, generator=torch.Generator().manual_seed(1)).to(dtype)
+    mine = [8, 2, 5, 0, 9]
+    pages.write(kv, mine, 10)
+    assert pages.read(mine, 10, 60).equal(kv)
+    assert pages.read(mine, 33, 41).equal(kv[:, :, 23:31])
+    assert pages.read([1, 3, 4], 0, 48).unique().tolist() == [7.0]  # nobody else's were touched
+    first = torch.zeros(shape, dtype=dtype)
+    write(kv[10, 0], kv[10, 1], first, torch.tensor([mine[p // size] * size + p % size for p in range(10, 60)]))
+    there = first != 0
+    assert caches["model.layers.10.attn"][there].equal(first[there])
+
+
+def test_pages_that_can_not_be_used() -> None:
+    layers = {"l.0": Layer(strided)}
+    with pytest.raises(ValueError, match="use kv_cache_dtype auto"):
+        Pages({"l.0": torch.zeros(4, 3, 16, 40, dtype=torch.uint8)}, layers, 4)
+    with pytest.raises(ValueError, match="which dimension"):
+        Pages({"l.0": torch.zeros(3, 3, 16, 40)}, layers, 3)
+    with pytest.raises(ValueError, match="has no do_kv_cache_update"):
+        Pages({"l.0": torch.zeros(4, 3, 16, 40)}, {"l.0": type("L", (), {"impl": object()})()}, 4)
