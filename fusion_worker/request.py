@@ -54,16 +54,15 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
-    """The first token of an answer, and the KV of its prompt; none if the answer has ended.
+class FirstPiece:
+    """The first token of an answer.
 
-    finish: as in Summary; "max_tokens" if other tokens may follow. lossless: whether all KV is full attention's.
+    finish: as in Summary, empty if others may follow. lossless: whether the prompt's KV is full attention's.
     """
 
     piece: Piece
     finish: str
     lossless: bool
-    kv: PrefilledKV | None
 
 
 class _Begun(NamedTuple):
@@ -155,8 +154,8 @@ class Answerer:
         corpus: str = "",
         explained: bool = False,
         left: float | None = None,
-    ) -> AsyncGenerator[Explanation | Prefilled | Summary]:
-        """The first piece of an answer with the KV of its prompt, then, once that was released, one Summary.
+    ) -> AsyncGenerator[Explanation | FirstPiece | PrefilledKV | Summary]:
+        """The first piece of an answer, the KV of its prompt, then, once that was released, one Summary.
 
         The KV is there until then, and no longer than the iterator is open. Parameters as for `answer`.
 
@@ -174,17 +173,16 @@ class Answerer:
                     yield self._explain(begun)
                 text = TextStream(self._model.tokenizer, ())
                 piece = self._read(begun.result, text, summary, params)
-                lossless = not summary.reused
-                kv = None
-                if summary.finish == "max_tokens":
-                    kv = await self.handover.fill(held, begun.plan, prompt)
+                more = summary.finish == "max_tokens"
+                yield FirstPiece(piece, "" if more else summary.finish, lossless=not summary.reused)
+                kv = await self.handover.fill(held, begun.plan, prompt) if more else None
             meters.context(summary)
             if recipe.encode is not None and recipe.encode.corrected:
                 self.corrector.offer(prompt, corpus)
-            yield Prefilled(piece, summary.finish, lossless, kv)
-            unused = await self.handover.released(held) if kv is not None else ""
-            if unused and not summary.degraded:
-                summary.degraded = unused
+            if kv is not None:
+                yield kv
+                unused = await self.handover.released(held)
+                summary.degraded = summary.degraded or unused
             yield summary
 
     @asynccontextmanager

@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.quality.verdict import Verdict
 from fusionkv.fusion_worker.recipes import modifiers, recipes
 from fusionkv.fusion_worker.recipes.recipes import Recipe
-from fusionkv.fusion_worker.request import Answerer, Piece, Prefilled
+from fusionkv.fusion_worker.request import Answerer, FirstPiece, Piece
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
 from fusionkv.fusion_worker.transfer.handover import HANDLE_BYTES
@@ -141,15 +141,17 @@ class FusionServicer:
         asked = self._asked(request.prompt)
         async with aclosing(self.answerer.prefill(*asked.how, _time_left(context))) as events:
             async for event in events:
-                if isinstance(event, Prefilled):
-                    prefilled = pb.Prefilled(
+                if isinstance(event, FirstPiece):
+                    most = asked.how[3].max_tokens
+                    first = pb.FirstToken(
                         token=_token(event.piece),
-                        finish_reason="" if event.kv else event.finish,
+                        finish_reason=event.finish,
                         lossless=event.lossless,
-                        kv=event.kv,
-                        max_tokens=asked.how[3].max_tokens,
+                        max_tokens=most,
                     )
-                    yield pb.PrefillResponse(prefilled=prefilled)
+                    yield pb.PrefillResponse(first=first)
+                elif isinstance(event, pb.PrefilledKV):
+                    yield pb.PrefillResponse(kv=event)
                 elif isinstance(event, answer_pb2.Explanation):
                     event.verdicts.extend(self._verdicts())
                     yield pb.PrefillResponse(explanation=event)

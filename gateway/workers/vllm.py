@@ -43,17 +43,31 @@ _FINISHED = {"stop": "end", "length": "max_tokens"}
 _ABSENT = (Unavailable, ResourceExhausted, DeadlineExceeded)
 
 
+_Stream = AsyncGenerator[tuple[str, pb.PrefillResponse]]
+
+
+async def _next(stream: _Stream, until: float) -> tuple[str, pb.PrefillResponse]:
+    """What a worker says next. Raises as `WorkerPool.prefill` does, and DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(until - time.monotonic()):
+            return await anext(stream)
+    except TimeoutError as error:
+        raise DeadlineExceeded("no worker has prefilled the prompt in time") from error
+    except StopAsyncIteration as error:
+        raise Unavailable("a worker ended its prefill early") from error
+
+
 @dataclass(slots=True)
 class _Prefilled:
     """What a worker made of a prompt, and its address; the stream of its call ends with the summary."""
 
     worker: str
-    first: pb.Prefilled
-    stream: AsyncGenerator[tuple[str, pb.PrefillResponse]]
+    kv: pb.PrefilledKV
+    stream: _Stream
 
     def parameters(self) -> dict[str, Any]:
         """As vLLM's connector reads them (vllm_connector/prompts.py)."""
-        kv = self.first.kv
+        kv = self.kv
         names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
         numbers = {name: getattr(kv, name) for name in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
         return {"worker": self.worker, **{name: getattr(kv, name).hex() for name in names}, **numbers}
@@ -135,14 +149,20 @@ class VLLMEngine:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 if known is None:
-                    calling = contextlib.aclosing(self._workers.prefill(request, timeout))
-                    explanation, prefilled = await self._prefilled(await stack.enter_async_context(calling))
-                    if explanation is not None:
-                        yield pb.GenerateResponse(explanation=explanation)
-                    first, most = prefilled.first, prefilled.first.max_tokens
+                    stream = self._workers.prefill(request, timeout)
+                    await stack.enter_async_context(contextlib.aclosing(stream))
+                    until = time.monotonic() + self._prefill_seconds
+                    worker, response = await _next(stream, until)
+                    if response.HasField("explanation"):
+                        yield pb.GenerateResponse(explanation=response.explanation)
+                        worker, response = await _next(stream, until)
+                    first, most = response.first, response.first.max_tokens
                     yield answer.token(first.token.id, first.finish_reason)
                     prompt.append(first.token.id)
                     salt = same.exact if first.lossless else same.fused
+                    if not answer.finish:
+                        worker, response = await _next(stream, until)
+                    prefilled = _Prefilled(worker, response.kv, stream)
             except _ABSENT as error:
                 why = str(error)
                 _faults.warning("vLLM computes a prompt itself", error)
@@ -170,21 +190,6 @@ class VLLMEngine:
             summary.finish_reason, summary.tokens_generated = answer.finish or "max_tokens", answer.tokens
             summary.seconds.decode = time.monotonic() - decoding
             yield pb.GenerateResponse(summary=summary)
-
-    async def _prefilled(
-        self, stream: AsyncGenerator[tuple[str, pb.PrefillResponse]]
-    ) -> tuple[answer_pb2.Explanation | None, _Prefilled]:
-        """The beginning of a worker's call. Raises as `WorkerPool.prefill` does, and DeadlineExceeded."""
-        explanation = None
-        try:
-            async with asyncio.timeout(self._prefill_seconds):
-                async for worker, response in stream:
-                    if response.HasField("prefilled"):
-                        return explanation, _Prefilled(worker, response.prefilled, stream)
-                    explanation = response.explanation
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"no prefill within {self._prefill_seconds:g} s") from error
-        raise Unavailable("a worker ended its prefill early")
 
     async def close(self) -> None:
         """Ends the connections to vLLM."""

@@ -79,9 +79,9 @@ async def test_another_engine_goes_on_as_the_worker_would(
     async with client(rig) as worker:
         request = pb.PrefillRequest(prompt=rig.request(*parts, recipe=recipe, max_tokens=6))
         async with aclosing(worker.prefill(request)) as events:
-            first = (await anext(events)).prefilled
+            first = (await anext(events)).first
             prompt = [*parts[0], *(i for chunk in parts[1] for i in chunk), *parts[2]]
-            kv = first.kv
+            kv = (await anext(events)).kv
             assert kv.prompt_digest == hashlib.sha256(np.array(prompt, "<u4").tobytes()).digest()
             assert first.lossless == (recipe == "full_attention")
             data = mapped(kv.path)
@@ -99,7 +99,7 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
     rig = await start("qwen2")
     async with client(rig) as worker:
         async with aclosing(worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))) as events:
-            kv = (await anext(events)).prefilled.kv
+            _, kv = await anext(events), (await anext(events)).kv
             whole = numbers(kv, mapped(kv.path))
             size = whole.numel() * whole.itemsize
             streamed = bytearray(size)
@@ -127,7 +127,7 @@ async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
     rig = await start("llama", prefill_seconds=0.3)
     async with client(rig) as worker:
         events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
-        kv = (await anext(events)).prefilled.kv
+        _, kv = await anext(events), (await anext(events)).kv
         for _ in range(3):  # longer together than the time of one
             await asyncio.sleep(0.2)
             await worker.hold_prefill(kv.handle, 10)
@@ -143,7 +143,7 @@ async def test_why_kv_was_not_used(start: Any, parts: Any) -> None:
     rig = await start("llama")
     async with client(rig) as worker:
         events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
-        kv = (await anext(events)).prefilled.kv
+        _, kv = await anext(events), (await anext(events)).kv
         await worker.release_prefill(kv.handle, ranks=4, error="another dtype")
         summary = (await anext(events)).summary
         assert (summary.degraded, summary.degraded_reason) == (True, "another dtype")
@@ -154,7 +154,7 @@ async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Any) -> None
     rig = await start("llama")
     async with client(rig) as worker:
         events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
-        kv = (await anext(events)).prefilled.kv
+        _, kv = await anext(events), (await anext(events)).kv
         await events.aclose()
         await rig.until(lambda: rig.servicer.answerer.handover.bytes == 0)
         with pytest.raises(NotFound):
@@ -165,8 +165,8 @@ async def test_an_answer_of_one_token_has_no_kv(start: Any, parts: Any) -> None:
     told = await (await start("llama")).ask(*parts)
     rig = await start("llama", replace=lambda model: dataclasses.replace(model, ends=frozenset(told.ids)))
     events = [e async for e in rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts)), None)]
-    assert [e.WhichOneof("event") for e in events] == ["prefilled", "summary"]
-    assert (events[0].prefilled.finish_reason, events[0].prefilled.HasField("kv")) == ("end", False)
+    assert [e.WhichOneof("event") for e in events] == ["first", "summary"]
+    assert events[0].first.finish_reason == "end"
     assert events[1].summary.finish_reason == "end"
 
 

@@ -91,8 +91,7 @@ async def prefilled(stack: Stack, *chunks: list[int], recipe: str = "full_attent
     )
     try:
         async with aclosing(client.prefill(pb.PrefillRequest(prompt=request))) as events:
-            first = (await anext(events)).prefilled
-            kv = first.kv
+            first, kv = (await anext(events)).first, (await anext(events)).kv
             names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
             params = {name: getattr(kv, name).hex() for name in names}
             params |= {n: getattr(kv, n) for n in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
