@@ -47,11 +47,15 @@ def _run(args: argparse.Namespace) -> int:
     # Not before the flags are read: gRPC and the clients take longer than --help does.
     import asyncio
 
-    from fusionkv.gateway.cli import commands, supervisor
     from fusionkv.gateway.cli.files import UsageError
     from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 
-    run = supervisor.serve if args.command == "serve" else commands.COMMANDS[args.command]
+    if args.command == "serve":
+        from fusionkv.gateway.cli.supervisor import serve as run
+    else:
+        from fusionkv.gateway.cli import commands
+
+        run = commands.COMMANDS[args.command]
     try:
         return asyncio.run(run(args))
     except UsageError as error:

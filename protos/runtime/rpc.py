@@ -58,6 +58,8 @@ _RETRIES = {
     ],
     "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
 }
+# A socket of this machine costs nothing to try: what starts there is found at once.
+_LOCAL_BACKOFF = ("grpc.max_reconnect_backoff_ms", 200)
 _RETRYING_OPTIONS = [
     *_CLIENT_OPTIONS,
     ("grpc.service_config", json.dumps(_RETRIES)),
@@ -97,6 +99,8 @@ def dial(
     """
     interceptors = telemetry.client_interceptors() if traced else None
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    if address.startswith("unix:"):
+        options = [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
