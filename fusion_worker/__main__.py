@@ -69,6 +69,7 @@ async def _serve(config: WorkerConfig) -> None:
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
         servicer = FusionServicer(config, model, auxiliary, judged, tp)
+        returning = asyncio.create_task(process.return_memory())
         await rpc.serve(
             "fusionkv-worker",
             config.listen,
@@ -78,6 +79,7 @@ async def _serve(config: WorkerConfig) -> None:
             tls=config.server_tls,
             failure=ranks.lost,
         )
+        returning.cancel()
 
 
 if __name__ == "__main__":
