@@ -76,6 +76,7 @@ async def _serve(config: GatewayConfig) -> None:
     history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await open_embedder(config), await open_reranker(config))
     servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history, search)
+    returning = asyncio.create_task(process.return_memory())
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
@@ -86,6 +87,7 @@ async def _serve(config: GatewayConfig) -> None:
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),
     )
+    returning.cancel()
 
 
 class _WithoutPandas(MetaPathFinder):
