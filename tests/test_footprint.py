@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def test_the_help_is_there_at_once() -> None:
     """CPU seconds, of which other load makes no more: the best of three."""
@@ -17,6 +19,7 @@ def test_the_help_is_there_at_once() -> None:
     assert min(seconds) <= 0.3
 
 
+@pytest.mark.system
 def test_a_worker_and_an_embedder_load_no_compiler() -> None:
     """torch's, which a model is loaded without; whoever wants it afterwards has it, and the model is the same."""
     code = """
@@ -32,6 +35,8 @@ with lean.uncompiled():
 for heavy in ("sympy", "triton", "torch.distributed.tensor", "torch._dynamo"):
     assert heavy not in sys.modules, heavy
 assert torch.distributed.is_available()
+with lean.uncompiled():
+    assert torch._dynamo.eval_frame.__name__ == "torch._dynamo.eval_frame"
 assert torch._dynamo.config.__name__ == "torch._dynamo.config"
 """
     subprocess.run([sys.executable, "-P", "-c", code], check=True)

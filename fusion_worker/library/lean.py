@@ -28,6 +28,7 @@ def uncompiled(*, ranks: int = 1) -> Iterator[None]:
     # Never executed; modules below it are found all the same.
     marks: Any = importlib.util.module_from_spec(spec)
     marks.allow_in_graph = marks.assume_constant_result = marks.disable = _unmarked
+    marks.__getattr__ = _loaded
     sys.modules[_DYNAMO] = marks
     try:
         if ranks == 1:
@@ -37,7 +38,16 @@ def uncompiled(*, ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         torch.distributed.is_available = available
-        del sys.modules[_DYNAMO]
+        if sys.modules[_DYNAMO] is marks:
+            del sys.modules[_DYNAMO]
+
+
+def _loaded(name: str) -> Any:
+    """Of the compiler itself, for who wants more of it than to mark a function."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    del sys.modules[_DYNAMO]
+    return getattr(importlib.import_module(_DYNAMO), name)
 
 
 def _unmarked(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
