@@ -51,6 +51,7 @@ def main() -> int:
 async def _serve(config: GatewayConfig) -> None:
     from fusionkv.gateway.auth.quotas import Quotas
     from fusionkv.gateway.auth.tenants import Tenants, read_key
+    from fusionkv.gateway.embed.base import Embedder
     from fusionkv.gateway.embed.choose import open_embedder, open_reranker
     from fusionkv.gateway.history import History
     from fusionkv.gateway.retrieval.hybrid import HybridSearch
@@ -69,12 +70,21 @@ async def _serve(config: GatewayConfig) -> None:
 
         return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir, config.language)
 
+    embedder = asyncio.create_task(open_embedder(config))
+    await asyncio.sleep(0)  # Its process has begun, and loads its model while this one loads LanceDB.
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
     # Those there are, so that damage is told at start and the figures are whole.
-    for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
-        await tenants.get(name)
+    try:
+        for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
+            await tenants.get(name)
+    except BaseException:
+        # Which says more than what may be wrong with the embedder; no process of it is left behind.
+        for made in await asyncio.gather(embedder, return_exceptions=True):
+            if isinstance(made, Embedder):
+                await made.close()
+        raise
     history = History(config.admin_answers) if config.admin_listen else None
-    search = HybridSearch(config, await open_embedder(config), await open_reranker(config))
+    search = HybridSearch(config, await embedder, await open_reranker(config))
     servicer = GatewayServicer(config, tenants, WorkerPool(config.workers, config.client_tls()), history, search)
     returning = asyncio.create_task(process.return_memory())
     await rpc.serve(
