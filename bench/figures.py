@@ -16,11 +16,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from fusionkv import AsyncClient
 from fusionkv.fusion_worker import __main__ as worker
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.gateway import __main__ as gateway
-from fusionkv.gateway.client import AsyncClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service import __main__ as kvcache
 from fusionkv.kvcache_service.config import Config

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fusionkv.fusion_worker.config import WorkerConfig, cache_address, configured
+from fusionkv.fusion_worker.library import lean
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 from fusionkv.protos.runtime.errors import ServiceError
@@ -31,6 +32,7 @@ def main() -> int:
         if rank:
             _follow(config, rank, meeting, pipes)
             return 0
+        process.share_heaps()
         process.check_files()
         process.check_ports(config.listen, "--listen")
         telemetry.attach("fusionkv-worker", config.metrics_listen)
@@ -50,21 +52,24 @@ def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]
 
 
 async def _serve(config: WorkerConfig) -> None:
-    from fusionkv.fusion_worker import models
-    from fusionkv.fusion_worker.quality import verdict
-    from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
-    from fusionkv.fusion_worker.tensor_parallel import start
+    with lean.uncompiled(ranks=config.tensor_parallel):
+        from fusionkv.fusion_worker import models
+        from fusionkv.fusion_worker.quality import verdict
+        from fusionkv.fusion_worker.servicer import SERVICE, FusionServicer, handler
+        from fusionkv.fusion_worker.tensor_parallel import start
 
     if config.tensor_parallel > 1:
         models.check_shareable(config.model, config.tensor_parallel)
     async with start.started(config.tensor_parallel, sys.argv[1:]) as ranks:
-        model, tp = await ranks.lead(config)
-        # On the CPU, whose threads are idle while a GPU works.
-        auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
+        with lean.uncompiled(ranks=config.tensor_parallel):
+            model, tp = await ranks.lead(config)
+            # On the CPU, whose threads are idle while a GPU works.
+            auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():
             log.info("fusionkv check: %s", line)
         servicer = FusionServicer(config, model, auxiliary, judged, tp)
+        returning = asyncio.create_task(process.return_memory())
         await rpc.serve(
             "fusionkv-worker",
             config.listen,
@@ -74,6 +79,7 @@ async def _serve(config: WorkerConfig) -> None:
             tls=config.server_tls,
             failure=ranks.lost,
         )
+        returning.cancel()
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
         directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
     )
     network, report = loaded
-    weights.settle(network)
+    if ranks.count > 1:
+        weights.settle(network)
     if missing := sorted(report["missing_keys"]):
         # transformers makes up random ones and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")

@@ -42,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except settings.SettingsError as error:
         parser.error(str(error))
     try:
+        process.share_heaps()
         process.check_files()
         telemetry.attach(NAME, config.metrics_listen)
         frames.keep_freed_memory()

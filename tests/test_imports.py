@@ -107,7 +107,10 @@ def test_nobody_imports_a_bare_package_of_ours() -> None:
 @pytest.mark.parametrize(
     ("module", "forbidden"),
     [
-        ("fusionkv.gateway.cli.main", {"torch", "transformers", "lmdb"}),
+        (
+            "fusionkv.gateway.cli.main",
+            {"torch", "transformers", "lmdb", "grpc", "google.protobuf", "rich", "asyncio"},
+        ),
         ("fusionkv.gateway.client.client", {"torch", "transformers", "lancedb", "pyarrow"}),
         ("fusionkv.kvcache_service.__main__", {"torch", "transformers", "lancedb"}),
         ("fusionkv.kvcache_service.client", {"torch", "lmdb"}),

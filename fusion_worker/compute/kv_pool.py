@@ -11,12 +11,14 @@ bookkeeping call gave out. Who owns a slot:
 import asyncio
 import bisect
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from fusionkv.fusion_worker.models import KVShape, Model
@@ -67,8 +69,7 @@ class KVPool:
                 f"pool_bytes = {pool_bytes} is less than one page of {shape.token_bytes * page_tokens} bytes"
             )
         slots = pages * page_tokens
-        # Zeros, not empty: memory is touched only when used, and no slot ever holds a NaN that a weight of 0 keeps.
-        kv = torch.zeros(shape.layers, 2, slots, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        kv = _zeros((shape.layers, 2, slots, shape.kv_heads, shape.head_dim), shape.dtype, device)
         return cls(shape, page_tokens, pages, kv, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:
@@ -234,3 +235,13 @@ class KVPool:
         if idle:
             assert self._fresh == 0, f"{self._fresh} fresh slots are still reserved"
             assert not any(r.pins for r in chunks), "a chunk is still pinned"
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not empty: no slot ever holds a NaN that a weight of 0 keeps.
+
+    On the CPU they are the kernel's own, which take memory where they are written to; torch would write all of them.
+    """
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(*shape)

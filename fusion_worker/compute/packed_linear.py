@@ -35,6 +35,9 @@ def pack(network: torch.nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear and "forward" not in vars(child):
                 setattr(parent, name, PackedLinear(child))
+    # What is left gets memory of its own: it held the file of all weights mapped, which were read to be packed.
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def computes(dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli import connect, flags
 from fusionkv.gateway.cli.console import patiently, progress_bar
 from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
@@ -42,7 +42,7 @@ def main() -> int:
     )
     parser.add_argument("--corpus", required=True, metavar="NAME", help="corpus of the gateway to ask about")
     parser.add_argument("--n", type=positive, default=24, help="questions, at most (default: %(default)s)")
-    connect.add_flags(parser)
+    flags.add_flags(parser)
     args, rest = parser.parse_known_args()
     if any(flag.partition("=")[0] == "--data" for flag in rest):
         parser.error("--data and --corpus exclude each other")

@@ -1,34 +1,13 @@
-"""From the command line to a client: the flags that say where the gateway is and how to show oneself to it."""
+"""From the command line's flags (flags.py) to a client."""
 
 import argparse
 import os
 from pathlib import Path
 
 from fusionkv.gateway.cli.files import UsageError
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient
+from fusionkv.gateway.cli.flags import TOKEN, TOKEN_FILE
+from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.protos.runtime.tls import ClientTLS
-
-_TOKEN, _TOKEN_FILE = "FUSIONKV_TOKEN", "FUSIONKV_TOKEN_FILE"
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of every command that talks to a gateway."""
-    parser.add_argument(
-        "--gateway", default=DEFAULT_ADDRESS, metavar="ADDRESS", help="host:port or unix:/path (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, metavar="SECONDS", help="for one call (default: %(default)g)"
-    )
-    token = parser.add_mutually_exclusive_group()
-    token.add_argument(
-        "--token", help=f"bearer token; others on this machine can see it, unlike {_TOKEN} in the environment"
-    )
-    token.add_argument(
-        "--token-file", type=Path, metavar="PATH", help=f"file with the bearer token (or {_TOKEN_FILE})"
-    )
-    parser.add_argument("--tls-ca", type=Path, metavar="PATH", help="CAs (PEM) of the gateway: calls then use TLS")
-    parser.add_argument("--tls-cert", type=Path, metavar="PATH", help="own certificate (PEM), if the gateway asks")
-    parser.add_argument("--tls-key", type=Path, metavar="PATH", help="private key (PEM) of --tls-cert")
 
 
 def client(args: argparse.Namespace) -> AsyncClient:
@@ -57,6 +36,6 @@ def tls(args: argparse.Namespace) -> ClientTLS | None:
 def _token(args: argparse.Namespace) -> str | Path | None:
     if args.token is not None or args.token_file is not None:
         return args.token if args.token is not None else args.token_file
-    if file := os.environ.get(_TOKEN_FILE):
+    if file := os.environ.get(TOKEN_FILE):
         return Path(file)
-    return os.environ.get(_TOKEN) or None
+    return os.environ.get(TOKEN) or None

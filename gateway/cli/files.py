@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fusionkv.gateway.ingest import json_lines, parse
-from fusionkv.gateway.ingest.parse import ENDINGS
+from fusionkv.gateway.ingest.media_types import ENDINGS, JSONL
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 STDIN = "-"
@@ -58,7 +58,7 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
         InvalidArgument: a JSON line is malformed, or two have the same id; or the media type is not known.
         OSError: it can't be read.
     """
-    if parse.media_type(name, media_type) != parse.JSONL:
+    if parse.media_type(name, media_type) != JSONL:
         yield 1, read(path)
         return
     ids: dict[str, int] = {}

@@ -1,19 +1,15 @@
 """`fusionkv`: runs the services, talks to a gateway, and starts the evaluation."""
 
 import argparse
-import asyncio
 import os
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from fusionkv.gateway.cli import connect
-from fusionkv.gateway.cli.files import UsageError
-from fusionkv.gateway.client.client import DEFAULT_ADDRESS
-from fusionkv.gateway.client.requests import ORDERS
-from fusionkv.gateway.ingest.parse import ENDINGS, MEDIA_TYPES
-from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+from fusionkv.gateway.cli import flags
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES
+from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.runtime.settings import SettingsError, positive, share
 
 MODULES = {
@@ -44,9 +40,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = _CHECK_CORPUS if of_corpus else APART[given[0]]
         os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given[1:]])
     args = _parser().parse_args(given)
-    from fusionkv.gateway.cli import commands, supervisor
+    return _run(args)
 
-    run = supervisor.serve if args.command == "serve" else commands.COMMANDS[args.command]
+
+def _run(args: argparse.Namespace) -> int:
+    # Not before the flags are read: gRPC and the clients take longer than --help does.
+    import asyncio
+
+    from fusionkv.gateway.cli.files import UsageError
+    from fusionkv.protos.runtime.errors import ServiceError, Unavailable
+
+    if args.command == "serve":
+        from fusionkv.gateway.cli.supervisor import serve as run
+    else:
+        from fusionkv.gateway.cli import commands
+
+        run = commands.COMMANDS[args.command]
     try:
         return asyncio.run(run(args))
     except UsageError as error:
@@ -83,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--json", action="store_true", help="one JSON object a line on standard output")
 
     client = argparse.ArgumentParser(add_help=False)
-    connect.add_flags(client)
+    flags.add_flags(client)
     client.add_argument("--json", action="store_true", help="print JSON: one document, or one object a line")
 
     ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")
@@ -165,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     ask.add_argument("--top-k", type=int, default=0, metavar="N", help="chunks to retrieve (default: the gateway's)")
     ask.add_argument(
-        "--order", choices=[*ORDERS], default="document", help="of the chunks in the prompt (default: %(default)s)"
+        "--order", choices=ORDER_NAMES, default="document", help="of the chunks in the prompt (default: %(default)s)"
     )
     ask.add_argument(
         "--filter",

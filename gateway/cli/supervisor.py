@@ -17,6 +17,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime import process, rpc, settings
 
@@ -27,6 +28,7 @@ _TRACEBACK = re.compile(r"^\s|^Traceback|^$")
 _LONGEST_SOCKET = 107
 _LONGEST_LINE = 16 << 20
 _HEALTH_SECONDS = 10.0
+_LOOK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
 
@@ -128,7 +130,7 @@ class ChildEnded(Exception):
 
 
 async def serve(args: argparse.Namespace) -> int:
-    """Starts cache service, worker and gateway in this order, and stops them in the reverse order."""
+    """Starts cache service, worker and gateway, and stops them in the reverse order."""
     stop = asyncio.Event()
     children: list[Child] = []
 
@@ -161,25 +163,30 @@ async def serve(args: argparse.Namespace) -> int:
 
 
 async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
-    """Starts all, then waits for one to end, which is a failure."""
+    """Starts all at once, reports them in their order, then waits for one to end, which is a failure."""
+    began = time.monotonic()
+    starting: dict[asyncio.Task[list[str]], Child] = {asyncio.create_task(c.start()): c for c in children}
     watched: dict[asyncio.Task[int], Child] = {}
-    starting: asyncio.Task[list[str]] | None = None
+    told: dict[Child, dict[str, Any]] = {}
+    unreported = list(children)
     try:
-        for child in children:
-            began = time.monotonic()
-            starting = asyncio.create_task(child.start())
-            await asyncio.wait({starting, *watched}, return_when=asyncio.FIRST_COMPLETED)
+        while starting:
+            await asyncio.wait({*starting, *watched}, return_when=asyncio.FIRST_COMPLETED)
             _raise_if_ended(watched)
-            addresses = await starting
-            watched[asyncio.create_task(child.ended())] = child
-            seconds = round(time.monotonic() - began, 1)
-            line = f"{child.name:8}up on {' '.join(addresses)} after {seconds} s"
-            _report(as_json, "up", line, service=child.name, addresses=addresses, seconds=seconds)
+            for up in [task for task in starting if task.done()]:
+                child = starting.pop(up)
+                told[child] = {"addresses": up.result(), "seconds": round(time.monotonic() - began, 1)}
+                watched[asyncio.create_task(child.ended())] = child
+            while unreported and unreported[0] in told:
+                child = unreported.pop(0)
+                line = "{0:8}up on {1} after {seconds} s"
+                line = line.format(child.name, " ".join(told[child]["addresses"]), **told[child])
+                _report(as_json, "up", line, service=child.name, **told[child])
         await _ready(children, config, as_json)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_ended(watched)
     finally:
-        for task in (*watched, *([starting] if starting else [])):
+        for task in (*watched, *starting):
             task.cancel()
 
 
@@ -191,6 +198,7 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
         model = await client.model()
     finally:
         await client.close()
+    await _reached(gateway, config)
     lines = [
         f"  model    {model.name} ({model.dtype} on {model.device}, prompts of up to {model.max_tokens:,} tokens)",
         f"  recipe   {config.recipe}",
@@ -201,6 +209,16 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
     _report(
         as_json, "ready", "\n".join(["ready", *lines]), model=model.name, recipe=config.recipe, endpoints=endpoints
     )
+
+
+async def _reached(gateway: Child, config: GatewayConfig) -> None:
+    """Waits until the gateway, which may have been up first, has found its worker. It looks once a second."""
+    if config.server_tls is not None or config.auth_tokens or config.auth_jwks:
+        await asyncio.sleep(_LOOK_SECONDS)  # it answers nobody without a token, or whom it does not trust
+        return
+    async with AsyncClient(gateway.served["fusionkv-gateway"][0]) as client:
+        while not (await client.stats()).worker:  # noqa: ASYNC110 - only the gateway knows
+            await asyncio.sleep(_LOOK_SECONDS / 20)
 
 
 def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:

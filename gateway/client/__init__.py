@@ -1,5 +1,1 @@
 """The Python clients."""
-
-from fusionkv.gateway.client.client import AsyncClient, Client
-
-__all__ = ["AsyncClient", "Client"]

@@ -10,6 +10,7 @@ import grpc
 
 from fusionkv.gateway.client import requests, results
 from fusionkv.gateway.client.credentials import Credentials
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
 from fusionkv.gateway.client.requests import Options
 from fusionkv.gateway.client.results import (
     Answer,
@@ -29,7 +30,6 @@ from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import errors, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
 
-DEFAULT_ADDRESS = "127.0.0.1:7072"
 _PAGE = 1000
 T = TypeVar("T")
 BearerToken = str | os.PathLike[str] | None

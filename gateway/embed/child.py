@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fusionkv.fusion_worker.library import lean
 from fusionkv.gateway.embed.frames import HEAD, frame
 
 EMBED, RERANK = "embed", "rerank"
@@ -27,7 +28,8 @@ def main() -> None:
     os.dup2(2, 1)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
         try:
-            answer, told = _load(task, Path(directory), int(threads))
+            with lean.uncompiled():
+                answer, told = _load(task, Path(directory), int(threads))
         except Exception as error:  # of a directory that is no model, whatever transformers makes of it
             line = str(error).strip().partition("\n")[0]
             answers.write(frame({"refused": line or type(error).__name__}))

@@ -4,6 +4,7 @@ import json
 
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
+from fusionkv.gateway.ingest.media_types import JSONL, MARKDOWN, PLAIN
 from fusionkv.protos.runtime.shorten import shorten
 
 
@@ -18,8 +19,8 @@ def document(name: str, content: bytes, given: str, left_out: float) -> tuple[st
     """
     kind = parse.media_type(name, given)
     found = parse.parse(content, kind)
-    if kind != parse.JSONL:
-        return shorten(found[0].text, left_out), parse.MARKDOWN if found[0].markdown else parse.PLAIN
+    if kind != JSONL:
+        return shorten(found[0].text, left_out), MARKDOWN if found[0].markdown else PLAIN
     lines = {document.line: _line(document, shorten(document.text, left_out)) for document in found}
     # In their places: a line without an id is called by its number.
     return "\n".join(lines.get(number, "") for number in range(1, max(lines) + 1)), kind

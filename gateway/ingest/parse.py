@@ -7,28 +7,9 @@ from pathlib import PurePosixPath
 
 from fusionkv.gateway.ingest import json_lines
 from fusionkv.gateway.ingest.document import Document, check_text
+from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-PLAIN, MARKDOWN, HTML, PDF, JSONL = (
-    "text/plain",
-    "text/markdown",
-    "text/html",
-    "application/pdf",
-    "application/jsonl",
-)
-MEDIA_TYPES = (PLAIN, MARKDOWN, HTML, PDF, JSONL)
-ENDINGS = {
-    ".txt": PLAIN,
-    ".text": PLAIN,
-    ".md": MARKDOWN,
-    ".markdown": MARKDOWN,
-    ".html": HTML,
-    ".htm": HTML,
-    ".xhtml": HTML,
-    ".pdf": PDF,
-    ".jsonl": JSONL,
-    ".ndjson": JSONL,
-}
 # A document's text may be so many times as long as the document, and this long in any case. A compressed PDF comes
 # near it; whatever else grows so much was made to.
 MOST_GROWTH, LEAST_TEXT = 50, 1 << 20

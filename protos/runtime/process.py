@@ -1,5 +1,6 @@
 """What a process needs of its machine to serve, and the lines in which it says what it does."""
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -14,12 +15,38 @@ from typing import TextIO
 # Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
 _SPARE_FILES = 32
 _PR_SET_PDEATHSIG = 1
+# mallopt's name and number in glibc's malloc.h.
+_M_ARENA_MAX = -8
+_RETURN_SECONDS = 10.0
 
 
 def end_with_parent() -> None:
     """Has the system kill this process when its parent ends. On Linux alone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def share_heaps() -> None:
+    """Has glibc's threads share as many heaps as there are cores; to be asked before any thread is started.
+
+    Otherwise there are up to eight times as many, and each keeps what was freed in it: a gateway with fifty threads
+    has 30 MB less. Does nothing where malloc is another one.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, max(2, os.cpu_count() or 1))
+
+
+async def return_memory() -> None:
+    """Gives what is free in glibc's heaps back to the kernel every few seconds, until it is cancelled.
+
+    Freed memory is kept for what comes next (`frames.keep_freed_memory`), but a heap that one long prompt has made
+    large would stay so: 190 MB of a worker's. Takes 10 ms in a thread. Does nothing where malloc is another one.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_RETURN_SECONDS)
+        await asyncio.to_thread(trim, 0)
 
 
 def check_files() -> None:

@@ -13,7 +13,6 @@ import grpc
 from google.protobuf import descriptor, message_factory
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from fusionkv.protos.observe import logs, rejected, telemetry
 from fusionkv.protos.runtime import errors, process
@@ -22,7 +21,6 @@ from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
-_REFLECTION = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
 
 # The largest single message: a document on its way in. KV travels in frames of 1 MiB.
 MAX_MESSAGE_BYTES = 64 << 20
@@ -58,6 +56,8 @@ _RETRIES = {
     ],
     "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
 }
+# A socket of this machine costs nothing to try: what starts there is found at once.
+_LOCAL_BACKOFF = ("grpc.max_reconnect_backoff_ms", 200)
 _RETRYING_OPTIONS = [
     *_CLIENT_OPTIONS,
     ("grpc.service_config", json.dumps(_RETRIES)),
@@ -97,6 +97,8 @@ def dial(
     """
     interceptors = telemetry.client_interceptors() if traced else None
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
+    if address.startswith("unix:"):
+        options = [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
     if tls is None or address.startswith("unix:"):
         return grpc.aio.insecure_channel(address, options=options, interceptors=interceptors)
     options = [*options, *([("grpc.ssl_target_name_override", name)] if name else [])]
@@ -257,10 +259,13 @@ async def serve(
         interceptors=[*telemetry.server_interceptors(), *interceptors],
         maximum_concurrent_rpcs=max_concurrent,
     )
+    from grpc_reflection.v1alpha import reflection, reflection_pb2  # which those who only call need not load
+
+    described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
     names = [*services, health.SERVICE_NAME]
     reflected = reflection.aio.ReflectionServicer([*names, reflection.SERVICE_NAME])
-    server.add_generic_rpc_handlers((*services.values(), handlers(_HEALTH, checks), handlers(_REFLECTION, reflected)))
+    server.add_generic_rpc_handlers((*services.values(), handlers(_HEALTH, checks), handlers(described, reflected)))
     bound = [_bind(server, address, credentials) for address in addresses]
     others = [(other.name, await other.start()) for other in beside]
     stop = asyncio.Event()

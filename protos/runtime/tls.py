@@ -6,13 +6,14 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
 from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
+
+if TYPE_CHECKING:
+    from cryptography import x509
 
 C = TypeVar("C", grpc.Channel, grpc.aio.Channel)
 # Calls in flight when a certificate changes end on the connection they began on; the longest answers take minutes.
@@ -227,6 +228,8 @@ def read_identity(cert: Path, key: Path) -> Identity:
     Raises:
         BadFile: one can't be read or is not PEM of its kind, the key has a password, or it is another one's.
     """
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
+
     chain, secret = read_bytes(cert, "the certificate"), read_bytes(key, "the key")
     own = _certificates(chain, "the certificate", cert)[0]
     private = None
@@ -252,7 +255,10 @@ def read_ca(file: Path) -> bytes:
     return data
 
 
-def _certificates(data: bytes, what: str, file: Path) -> list[x509.Certificate]:
+def _certificates(data: bytes, what: str, file: Path) -> "list[x509.Certificate]":
+    # Not for those who use no TLS: it takes as long to load as gRPC.
+    from cryptography import x509
+
     try:
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:

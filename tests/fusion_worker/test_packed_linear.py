@@ -1,5 +1,8 @@
 """Packed linear layers against the layers they stand for."""
 
+import gc
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -47,6 +50,16 @@ def test_every_layer_of_a_bfloat16_model_but_its_head() -> None:
     assert len(packed(network)) == 7 * CONFIG.num_hidden_layers
     assert not any("lm_head" in name for name in packed(network))
     torch.testing.assert_close(after, before, atol=2e-2, rtol=2**-7)
+
+
+@needs_bfloat16
+def test_packed_weights_are_the_only_ones_in_memory(tmp_path: Path) -> None:
+    Qwen2ForCausalLM(CONFIG).to(torch.bfloat16).save_pretrained(tmp_path)
+    network = Qwen2ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert str(tmp_path) in Path("/proc/self/maps").read_text()
+    pack(network)
+    gc.collect()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_float32_model_stays_as_it_is() -> None:

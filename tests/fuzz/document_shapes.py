@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from tests.fuzz import pdf_shapes
 from tests.fuzz.repeating import Make, nested, repeated
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest.parse import HTML, MARKDOWN
+from fusionkv.gateway.ingest.media_types import HTML, MARKDOWN
 from fusionkv.gateway.ingest.parsers import Parser
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument

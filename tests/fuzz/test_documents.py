@@ -9,7 +9,8 @@ import pytest
 from hypothesis import strategies as st
 from pypdf import PdfWriter
 
-from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN, media_type, parse
+from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN
+from fusionkv.gateway.ingest.parse import media_type, parse
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.effort import fuzz
 

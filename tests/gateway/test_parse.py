@@ -9,7 +9,7 @@ from pypdf import PdfWriter
 
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
-from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 

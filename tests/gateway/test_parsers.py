@@ -17,7 +17,7 @@ from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import Document
-from fusionkv.gateway.ingest.parse import HTML, JSONL, MARKDOWN, PDF, PLAIN
+from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsed, Parsers, Piece
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable

@@ -1,0 +1,84 @@
+"""What the services take of the machine: CPU seconds until they are ready, memory when they have answered."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.client.client import Client
+from fusionkv.kvcache_service.client import CacheClient
+from tests.system.cache_process import flags, get, payload, put
+
+pytestmark = pytest.mark.system
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "eased-3"
+POOL = 64 << 20
+MB = 1_000_000
+
+
+def memory(pid: int) -> dict[str, int]:
+    """Bytes by kind: Anon, File and Shmem, which is what others map as well."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return {kind: 1024 * int(size) for kind, size in re.findall(r"^Rss(\w+):\s+(\d+) kB", status, re.MULTILINE)}
+
+
+def cpu_seconds(pid: int) -> float:
+    """Of a process and its children that ended."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_services_start_soon_and_stay_small(launch: Any, tmp_path: Path) -> None:
+    """4 seconds on two idle cores are 8 of both; clocks of a busy machine say more, and CPU seconds a little more."""
+    given = (
+        "serve",
+        "--model",
+        str(MODEL),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+    )
+    service = launch("fusionkv.gateway.cli.main", *given, services=0, env={"FUSIONKV_WORKER_POOL_BYTES": str(POOL)})
+    service.wait_for_line('"event": "ready"', timeout=120)
+    told = [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
+    address = next(event["addresses"][0] for event in told if event.get("service") == "gateway")
+    tasks = Path(f"/proc/{service.process.pid}/task/{service.process.pid}/children")
+    kvcache, worker, gateway = pids = [int(pid) for pid in tasks.read_text().split()]
+    assert sum(map(cpu_seconds, [service.process.pid, *pids])) <= 9
+    with Client(address, timeout=60) as client:
+        for i in range(8):
+            client.ingest("book", f"{i}.md", f"Chapter {i}. The code of Name{i} is {100 + i}. ".encode() * 40)
+        for i in range(4):
+            assert client.ask("book", f"What is the code of Name{i}?", max_tokens=2).sources
+    weights = sum(file.stat().st_size for file in MODEL.glob("*.safetensors"))
+    assert sum(memory(worker).values()) <= weights + POOL + 500 * MB
+    assert sum(memory(gateway).values()) <= 300 * MB
+    assert memory(kvcache)["Anon"] + memory(kvcache)["File"] <= 150 * MB
+
+
+async def test_ranks_start_where_no_compiler_is_loaded(launch: Any) -> None:
+    """torch.distributed wants more of the compiler than marks. Not a fork, which has it."""
+    own = ("--model", str(MODEL), "--cache", "none", "--listen", "127.0.0.1:0", "--tensor-parallel", "2")
+    worker = launch("fusionkv.fusion_worker", *own, "--pool-bytes", str(POOL), env={"OMP_NUM_THREADS": "1"})
+    client = WorkerClient(worker.address)
+    assert (await client.model()).name == MODEL.name
+    await client.close()
+
+
+async def test_a_cache_service_stays_small_whatever_goes_through_it(launch: Any, tmp_path: Path) -> None:
+    service = launch(*flags(tmp_path / "data", memory="32MiB"))
+    client = CacheClient(service.address)
+    for i in range(64):
+        assert await put(client, i, payload(i, 2 << 20))
+    for i in range(64):
+        assert await get(client, i) == payload(i, 2 << 20)
+    await client.close()
+    found = memory(service.process.pid)
+    assert found["Anon"] + found["File"] <= 150 * MB
+    assert sum(found.values()) <= 150 * MB + (32 << 20) + 64 * 300
