@@ -16,10 +16,10 @@ _SPARE_FILES = 32
 _PR_SET_PDEATHSIG = 1
 
 
-def end_with_parent() -> None:
-    """Has the system kill this process when its parent ends. On Linux alone."""
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Has the system end this process by a signal when its parent ends. On Linux alone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def check_files() -> None:
