@@ -1,6 +1,7 @@
 """How tests start each service, and the files of tokens that gateways are given."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ def start_worker(launch: Launch, model: Path, *flags: str, cache: Any = None, **
     own = ("--model", str(model), "--threads", "1", "--pool-bytes", "64MiB")
     used = ("--cache", cache.address) if cache is not None else ()
     return launch("fusionkv.fusion_worker", *HERE, *own, *used, *flags, **more)
+
+
+def pool_bytes(model: Path, tokens: int) -> str:
+    """The size of a worker's pool, in float32, of so many tokens of the model in a directory."""
+    shape = json.loads((model / "config.json").read_text())
+    head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
+    return str(tokens * shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4)
 
 
 def start_gateway(launch: Launch, folder: Path, workers: Any, *flags: str, **more: Any) -> Any:
