@@ -22,7 +22,6 @@ from fusionkv.gateway.ingest.ingest import MOST_NAME, Ingest, check_corpus, chec
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
-from fusionkv.gateway.retrieval.base import Item
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.mover import Mover
 from fusionkv.gateway.workers.workers import WorkerPool
@@ -137,7 +136,7 @@ class GatewayServicer:
                 items = [i for i in await tenant.retrieval.corpora() if i.name > after][: size + 1]
             more = len(items) > size
             return pb.ListResponse(
-                items=[_item(i) for i in items[:size]],
+                items=[pb.Item(**asdict(i)) for i in items[:size]],
                 next_page_token=page_tokens.token(tenant.salt, request.corpus, items[size - 1].name) if more else "",
             )
 
@@ -285,7 +284,3 @@ class GatewayServicer:
                 yield
             finally:
                 _in_flight.add(-1)
-
-
-def _item(item: Item) -> pb.Item:
-    return pb.Item(**asdict(item))

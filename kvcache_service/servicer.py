@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 
@@ -82,7 +83,7 @@ class KVCacheServicer:
         for kind, n in Counter(kinds).items():
             self._store.counters.add("lookups", n, kind=kind.value)
         hits = [
-            pb.Hit(kind=_KINDS[kinds[i]], entry=_remote(remote[i][1]))
+            pb.Hit(kind=_KINDS[kinds[i]], entry=_entry_of(remote[i][1], pb.TIER_REMOTE))
             if i in remote
             else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
             for i, (kind, entry) in enumerate(found)
@@ -230,19 +231,9 @@ class KVCacheServicer:
             )
 
     def _entry(self, entry: StoredEntry) -> pb.Entry:
-        record = entry.record
-        return pb.Entry(
-            key=record.key,
-            size_bytes=record.size,
-            tokens=record.tokens,
-            base=record.base,
-            checksum=record.checksum,
-            tier=next(_TIERS[tier.name] for tier in self._store.residents.tiers if tier.name in entry.places),
-            variant=record.variant,
-            arena_offset=_arena_offset(entry),
-            extent=self._extent(entry),
-            signature=record.signature,
-        )
+        fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
+        local = {"arena_offset": _arena_offset(entry), "extent": self._extent(entry)}
+        return _entry_of(entry.record, _TIERS[fastest.name], **local)
 
     def _slow(self, entry: StoredEntry, files_read: bool) -> bool:
         """Whether an entry is in slow tiers alone; files_read: its caller reads what is on disk by itself."""
@@ -262,16 +253,17 @@ def _arena_offset(entry: StoredEntry | None) -> int | None:
     return place.offset if place else None
 
 
-def _remote(record: Record) -> pb.Entry:
+def _entry_of(record: Record, tier: pb.Tier, **more: Any) -> pb.Entry:
     return pb.Entry(
         key=record.key,
         size_bytes=record.size,
         tokens=record.tokens,
         base=record.base,
         checksum=record.checksum,
-        tier=pb.TIER_REMOTE,
+        tier=tier,
         variant=record.variant,
         signature=record.signature,
+        **more,
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from tests import stopwatch
 from tests.forks import Fork
+from tests.services import start_gateway
 
 
 @pytest.fixture
 def gateway(launch: Any, tmp_path: Path) -> Any:
-    flags = ("--data-dir", str(tmp_path), "--workers", "127.0.0.1:1", "--listen", "127.0.0.1:0")
-    return launch("fusionkv.gateway", *flags)
+    return start_gateway(launch, tmp_path, None)
 
 
 def test_a_fork_takes_signals(gateway: Any) -> None:

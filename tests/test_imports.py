@@ -1,14 +1,14 @@
 """Who may import whom, what the gateway never loads, and what every file and package must be."""
 
 import ast
-import subprocess
-import sys
 from collections import Counter
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_python
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector", "models", "bench")
@@ -111,15 +111,19 @@ def test_nobody_imports_a_bare_package_of_ours() -> None:
             "fusionkv.gateway.cli.main",
             {"torch", "transformers", "lmdb", "grpc", "google.protobuf", "rich", "asyncio"},
         ),
-        ("fusionkv.gateway.client.client", {"torch", "transformers", "lancedb", "pyarrow"}),
+        ("fusionkv.gateway.__main__, fusionkv.gateway.retrieval.embedded", {"torch", "transformers"}),
+        ("fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands", {"torch", "transformers"}),
+        (
+            "fusionkv.gateway.client.client, fusionkv.fusion_worker.client",
+            {"torch", "transformers", "lmdb", "lancedb", "pyarrow", "tokenizers"},
+        ),
         ("fusionkv.kvcache_service.__main__", {"torch", "transformers", "lancedb"}),
         ("fusionkv.kvcache_service.client", {"torch", "lmdb"}),
     ],
 )
 def test_a_light_module_loads_nothing_heavy(module: str, forbidden: set[str]) -> None:
     code = f"import sys, {module}; print(*sorted({forbidden!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+    assert run_python("-c", code).stdout.strip() == ""
 
 
 def modules() -> dict[str, Path]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from fusionkv.fusion_worker.compute.forward_job import slots_of
-from fusionkv.fusion_worker.load.placement import LoadedChunk, PromptLayout
+from fusionkv.fusion_worker.load.placement import PromptLayout
 from fusionkv.kernels.rope import Rotation
 
 
@@ -27,7 +27,8 @@ def deviation(
         there = _take(kv, full[start : start + len(part.wanted.chunk)])
         here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
         for layer, rotation in zip(here, rotations, strict=True):
-            layer[0] = rotation.turn(layer[0], _shift(part))
+            # From where the keys were written to where the prompt has them.
+            layer[0] = rotation.turn(layer[0], part.wanted.position - part.resident.base)
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()
         size += there.square().sum((1, 2, 3, 4)).cpu()
     relative = (away / size).sqrt().tolist()
@@ -36,8 +37,3 @@ def deviation(
 
 def _take(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     return kv[:, :, slots.to(kv.device)].double()
-
-
-def _shift(part: LoadedChunk) -> int:
-    """From where the keys were written to where the prompt has them."""
-    return part.wanted.position - part.resident.base

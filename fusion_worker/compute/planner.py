@@ -13,7 +13,7 @@ from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.prefill_plan import AdaptiveRatio, PrefillPlan
 from fusionkv.fusion_worker.load.links import Links
-from fusionkv.fusion_worker.load.placement import LoadedChunk, PromptLayout, masked
+from fusionkv.fusion_worker.load.placement import PromptLayout, masked
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes.recipes import Recipe
@@ -257,13 +257,9 @@ def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
     """bool [question_start]: tokens whose KV is not what full attention gives."""
     stale = torch.zeros(prompt.question_start, dtype=torch.bool)
     for part in placement.parts:
-        if not _lossless(part):
+        if not (part.wanted.is_system or part.wanted.lossless):
             stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
     return stale
-
-
-def _lossless(part: LoadedChunk) -> bool:
-    return part.wanted.is_system or part.wanted.lossless
 
 
 def _go_on(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> LayerState:

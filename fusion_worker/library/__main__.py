@@ -4,7 +4,6 @@ import argparse
 import json
 import signal
 import sys
-from types import FrameType
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -18,7 +17,7 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
 
 def main() -> int:
     args = _parser().parse_args()
-    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         return _get(args.name, args.json) if args.command == "get" else _list(args.json)
     except (ServiceError, OSError) as error:
@@ -27,10 +26,6 @@ def main() -> int:
     except KeyboardInterrupt:
         print("fusionkv model: interrupted; nothing is left behind", file=sys.stderr)
         return 130
-
-
-def _ended(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

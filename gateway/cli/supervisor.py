@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import ctypes
 import json
 import re
 import signal
@@ -29,7 +28,6 @@ _LONGEST_SOCKET = 107
 _LONGEST_LINE = 16 << 20
 _HEALTH_SECONDS = 10.0
 _LOOK_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
 
 
@@ -68,7 +66,8 @@ class Child:
             limit=_LONGEST_LINE,
             # Ctrl-C reaches the parent alone, which ends the children in order.
             start_new_session=True,
-            preexec_fn=_die_with_parent,
+            # A killed parent leaves no orphans that hold ports and data.
+            preexec_fn=lambda: process.end_with_parent(signal.SIGTERM),
         )
         self._reading = asyncio.create_task(self._read())
         ended = asyncio.create_task(self.ended())
@@ -277,9 +276,3 @@ async def _healthy(address: str) -> None:
 
 def _report(as_json: bool, event: str, line: str, **values: object) -> None:
     print(json.dumps({"event": event, **values}) if as_json else line, flush=True)
-
-
-def _die_with_parent() -> None:
-    # A killed parent leaves no orphans that hold ports and data.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

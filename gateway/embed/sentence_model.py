@@ -44,7 +44,7 @@ class SentenceModel:
         own = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
         self._most = min(own, limits.get("max_seq_length") or own)
         self.dim: int = self._model.config.hidden_size
-        self.name = f"{_called(directory)}@{_digest(inner, pooling)}"
+        self.name = f"{directory.resolve().name}@{_digest(inner, pooling)}"
 
     def embed(self, texts: Sequence[str], question: bool) -> np.ndarray:
         """float32 `[text, dim]`, of unit length; a text's tokens over the model's length do not count."""
@@ -65,10 +65,6 @@ def _json(file: Path, default: Any = None) -> Any:
     if not file.is_file():
         raise Unsupported(f"{file.parent} is no Sentence-Transformers directory: it has no {file.name}")
     return json.loads(file.read_text(encoding="utf-8"))
-
-
-def _called(directory: Path) -> str:
-    return directory.resolve().name
 
 
 def _digest(inner: Path, pooling: dict[str, Any]) -> str:

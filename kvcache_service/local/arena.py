@@ -12,15 +12,19 @@ import os
 import socket
 import struct
 import time
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import numpy as np
 
+from fusionkv.protos.observe import logs
+
 log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
 
 _HEAD = struct.Struct("<16sQ")  # name, size
 _TIMEOUT_SECONDS = 2.0
-ACCEPT_AGAIN_SECONDS = 0.1
+_ACCEPT_AGAIN_SECONDS = 0.1
 # Above this a copy (5 to 20 GB/s) would hold up the event loop; below it is not worth the hop to a thread.
 _COPY_INLINE_BYTES = 8 << 20
 # A caller that releases what it is given holds as many leases as it has requests.
@@ -32,46 +36,61 @@ def path_of(address: str) -> Path | None:
     return Path(address.removeprefix("unix:") + ".arena") if address.startswith("unix:") else None
 
 
-class ShmServer:
-    """Hands a read-only file of `size` bytes to whoever connects. Belongs to the running event loop."""
+class FileServer(ABC):
+    """Hands a file to whoever connects to a unix socket. Belongs to the running event loop."""
 
-    def __init__(self, path: Path, name: bytes, size: int, file: int) -> None:
+    def __init__(self, path: Path) -> None:
         """Raises OSError when the socket can't be bound. One that is there belongs to a process that is gone."""
         self._path = path
-        self._head = _HEAD.pack(name, size)
-        self._file = file
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.setblocking(False)
         self._socket.bind(str(path))
         self._socket.listen()
-        self._closed = False
-        self._listen()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        self._closed = True
+        for task in (self._accepting, *self._answering):
+            task.cancel()
         asyncio.get_running_loop().remove_reader(self._socket)
         self._socket.close()
         self._path.unlink(missing_ok=True)
 
-    def _listen(self) -> None:
-        if not self._closed:
-            asyncio.get_running_loop().add_reader(self._socket, self._accept)
+    async def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except OSError as error:
+                # No descriptor left, for one: there will be some again.
+                _faults.warning("can't hand over a file", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            task = asyncio.create_task(self._answer(caller))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
 
-    def _accept(self) -> None:
-        try:
-            caller, _ = self._socket.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            # No descriptor left, for one: who waits would be announced again and again until there are some.
-            asyncio.get_running_loop().remove_reader(self._socket)
-            asyncio.get_running_loop().call_later(ACCEPT_AGAIN_SECONDS, self._listen)
-            return
-        # A caller that is gone already, or has no room for 24 bytes, gets nothing.
-        with caller, contextlib.suppress(OSError):
-            caller.setblocking(False)
-            socket.send_fds(caller, [self._head], [self._file])
+    async def _answer(self, caller: socket.socket) -> None:
+        # A caller that is gone, says nothing, or asks for a file that is not there gets nothing.
+        with caller, contextlib.suppress(OSError, TimeoutError, struct.error):
+            await self.hand_over(caller)
+
+    @abstractmethod
+    async def hand_over(self, caller: socket.socket) -> None:
+        """Sends a caller, whose socket does not block, its file. On OSError, TimeoutError or struct.error none."""
+
+
+class ShmServer(FileServer):
+    """Hands over a read-only file of `size` bytes."""
+
+    def __init__(self, path: Path, name: bytes, size: int, file: int) -> None:
+        """Raises OSError as FileServer does."""
+        self._head = _HEAD.pack(name, size)
+        self._file = file
+        super().__init__(path)
+
+    async def hand_over(self, caller: socket.socket) -> None:
+        socket.send_fds(caller, [self._head], [self._file])
 
 
 class ShmView:

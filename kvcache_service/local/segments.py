@@ -4,7 +4,6 @@ As the memory tier (arena.py), and to the same callers: whoever may connect may 
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import socket
@@ -15,8 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusionkv.kvcache_service.local.arena import ACCEPT_AGAIN_SECONDS, path_of
-from fusionkv.protos.observe import logs
+from fusionkv.kvcache_service.local.arena import FileServer, path_of
 from fusionkv.protos.runtime.checksum import Checksum
 
 if TYPE_CHECKING:  # it needs lmdb, which a client has not
@@ -24,7 +22,6 @@ if TYPE_CHECKING:  # it needs lmdb, which a client has not
     from fusionkv.kvcache_service.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
-_faults = logs.RateLimitedLog(log)
 
 _ASKED = struct.Struct("<I")
 _NAME_BYTES = 16
@@ -45,51 +42,23 @@ def readable_files(tiers: "Sequence[Tier]") -> "DiskTier | None":
     return next((tier for tier in tiers if getattr(tier, "readable", False)), None)  # type: ignore[return-value]
 
 
-class FdServer:
-    """Hands a segment's file to whoever connects and says its number. Belongs to the running event loop."""
+class FdServer(FileServer):
+    """Hands over the file of the segment whose number a caller says."""
 
     def __init__(self, path: Path, name: bytes, files: "DiskTier") -> None:
-        """Raises OSError when the socket can't be bound. One that is there belongs to a process that is gone."""
-        self._path = path
+        """Raises OSError as FileServer does."""
         self._name = name
         self._files = files
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.setblocking(False)
-        self._socket.bind(str(path))
-        self._socket.listen()
-        self._answering: set[asyncio.Task[None]] = set()
-        self._accepting = asyncio.create_task(self._accept())
+        super().__init__(path)
 
-    def close(self) -> None:
-        for task in (self._accepting, *self._answering):
-            task.cancel()
-        self._socket.close()
-        self._path.unlink(missing_ok=True)
-
-    async def _accept(self) -> None:
-        while True:
-            try:
-                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
-            except OSError as error:
-                # No descriptor left, for one: there will be some again.
-                _faults.warning("can't hand over a segment's file", error)
-                await asyncio.sleep(ACCEPT_AGAIN_SECONDS)
-                continue
-            task = asyncio.create_task(self._answer(caller))
-            self._answering.add(task)
-            task.add_done_callback(self._answering.discard)
-
-    async def _answer(self, caller: socket.socket) -> None:
-        # A caller that is gone, says nothing, or asks for a file that is not there gets nothing.
-        with caller, contextlib.suppress(OSError, TimeoutError, struct.error):
-            async with asyncio.timeout(_TIMEOUT_SECONDS):
-                asked = await asyncio.get_running_loop().sock_recv(caller, _ASKED.size)
-            file = self._files.open_segment(*_ASKED.unpack(asked))
-            try:
-                socket.send_fds(caller, [self._name], [file])
-            finally:
-                os.close(file)
+    async def hand_over(self, caller: socket.socket) -> None:
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
+            asked = await asyncio.get_running_loop().sock_recv(caller, _ASKED.size)
+        file = self._files.open_segment(*_ASKED.unpack(asked))
+        try:
+            socket.send_fds(caller, [self._name], [file])
+        finally:
+            os.close(file)
 
 
 class Segments:

@@ -1,8 +1,8 @@
-"""Requests that the running task end, calls that overlook them, and work that goes on to its end."""
+"""Whether the running task is to end, and work that goes on to its end all the same."""
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,27 +15,6 @@ def requests() -> int:
     except RuntimeError:  # a thread without an event loop
         return 0
     return task.cancelling() if task is not None else 0
-
-
-@contextlib.contextmanager
-def heeded() -> Iterator[None]:
-    """Makes a request that arrives inside end the task, even if what is awaited inside overlooks it.
-
-    redis-py sends its commands through `asyncio.wait_for`, which before Python 3.12 returns or raises what it has
-    instead of passing the request on: https://github.com/python/cpython/issues/86296.
-
-    Raises:
-        CancelledError: at the end, if it was overlooked, in the place of any other error.
-    """
-    before = requests()
-    try:
-        yield
-    except Exception as error:
-        if requests() > before:
-            raise asyncio.CancelledError from error
-        raise
-    if requests() > before:
-        raise asyncio.CancelledError
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:

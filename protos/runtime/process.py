@@ -20,10 +20,10 @@ _M_ARENA_MAX = -8
 _RETURN_SECONDS = 10.0
 
 
-def end_with_parent() -> None:
-    """Has the system kill this process when its parent ends. On Linux alone."""
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Has the system end this process by a signal when its parent ends. On Linux alone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def share_heaps() -> None:

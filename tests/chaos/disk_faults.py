@@ -18,7 +18,6 @@ _PAGE = 4096
 
 
 @fault("cache", 2)
-@contextlib.asynccontextmanager
 async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
     scene.let_go(end=False)
     for file in (scene.data / "segments").glob("*.kv"):
@@ -28,7 +27,6 @@ async def bits_flip_in_segments(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache")
-@contextlib.asynccontextmanager
 async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
     running = scene.dice.random() < 0.5
     scene.let_go(end=not running)
@@ -41,7 +39,6 @@ async def segments_cut_short(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2)
-@contextlib.asynccontextmanager
 async def index_damaged(scene: Scene) -> AsyncIterator[None]:
     scene.let_go()
     how = scene.dice.choice(("bits", "bits", "pages", "header", "cut", "empty", "garbage"))
@@ -52,7 +49,6 @@ async def index_damaged(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache")
-@contextlib.asynccontextmanager
 async def data_lost(scene: Scene) -> AsyncIterator[None]:
     scene.let_go()
     shutil.rmtree(scene.data)
@@ -61,7 +57,6 @@ async def data_lost(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2, needs="mount")
-@contextlib.asynccontextmanager
 async def disk_full(scene: Scene) -> AsyncIterator[None]:
     ballast = scene.data.parent / "ballast"
     _fill(ballast, scene.dice.choice((0, 0, 1 << 16, 1 << 20)))
@@ -76,7 +71,6 @@ async def disk_full(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache")
-@contextlib.asynccontextmanager
 async def files_may_not_grow(scene: Scene) -> AsyncIterator[None]:
     pid, (_, hard) = scene.cache.pid, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (scene.dice.choice((4096, 1 << 20)), hard))
@@ -87,7 +81,6 @@ async def files_may_not_grow(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", needs="mount")
-@contextlib.asynccontextmanager
 async def disk_read_only(scene: Scene) -> AsyncIterator[None]:
     scene.cache.kill9()
     remount(scene.data.parent, "ro")

@@ -51,7 +51,7 @@ class Scene:
         self.gone |= {name for name, number in self.oracle.entries.put_at.items() if number == self.number}
 
 
-Context = Callable[[Scene], AbstractAsyncContextManager[None]]
+Strike = Callable[[Scene], AsyncIterator[None]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Fault:
 
     name: str
     who: str
-    context: Context
+    context: Callable[[Scene], AbstractAsyncContextManager[None]]
     weight: float
     answers_fail: bool
     needs: str
@@ -75,19 +75,19 @@ FAULTS: list[Fault] = []
 
 def fault(
     who: str, weight: float = 1.0, *, answers_fail: bool = False, needs: str = ""
-) -> Callable[[Context], Context]:
-    """Lists a context as a fault of `who`: cache, remote (the tier that they share), worker or gateway."""
+) -> Callable[[Strike], Strike]:
+    """Lists a generator as a fault of `who`: cache, remote (the tier that they share), worker or gateway."""
 
-    def listed(context: Context) -> Context:
-        name = context.__name__.replace("_", " ")  # type: ignore[attr-defined]
+    def listed(strike: Strike) -> Strike:
+        name = strike.__name__.replace("_", " ")  # type: ignore[attr-defined]
+        context = contextlib.asynccontextmanager(strike)
         FAULTS.append(Fault(name, who, context, weight, answers_fail, needs))
-        return context
+        return strike
 
     return listed
 
 
 @fault("cache", 3)
-@contextlib.asynccontextmanager
 async def cache_killed(scene: Scene) -> AsyncIterator[None]:
     scene.cache.kill9()
     yield
@@ -95,7 +95,6 @@ async def cache_killed(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache")
-@contextlib.asynccontextmanager
 async def cache_killed_while_it_starts(scene: Scene) -> AsyncIterator[None]:
     scene.cache.kill9()
     yield
@@ -107,29 +106,20 @@ async def cache_killed_while_it_starts(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2)
-@contextlib.asynccontextmanager
 async def cache_stands_still(scene: Scene) -> AsyncIterator[None]:
-    scene.cache.signal(signal.SIGSTOP)
-    try:
+    with scene.cache.still():
         yield
         # Sometimes until it counts as dead.
         await asyncio.sleep(scene.dice.choice((0, 0, 3)))
-    finally:
-        scene.cache.signal(signal.SIGCONT)
 
 
 @fault("cache")
-@contextlib.asynccontextmanager
 async def cache_stutters(scene: Scene) -> AsyncIterator[None]:
     async def stutter() -> None:
-        try:
-            while True:
-                scene.cache.signal(signal.SIGSTOP)
+        while True:
+            with scene.cache.still():
                 await asyncio.sleep(0.3)
-                scene.cache.signal(signal.SIGCONT)
-                await asyncio.sleep(0.1)
-        finally:
-            scene.cache.signal(signal.SIGCONT)
+            await asyncio.sleep(0.1)
 
     task = asyncio.create_task(stutter())
     try:
@@ -140,7 +130,6 @@ async def cache_stutters(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2)
-@contextlib.asynccontextmanager
 async def cache_leaves_and_comes_back(scene: Scene) -> AsyncIterator[None]:
     scene.cache.signal(signal.SIGTERM)
     yield
@@ -151,7 +140,6 @@ async def cache_leaves_and_comes_back(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2, needs="network")
-@contextlib.asynccontextmanager
 async def cache_cut_off(scene: Scene) -> AsyncIterator[None]:
     scene.network.cut(scene.cache.place)
     yield
@@ -160,7 +148,6 @@ async def cache_cut_off(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", needs="network")
-@contextlib.asynccontextmanager
 async def link_flaps(scene: Scene) -> AsyncIterator[None]:
     async def flap() -> None:
         try:
@@ -179,7 +166,6 @@ async def link_flaps(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2, needs="network")
-@contextlib.asynccontextmanager
 async def partition(scene: Scene) -> AsyncIterator[None]:
     """Two of caches and workers do not reach each other; both reach everybody else."""
     others = [p for p in (*scene.world.caches, *scene.world.workers) if p is not scene.cache]
@@ -190,7 +176,6 @@ async def partition(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", needs="clock")
-@contextlib.asynccontextmanager
 async def clock_jumps(scene: Scene) -> AsyncIterator[None]:
     clock = scene.world.clocks[scene.cache.name]
     clock.jump(scene.dice.choice((-86_400, -3600, -5, 5, 3600, 86_400, 400 * 86_400)))

@@ -12,17 +12,11 @@ _LOST = (0.01, 0.1, 0.3)
 
 
 @contextlib.contextmanager
-def _narrow(scene: Scene, place: Place) -> Iterator[None]:
-    scene.network.narrow(place, scene.dice.choice(_NARROW))
-    try:
-        yield
-    finally:
-        scene.network.sound(place)
-
-
-@contextlib.contextmanager
-def _lossy(scene: Scene, place: Place) -> Iterator[None]:
-    scene.network.lose(place, scene.dice.choice(_LOST))
+def _bad(scene: Scene, place: Place, lossy: bool = False) -> Iterator[None]:
+    if lossy:
+        scene.network.lose(place, scene.dice.choice(_LOST))
+    else:
+        scene.network.narrow(place, scene.dice.choice(_NARROW))
     try:
         yield
     finally:
@@ -30,42 +24,36 @@ def _lossy(scene: Scene, place: Place) -> Iterator[None]:
 
 
 @fault("cache", 2, needs="tc")
-@contextlib.asynccontextmanager
 async def cache_on_a_narrow_link(scene: Scene) -> AsyncIterator[None]:
-    with _narrow(scene, scene.cache.place):
+    with _bad(scene, scene.cache.place):
         yield
 
 
 @fault("cache", 2, needs="tc")
-@contextlib.asynccontextmanager
 async def cache_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
-    with _lossy(scene, scene.cache.place):
+    with _bad(scene, scene.cache.place, lossy=True):
         yield
 
 
 @fault("remote", needs="tc")
-@contextlib.asynccontextmanager
 async def remote_tier_on_a_narrow_link(scene: Scene) -> AsyncIterator[None]:
-    with _narrow(scene, scene.world.remote_place):
+    with _bad(scene, scene.world.remote_place):
         yield
 
 
 @fault("remote", needs="tc")
-@contextlib.asynccontextmanager
 async def remote_tier_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
-    with _lossy(scene, scene.world.remote_place):
+    with _bad(scene, scene.world.remote_place, lossy=True):
         yield
 
 
 @fault("worker", answers_fail=True, needs="tc")
-@contextlib.asynccontextmanager
 async def worker_on_a_narrow_link(scene: Scene) -> AsyncIterator[None]:
-    with _narrow(scene, scene.world.workers[scene.number].place):
+    with _bad(scene, scene.world.workers[scene.number].place):
         yield
 
 
 @fault("worker", answers_fail=True, needs="tc")
-@contextlib.asynccontextmanager
 async def worker_on_a_lossy_link(scene: Scene) -> AsyncIterator[None]:
-    with _lossy(scene, scene.world.workers[scene.number].place):
+    with _bad(scene, scene.world.workers[scene.number].place, lossy=True):
         yield

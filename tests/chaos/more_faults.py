@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 from tests.chaos.faults import Scene, fault
+from tests.chaos.process import Process
 from tests.system.redis_process import RedisServer
 
 
 @fault("remote", 2)
-@contextlib.asynccontextmanager
 async def remote_tier_killed(scene: Scene) -> AsyncIterator[None]:
     """It comes back empty."""
     scene.world.remote.kill9()
@@ -19,7 +18,6 @@ async def remote_tier_killed(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", 2)
-@contextlib.asynccontextmanager
 async def remote_tier_stands_still(scene: Scene) -> AsyncIterator[None]:
     scene.world.remote.pause()
     try:
@@ -30,7 +28,6 @@ async def remote_tier_stands_still(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", 2, needs="redis")
-@contextlib.asynccontextmanager
 async def redis_slow(scene: Scene) -> AsyncIterator[None]:
     delay = scene.dice.choice((0.02, 0.1, 0.4, 2.0))
     for relay in scene.world.relays:
@@ -41,7 +38,6 @@ async def redis_slow(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("cache", 2, needs="redis")
-@contextlib.asynccontextmanager
 async def redis_out_of_reach_of_a_cache(scene: Scene) -> AsyncIterator[None]:
     """The others go on with it."""
     relay = scene.world.relays[scene.number]
@@ -54,7 +50,6 @@ async def redis_out_of_reach_of_a_cache(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", needs="redis")
-@contextlib.asynccontextmanager
 async def redis_flushed(scene: Scene) -> AsyncIterator[None]:
     with _redis(scene).client() as client:
         await asyncio.to_thread(client.flushall)
@@ -62,7 +57,6 @@ async def redis_flushed(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", 2, needs="redis")
-@contextlib.asynccontextmanager
 async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
     """Its replica is promoted, and the address that all know leads there; sometimes without the last writes."""
     world, primary = scene.world, _redis(scene)
@@ -82,7 +76,6 @@ async def redis_fails_over(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", needs="redis")
-@contextlib.asynccontextmanager
 async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
     """Some of what was written is not there any more."""
     with _redis(scene).client() as client:
@@ -94,7 +87,6 @@ async def redis_loses_writes(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", needs="redis")
-@contextlib.asynccontextmanager
 async def redis_full(scene: Scene) -> AsyncIterator[None]:
     with _redis(scene).client() as client:
         await asyncio.to_thread(client.config_set, "maxmemory", 1)
@@ -103,7 +95,6 @@ async def redis_full(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", needs="network")
-@contextlib.asynccontextmanager
 async def remote_tier_cut_off(scene: Scene) -> AsyncIterator[None]:
     scene.network.cut(scene.world.remote_place)
     yield
@@ -112,7 +103,6 @@ async def remote_tier_cut_off(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("remote", needs="clock")
-@contextlib.asynccontextmanager
 async def clock_of_the_remote_tier_jumps(scene: Scene) -> AsyncIterator[None]:
     """Forwards by a day, and all that is there has expired."""
     scene.world.remote_clock.jump(scene.dice.choice((-30, 30, 86_400)))
@@ -121,25 +111,18 @@ async def clock_of_the_remote_tier_jumps(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("worker", needs="clock")
-@contextlib.asynccontextmanager
 async def clock_of_a_worker_jumps(scene: Scene) -> AsyncIterator[None]:
-    clock = scene.world.clocks[scene.world.workers[scene.number].name]
-    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
-    yield
-    clock.jump(0)
+    with _jumped(scene, scene.world.workers[scene.number]):
+        yield
 
 
 @fault("gateway", needs="clock")
-@contextlib.asynccontextmanager
 async def clock_of_the_gateway_jumps(scene: Scene) -> AsyncIterator[None]:
-    clock = scene.world.clocks[scene.world.gateway.name]
-    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
-    yield
-    clock.jump(0)
+    with _jumped(scene, scene.world.gateway):
+        yield
 
 
 @fault("worker", 0.5, answers_fail=True)
-@contextlib.asynccontextmanager
 async def worker_killed(scene: Scene) -> AsyncIterator[None]:
     worker = scene.world.workers[scene.number]
     asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
@@ -151,18 +134,12 @@ async def worker_killed(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("worker", 1, answers_fail=True)
-@contextlib.asynccontextmanager
 async def worker_stands_still(scene: Scene) -> AsyncIterator[None]:
-    worker = scene.world.workers[scene.number]
-    worker.signal(signal.SIGSTOP)
-    try:
+    with scene.world.workers[scene.number].still():
         yield
-    finally:
-        worker.signal(signal.SIGCONT)
 
 
 @fault("worker", 1, answers_fail=True, needs="network")
-@contextlib.asynccontextmanager
 async def worker_cut_off(scene: Scene) -> AsyncIterator[None]:
     place = scene.world.workers[scene.number].place
     scene.network.cut(place)
@@ -171,7 +148,6 @@ async def worker_cut_off(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("gateway", 0.5, answers_fail=True)
-@contextlib.asynccontextmanager
 async def gateway_killed(scene: Scene) -> AsyncIterator[None]:
     asking = asyncio.create_task(scene.oracle.traffic(answers_fail=True))
     await asyncio.sleep(scene.dice.uniform(0, 0.5))
@@ -182,13 +158,17 @@ async def gateway_killed(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("gateway", 0.5, answers_fail=True)
-@contextlib.asynccontextmanager
 async def gateway_stands_still(scene: Scene) -> AsyncIterator[None]:
-    scene.world.gateway.signal(signal.SIGSTOP)
-    try:
+    with scene.world.gateway.still():
         yield
-    finally:
-        scene.world.gateway.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def _jumped(scene: Scene, process: Process) -> Iterator[None]:
+    clock = scene.world.clocks[process.name]
+    clock.jump(scene.dice.choice((-86_400, -30, 30, 86_400)))
+    yield
+    clock.jump(0)
 
 
 def _redis(scene: Scene) -> RedisServer:

@@ -1,9 +1,10 @@
 """One service of a chaos run: at one address with one clock, whatever becomes of its processes."""
 
 import asyncio
+import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.chaos.network import Place
@@ -105,3 +106,12 @@ class Process:
     def signal(self, number: signal.Signals) -> None:
         assert self._service is not None
         self._service.process.send_signal(number)
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """It stands still while inside."""
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.signal(signal.SIGCONT)

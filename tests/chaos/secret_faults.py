@@ -1,6 +1,5 @@
 """Certificates and keys that are rotated while everything runs; in a secured run."""
 
-import contextlib
 from collections.abc import AsyncIterator
 
 from tests.chaos.faults import Scene, fault
@@ -8,28 +7,24 @@ from tests.chaos.secured import Secured
 
 
 @fault("cache", needs="secured")
-@contextlib.asynccontextmanager
 async def certificate_of_a_cache_renewed(scene: Scene) -> AsyncIterator[None]:
     _secured(scene).renew_certificate(scene.cache.name)
     yield
 
 
 @fault("worker", needs="secured")
-@contextlib.asynccontextmanager
 async def certificate_of_a_worker_renewed(scene: Scene) -> AsyncIterator[None]:
     _secured(scene).renew_certificate(scene.world.workers[scene.number].name)
     yield
 
 
 @fault("gateway", needs="secured")
-@contextlib.asynccontextmanager
 async def certificate_of_the_gateway_renewed(scene: Scene) -> AsyncIterator[None]:
     _secured(scene).renew_certificate(scene.world.gateway.name)
     yield
 
 
 @fault("cache", needs="secured")
-@contextlib.asynccontextmanager
 async def key_of_the_disks_renewed(scene: Scene) -> AsyncIterator[None]:
     _secured(scene).renew_key()
     yield

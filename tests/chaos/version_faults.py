@@ -1,6 +1,5 @@
 """Faults that are none when all goes well: a service is replaced by one of another version, and that by this one."""
 
-import contextlib
 import random
 import signal
 from collections.abc import AsyncIterator
@@ -14,7 +13,6 @@ from tests.waiting import until
 
 
 @fault("cache", 2, needs="history of caches")
-@contextlib.asynccontextmanager
 async def cache_of_another_version(scene: Scene) -> AsyncIterator[None]:
     await _replaced(scene.cache, scene.dice, scene.world.other)
     yield
@@ -22,7 +20,6 @@ async def cache_of_another_version(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("worker", 0.5, answers_fail=True, needs="history")
-@contextlib.asynccontextmanager
 async def worker_of_another_version(scene: Scene) -> AsyncIterator[None]:
     worker = scene.world.workers[scene.number]
     await _replaced(worker, scene.dice, scene.world.other)
@@ -33,7 +30,6 @@ async def worker_of_another_version(scene: Scene) -> AsyncIterator[None]:
 
 
 @fault("gateway", 0.5, needs="history")
-@contextlib.asynccontextmanager
 async def gateway_of_another_version(scene: Scene) -> AsyncIterator[None]:
     gateway = scene.world.gateway
     await _replaced(gateway, scene.dice, scene.world.other)

@@ -1,7 +1,6 @@
 """The processes of a chaos run: cache services over a remote tier, workers with a shipped model, a gateway."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from tests.chaos.network import Network, Place, Relay, mounted, unmounted
 from tests.chaos.process import Clock, Process
 from tests.chaos.secured import Secured
 from tests.chaos.versions import Version
+from tests.services import pool_bytes
 from tests.system.mooncake_process import MooncakeMaster
 from tests.system.redis_process import RedisServer
 
@@ -196,9 +196,5 @@ class World:
         await made.start()
 
     def _compute(self) -> tuple[str, ...]:
-        shape = json.loads((self.model / "config.json").read_text())
-        head = shape["hidden_size"] // shape["num_attention_heads"]
-        token = shape["num_hidden_layers"] * 2 * shape["num_key_value_heads"] * head * 4
-        pool = str(POOL_TOKENS * token)
         where = ("--device", "cpu", "--dtype", "float32", "--threads", "1")
-        return ("--model", str(self.model), *where, "--pool-bytes", pool)
+        return ("--model", str(self.model), *where, "--pool-bytes", pool_bytes(self.model, POOL_TOKENS))

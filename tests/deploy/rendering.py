@@ -1,7 +1,7 @@
 """What the chart makes of values, and the versions of Kubernetes that it has to be valid for."""
 
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from tests.deploy import foreign
 VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
+Render = Callable[..., dict[str, dict[str, Any]]]
 _CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 
 

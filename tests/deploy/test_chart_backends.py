@@ -4,31 +4,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, config_of, named, pod_of, template, validate
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Render, config_of, pod_of
+from tests.services import start_cache, start_gateway, start_worker
 from tests.system.redis_process import RedisServer
 
 pytestmark = pytest.mark.slow
-
-Render = Callable[..., dict[str, dict[str, Any]]]
-
-
-@pytest.fixture
-def render(helm: str, tmp_path: Path) -> Render:
-    """Valid objects by kind, then by what follows the release in their names."""
-
-    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
-        documents = template(helm, tmp_path, values, version)
-        validate(documents, version)
-        return named(documents)
-
-    return run
 
 
 def policy_of(found: dict[str, dict[str, Any]], name: str) -> Any:
@@ -226,11 +212,8 @@ def test_helm_test_has_a_question_answered(
 ) -> None:
     """The command of its pod, against real services; then without a cache, which it has to notice."""
     (container,) = render({})["Pod"]["test"]["spec"]["containers"]
-    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "cache"))
-    model = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB", "--cache", cache.address)
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *model)
-    flags = ("--workers", worker.address, "--data-dir", str(tmp_path / "gateway"))
-    gateway = launch("fusionkv.gateway", "--listen", "127.0.0.1:0", *flags)
+    cache = start_cache(launch, tmp_path)
+    gateway = start_gateway(launch, tmp_path, start_worker(launch, reference_model, cache=cache))
     (address,) = [word for word in container["command"] if word.startswith("--gateway=")]
     assert address == "--gateway=rel-gateway:7072"
     (tmp_path / "tmp").mkdir()

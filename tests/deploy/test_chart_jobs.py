@@ -1,7 +1,6 @@
 """What the chart brings besides its workloads: jobs, autoscaling, a route, and values to start from."""
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,11 @@ import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import CONFIGS, VERSIONS, template, validate
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Render, pod_of
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = ("laptop", "gpu", "replicas", "tensor-parallel", "milvus", "secured")
-Render = Callable[..., dict[str, list[Any]]]
-
-
-@pytest.fixture
-def render(helm: str, tmp_path: Path) -> Render:
-    """Valid objects by kind."""
-
-    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, list[Any]]:
-        documents = template(helm, tmp_path, values, version)
-        validate(documents, version)
-        found: dict[str, list[Any]] = {}
-        for document in documents:
-            found.setdefault(document["kind"], []).append(document)
-        return found
-
-    return run
 
 
 def container(job: Any) -> Any:
@@ -48,19 +31,18 @@ def container(job: Any) -> Any:
 @pytest.mark.parametrize(("url", "port"), [("https://milvus.data.svc", 19530), ("http://milvus:443/x", 443)])
 def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port: int) -> None:
     found = render({"gateway": {"replicas": 2, "autoscaling": {"max": 5, "cpu": 60}, "config": {"milvus_url": url}}})
-    (gateway,) = found["Deployment"]
+    gateway = found["Deployment"]["gateway"]
     assert "replicas" not in gateway["spec"], "the autoscaler's business"
     assert "strategy" not in gateway["spec"]
     volumes = {volume["name"]: volume for volume in gateway["spec"]["template"]["spec"]["volumes"]}
     assert volumes["data"] == {"name": "data", "emptyDir": {}}
-    assert not [claim for claim in found.get("PersistentVolumeClaim", []) if "gateway" in claim["metadata"]["name"]]
-    (scaler,) = found["HorizontalPodAutoscaler"]
+    assert not [name for name in found.get("PersistentVolumeClaim", {}) if "gateway" in name]
+    (scaler,) = found["HorizontalPodAutoscaler"].values()
     assert scaler["spec"]["scaleTargetRef"]["name"] == gateway["metadata"]["name"]
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 5)
-    component = "app.kubernetes.io/component"
-    (policy,) = (p["spec"] for p in found["NetworkPolicy"] if p["metadata"]["labels"][component] == "gateway")
+    policy = found["NetworkPolicy"]["gateway"]["spec"]
     assert {rule["ports"][0]["port"] for rule in policy["egress"]} == {53, 7071, port}
-    budgets = [b["spec"]["selector"]["matchLabels"][component] for b in found["PodDisruptionBudget"]]
+    budgets = [b["spec"]["selector"]["matchLabels"][COMPONENT] for b in found["PodDisruptionBudget"].values()]
     assert budgets.count("gateway") == 1
 
 
@@ -68,8 +50,8 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Path, name: str, version: str) -> None:
     found = render(yaml.safe_load((root / f"k8s/examples/{name}.yaml").read_text()), version)
-    for workload in (*found["StatefulSet"], *found["Deployment"]):
-        component = workload["metadata"]["labels"]["app.kubernetes.io/component"]
+    for workload in (*found["StatefulSet"].values(), *found["Deployment"].values()):
+        component = workload["metadata"]["labels"][COMPONENT]
         if component not in CONFIGS:
             continue
         (pod,) = workload["spec"]["template"]["spec"]["containers"]
@@ -87,17 +69,17 @@ def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Pa
 def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, root: Path) -> None:
     found = render(yaml.safe_load((root / "k8s/examples/secured.yaml").read_text()))
     pods = {
-        workload["metadata"]["name"]: workload["spec"]["template"]["spec"]
-        for workload in (*found["StatefulSet"], *found["Deployment"], *found["Pod"])
-        if "template" in workload["spec"]
+        name: workload["spec"]["template"]["spec"]
+        for kind in ("StatefulSet", "Deployment")
+        for name, workload in found[kind].items()
     }
     mounting = [
         name
         for name, pod in pods.items()
         if any(v.get("secret", {}).get("secretName") == "fusionkv-worker" for v in pod["volumes"])
     ]
-    assert mounting == ["rel-worker"]
-    (container,) = pods["rel-worker"]["containers"]
+    assert mounting == ["worker"]
+    (container,) = pods["worker"]["containers"]
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "secret"]
     assert (mount["mountPath"], mount["readOnly"]) == ("/etc/fusionkv", True), "the whole volume, so that keys rotate"
     env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
@@ -108,7 +90,7 @@ def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, 
 def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> None:
     download = {"repo": "Qwen/Qwen2.5-0.5B", "revision": "v1", "secret": "hub", "accessMode": "ReadWriteOnce"}
     found = render({"worker": {"model": {"claim": "weights", "path": "q", "download": download}}})
-    (job,) = found["Job"]
+    ((name, job),) = found["Job"].items()
     fetching = container(job)
     assert fetching["image"] == "fusionkv-worker:0.1.0"
     wanted = ["hf", "download", "Qwen/Qwen2.5-0.5B", "--revision", "v1", "--local-dir", "/models/q"]
@@ -117,15 +99,14 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     # The image says otherwise.
     assert env["HF_HUB_OFFLINE"]["value"] == "0"
     assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "hub", "key": "token"}
-    claim = next(c for c in found["PersistentVolumeClaim"] if c["metadata"]["name"] == "weights")
+    claim = found["PersistentVolumeClaim"]["weights"]
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    worker = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
-    env = {e["name"]: e.get("value") for e in worker["spec"]["template"]["spec"]["containers"][0]["env"]}
+    env = {e["name"]: e.get("value") for e in pod_of(found, "worker")["containers"][0]["env"]}
     assert env["FUSIONKV_WORKER_MODEL"] == "/models/q"
     # A job can't be changed: another model is another job.
     other = render({"worker": {"model": {"download": {**download, "revision": "v2"}}}})
-    assert other["Job"][0]["metadata"]["name"] != job["metadata"]["name"]
+    assert name not in other["Job"]
     assert "Job" not in render({})
 
 
@@ -133,7 +114,7 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     encode = {"corpora": ["a", "b c", "d"], "recipe": "fusionrag", "parallelism": 8, "secret": "worker-token"}
     clients = [{"podSelector": {"matchLabels": {"app": "shop"}}}]
     found = render({"encode": encode, "networkPolicy": {"clients": clients}})
-    (job,) = found["Job"]
+    (job,) = found["Job"].values()
     spec = job["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
     encoding = container(job)
@@ -147,7 +128,7 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
     assert env["FUSIONKV_TOKEN_FILE"]["value"] == "/etc/fusionkv/token"
-    policy = next(p for p in found["NetworkPolicy"] if p["metadata"]["name"] == "rel-gateway")
+    policy = found["NetworkPolicy"]["gateway"]
     callers = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
     labels = spec["template"]["metadata"]["labels"]
     assert any(caller.items() <= labels.items() for caller in callers)
@@ -157,7 +138,7 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
 def on_ray(render: Render) -> Render:
     """With encoders on Ray."""
 
-    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, list[Any]]:
+    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
         encode = {"corpora": ["a", "it's b"], "recipe": "prophetkv+similarity_guided(5)", "secret": "operator-token"}
         return render({**values, "encode": {**encode, "ray": {"enabled": True, "encoders": 3}}}, version)
 
@@ -171,7 +152,7 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     worker = {"gpu": {"count": gpus}, "secret": "keys", "config": config, "model": {"path": "q"}}
     found = on_ray({"worker": worker, "certManager": {"enabled": True}}, version)
     assert "Job" not in found
-    (job,) = found["RayJob"]
+    (job,) = found["RayJob"].values()
     # What KubeRay refuses.
     assert len(job["metadata"]["name"]) <= 47
     program, *words = shlex.split(job["spec"]["entrypoint"])
@@ -198,9 +179,8 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     assert [v["certificates"]["secret"]["secretName"] for v in volumes] == ["rel-gateway-tls", "rel-worker-tls"]
     assert volumes[0]["certificates"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
     assert str(args.tls_ca).removesuffix("/ca.crt") in {mount["mountPath"] for mount in commanding["volumeMounts"]}
-    service = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
     own = {"LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL"}
-    (serving,) = service["spec"]["template"]["spec"]["containers"]
+    (serving,) = pod_of(found, "worker")["containers"]
     taken = [e for e in serving["env"] if e["name"].startswith("FUSIONKV_WORKER_")]
     assert encoding["env"] == [e for e in taken if e["name"].removeprefix("FUSIONKV_WORKER_") not in own]
     loaded = settings.load(CONFIGS["worker"], "worker", environ={e["name"]: e["value"] for e in encoding["env"]})
@@ -209,9 +189,10 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
 
 def test_nobody_but_its_operator_reaches_a_ray_cluster(on_ray: Render) -> None:
     found = on_ray({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "shop"}}}]}})
-    policies = {p["metadata"]["name"]: p["spec"] for p in found["NetworkPolicy"]}
-    own = policies["rel-encode"]
-    cluster = found["RayJob"][0]["spec"]["rayClusterSpec"]
+    policies = {name: policy["spec"] for name, policy in found["NetworkPolicy"].items()}
+    own = policies["encode"]
+    (job,) = found["RayJob"].values()
+    cluster = job["spec"]["rayClusterSpec"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert own["podSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
 
@@ -221,31 +202,29 @@ def test_nobody_but_its_operator_reaches_a_ray_cluster(on_ray: Render) -> None:
         for rule in rules:
             labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
             port = rule["ports"][0]["port"] if "ports" in rule else None
-            found.append((port, [each.get("app.kubernetes.io/component", str(each)) for each in labels]))
+            found.append((port, [each.get(COMPONENT, str(each)) for each in labels]))
         return found
 
     operator = str({"app.kubernetes.io/name": "kuberay-operator"})
     assert peers(own["ingress"], "from") == [(None, ["encode"]), (8265, [operator])]
     assert peers(own["egress"], "to") == [(None, ["encode"]), (7072, ["gateway"]), (7070, ["kvcache"]), (53, [])]
-    assert peers(policies["rel-kvcache"]["ingress"], "from") == [(7070, ["worker", "encode"])]
-    assert "encode" in peers(policies["rel-gateway"]["ingress"], "from")[0][1]
-    assert peers(policies["rel-worker"]["ingress"], "from") == [(7071, ["gateway"])]
+    assert peers(policies["kvcache"]["ingress"], "from") == [(7070, ["worker", "encode"])]
+    assert "encode" in peers(policies["gateway"]["ingress"], "from")[0][1]
+    assert peers(policies["worker"]["ingress"], "from") == [(7071, ["gateway"])]
     assert cluster["authOptions"] == {"mode": "token"}, "where a network enforces no policies"
 
 
 def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
     found = render({"worker": {"replicas": 2, "autoscaling": {"max": 5, "waiting": 3}}, "metrics": {"port": 9464}})
-    (scaler,) = found["HorizontalPodAutoscaler"]
+    (scaler,) = found["HorizontalPodAutoscaler"].values()
     spec = scaler["spec"]
     assert (spec["minReplicas"], spec["maxReplicas"]) == (2, 5)
     (metric,) = spec["metrics"]
     assert metric["pods"]["metric"]["selector"] == {"matchLabels": {"fusionkv_state": "waiting"}}
-    worker = next(s for s in found["StatefulSet"] if s["metadata"]["name"] == "rel-worker")
+    worker = found["StatefulSet"]["worker"]
     assert spec["scaleTargetRef"]["name"] == worker["metadata"]["name"]
     assert "replicas" not in worker["spec"], "an upgrade would take workers away"
-    env = {
-        e["name"]: e.get("value") for e in found["Deployment"][0]["spec"]["template"]["spec"]["containers"][0]["env"]
-    }
+    env = {e["name"]: e.get("value") for e in pod_of(found, "gateway")["containers"][0]["env"]}
     assert env["FUSIONKV_GATEWAY_WORKERS"].split(",")[-1] == "rel-worker-4.rel-worker:7071"
     with pytest.raises(ValueError, match=r"worker\.autoscaling needs metrics\.port"):
         render({"worker": {"autoscaling": {"max": 5}}})
@@ -254,13 +233,13 @@ def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
 
 def test_a_route_leads_to_the_gateway(render: Render) -> None:
     found = render({"gateway": {"route": {"enabled": True, "parents": [{"name": "gw"}], "hostnames": ["a.example"]}}})
-    (route,) = found["GRPCRoute"]
+    (route,) = found["GRPCRoute"].values()
     assert route["apiVersion"] == "gateway.networking.k8s.io/v1"
     assert route["spec"]["parentRefs"] == [{"name": "gw"}]
     assert route["spec"]["hostnames"] == ["a.example"]
-    services = {s["metadata"]["name"]: [p["port"] for p in s["spec"]["ports"]] for s in found["Service"]}
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
-    assert backend["port"] in services[backend["name"]]
+    service = found["Service"][backend["name"].removeprefix("rel-")]
+    assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
     with pytest.raises(ValueError, match="parents"):
         render({"gateway": {"route": {"enabled": True}}})
 
@@ -287,6 +266,6 @@ def test_a_route_without_tls_does_not_lead_to_a_gateway_with_it(render: Render, 
 def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
     issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
     found = render({"gateway": {"config": issuer}})
-    policies = {p["metadata"]["name"]: p["spec"]["egress"] for p in found["NetworkPolicy"]}
-    assert {rule["ports"][0]["port"] for rule in policies["rel-gateway"]} == {53, 7071, *port}
-    assert {rule["ports"][0]["port"] for rule in policies["rel-worker"]} == {53, 7070}
+    policies = {name: policy["spec"]["egress"] for name, policy in found["NetworkPolicy"].items()}
+    assert {rule["ports"][0]["port"] for rule in policies["gateway"]} == {53, 7071, *port}
+    assert {rule["ports"][0]["port"] for rule in policies["worker"]} == {53, 7070}

@@ -1,6 +1,5 @@
 """How long the chart lets pods start and end, and how many of them it lets there be."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +8,11 @@ import yaml
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from tests.deploy.rendering import CONFIGS, config_of, named, pod_of, template
+from tests.deploy.rendering import CONFIGS, Render, config_of, pod_of
 
 pytestmark = pytest.mark.slow
 
 EXAMPLES = sorted((Path(__file__).parent.parent.parent / "k8s/examples").glob("*.yaml"))
-Render = Callable[..., dict[str, dict[str, Any]]]
-
-
-@pytest.fixture
-def render(helm: str, tmp_path: Path) -> Render:
-    return lambda values: named(template(helm, tmp_path, values))
 
 
 @pytest.mark.parametrize("drain", [1, 10, 37.5, 600])

@@ -1,14 +1,12 @@
 """What the chart says about logs, traces and metrics, and that a process of ours does as it says."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import run_python
 from tests.deploy.rendering import CONFIGS, VERSIONS, named, pod_of, template, validate
 
 pytestmark = pytest.mark.slow
@@ -65,9 +63,7 @@ def test_every_pod_logs_and_sends_as_told(pod: Any, authority: Any) -> None:
         "OTEL_EXPORTER_OTLP_CERTIFICATE": str(authority("ca").ca),
         "OTEL_EXPORTER_OTLP_HEADERS": "authorization=x",
     }
-    command = [sys.executable, "-P", "-c", PROCESS]
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", PROCESS, env=env)
     assert done.stdout.startswith("ParentBased{root:TraceIdRatioBased{0.05}")
     (line,) = [json.loads(line) for line in done.stderr.splitlines() if '"probe"' in line]
     assert (line["level"], line["message"]) == ("DEBUG", "told")

@@ -5,7 +5,6 @@ import importlib.util
 import re
 import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos.runtime import settings
+from tests.commands import run_python
+from tests.services import start_gateway, start_worker, token_entry, token_flags
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
@@ -49,9 +50,7 @@ def commands(*programs: str) -> list[str]:
 
 @cache
 def usage(*module: str) -> str:
-    done = subprocess.run([sys.executable, "-P", "-m", *module, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return run_python("-m", *module, "--help", cwd=ROOT).stdout
 
 
 def flags_are_known(words: list[str], *module: str) -> None:
@@ -178,8 +177,7 @@ def test_a_shell_example_runs(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def worker(launch_module: Any, reference_model: Path) -> Any:
-    flags = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
-    return launch_module("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *flags)
+    return start_worker(launch_module, reference_model)
 
 
 @pytest.mark.slow
@@ -187,23 +185,17 @@ def worker(launch_module: Any, reference_model: Path) -> Any:
 @pytest.mark.parametrize("text", snippets("python"))
 def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: Any, tmp_path: Path) -> None:
     """Each against a gateway of its own, over TLS and with a token where it uses one."""
-    ports = ("--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--workers", worker.address)
-    flags: tuple[str, ...] = ("--data-dir", str(tmp_path / "data"))
+    flags: tuple[str, ...] = ("--http-listen", "127.0.0.1:0")
     if secured := "tls=" in text:
         ca = authority("ca")
         cert, key = ca.issue("gateway")
         (tmp_path / "token").write_text("t")
-        digest = "e3b98a4da31a127d4bde6e43033f66ba274cab0eb7eb1c70ec41402bf6273dd8"
-        entry = f'[[token]]\nname = "n"\nrole = "app"\ntenant = "acme"\nsha256 = "{digest}"\n'
-        (tmp_path / "tokens.toml").write_text(entry)
-        flags += ("--tls-cert", str(cert), "--tls-key", str(key), "--auth-tokens", str(tmp_path / "tokens.toml"))
+        flags += ("--tls-cert", str(cert), "--tls-key", str(key), *token_flags(tmp_path, token_entry("t", "app")))
         text = text.replace("/run/token", str(tmp_path / "token")).replace("ca.crt", str(ca.ca))
-    gateway = launch("fusionkv.gateway", *ports, *flags, services=2)
+    gateway = start_gateway(launch, tmp_path, worker, *flags, services=2)
     if not secured:
         with Client(gateway.address) as client:
             client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
     text = text.replace("127.0.0.1:7072", gateway.address).replace("gateway.example:7072", gateway.address)
     text = text.replace("127.0.0.1:8080", gateway.addresses["fusionkv-gateway-http"][0])
-    done = subprocess.run([sys.executable, "-P", "-c", text], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+    assert run_python("-c", text, timeout=200).stdout.strip()

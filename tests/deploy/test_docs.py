@@ -1,11 +1,15 @@
-"""The documentation says what the code does."""
+"""The documentation says what the code does, and holds the figures of its reports."""
 
+import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
+from dashboard import DASHBOARD, SHOWN
+
+from tests.commands import run_python
+from tests.deploy.test_monitoring import dashboard_of
 
 WRITTEN = {
     "configuration": "docs/configuration.md",
@@ -19,7 +23,7 @@ WRITTEN = {
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "recipes" else n for n in WRITTEN])
 def test_a_page_that_follows_from_the_code_is_current(root: Path, name: str) -> None:
     script = root / f"scripts/{name}_docs.py"
-    done = subprocess.run([sys.executable, "-P", script], capture_output=True, text=True, check=True)
+    done = run_python(script)
     assert (root / WRITTEN[name]).read_text() == done.stdout, "run `make docs`"
 
 
@@ -39,3 +43,151 @@ def test_files_named_in_the_life_of_a_request_exist(root: Path) -> None:
     named = re.findall(r"`([a-z_]+/[a-z_/.]+)`", text)
     assert len(named) > 10
     assert [name for name in named if not (root / name).exists()] == []
+
+
+def test_tables_hold_the_worst_model_and_keep_the_text(root: Path, tmp_path: Path) -> None:
+    def row(model: str, recipe: str, r: float, metric: str, score: float) -> dict[str, object]:
+        return {"model": model, "task": "chain2", "recipe": recipe, "r": r, "metric": metric} | {
+            "score": score,
+            "low": score - 0.1,
+            "high": score + 0.1,
+            "n": 500,
+        }
+
+    rows = [
+        row(model, recipe, r, "exact_match", score + (model == "b") * 0.05)
+        for model in ("a", "b")
+        for recipe, r, score in (("full_reuse", 0.0, 0.1), ("epic", 0.1, 0.2), ("epic", 0.15, 0.3))
+    ]
+    rows += [row("a", "epic", 0.15, "recomputed_tokens", 46.0), row("b", "epic", 0.15, "recomputed_tokens", 48.0)]
+    rows += [row(m, "epic", 0.15, "prefill_seconds", 0.5) for m in "ab"]
+    rows += [row("a", "epic", 0.15, "agreement", 0.75), row("b", "epic", 0.15, "agreement", 0.5)]
+    rows += [row("a", "epic", 0.15, "kl", 0.25), row("b", "epic", 0.15, "kl", 0.125)]
+    rows += [row("a", "full_reuse", 0.0, f"kv_deviation_layer_{n}", n / 8) for n in range(11)]
+    rows += [row("b", "full_reuse", 0.0, f"kv_deviation_layer_{n}", 0.5) for n in range(3)]
+    report = tmp_path / "report.json"
+    report.write_text(json.dumps(rows))
+    page = run_python(root / "scripts/quality_docs.py", report).stdout
+    text, heading, tables = page.partition("## Tables\n")
+    assert (root / "docs/quality.md").read_text().startswith(text + heading)
+    assert "500 samples a cell" in tables
+    assert tables.index("Worst case over `a`, `b`") < tables.index("### `a`") < tables.index("### `b`")
+    assert "| `epic` | 0.15 | 30.0 (20-40) |\n" in tables
+    assert tables.count("| `epic` | 0.1 | 20.0 (10-30) |\n") == 2  # the worst case, and model a
+    assert "| `epic` | 0.1 | 25.0 (15-35) |\n" in tables
+    cost, _, rest = tables.partition("### Cost")[2].partition("### Against full attention")
+    assert "| `epic` | 0.15 | 47 |  |\n" in cost
+    assert "seconds" not in tables, "they depend on what else ran"
+    against, _, away = rest.partition("### KV deviation by layer")
+    assert "| `epic` | 0.15 | 50.0; 0.25 |\n" in against
+    assert "| layer 9 | layer 10 |\n" in away
+    assert "| `full_reuse` | 0.500 | 0.500 | 0.500 | 0.375 |" in away
+    assert "epic" not in away
+
+
+ROWS = [
+    {
+        "name": name,
+        "r": r,
+        "requests_per_s": rate,
+        "ttft_p50_s": late / 2,
+        "ttft_p99_s": late,
+        "tokens_per_s": 16 * rate,
+        "engine_idle": 0.25,
+        "bound_s": 6.2,
+    }
+    for name, r in (("full_attention", 1.0), ("prophetkv", 0.15))
+    for rate, late in ((0.5, 2.0), (0.75, 7.0))
+]
+
+
+def run(script: Path, *arguments: Path) -> str:
+    return run_python(script, *arguments).stdout
+
+
+def test_a_line_for_each_rate(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "throughput.json").write_text(json.dumps(ROWS))
+    lines = run(root / "scripts/throughput_table.py", tmp_path / "throughput.json").splitlines()
+    assert lines[2:4] == [
+        "| full attention | 0.50 | 1.00 | 2.00 | 8.0 | 25% |",
+        "| full attention | 0.75 | 3.50 | **7.00** | 12.0 | 25% |",
+    ]
+    assert lines[4].startswith("| prophetkv, r = 0.15 | 0.50 |")
+    assert {line.count("|") for line in lines} == {7}
+
+
+@pytest.mark.slow
+def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path) -> None:
+    for folder in ("scripts", "build/bench", "docs/img"):
+        (tmp_path / folder).mkdir(parents=True)
+    script = tmp_path / "scripts/plots.py"
+    script.write_text((root / "scripts/plots.py").read_text())
+    (tmp_path / "build/bench/throughput.json").write_text(json.dumps(ROWS))
+    assert "storage.svg stays as it is" in run(script)
+    assert [path.name for path in (tmp_path / "docs/img").iterdir()] == ["throughput.svg"]
+    drawn = (tmp_path / "docs/img/throughput.svg").read_text()
+    assert all(name in drawn for name in ("full_attention", "prophetkv", "99th percentile", "answer tokens a second"))
+
+
+@pytest.fixture(scope="module")
+def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """--strict: a link or an anchor that leads nowhere, and a page that is in no list, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    flags = ("--strict", "-q", "-f", "scripts/site.yml", "-d", folder)
+    done = run_python("-m", "mkdocs", "build", *flags, cwd=root, env={"NO_MKDOCS_2_WARNING": "1"})
+    assert done.stderr == ""
+    return folder
+
+
+def pages(site: Path) -> dict[str, BeautifulSoup]:
+    return {str(f.relative_to(site)): BeautifulSoup(f.read_text(), "html.parser") for f in site.rglob("*.html")}
+
+
+@pytest.mark.slow
+def test_every_file_that_a_page_needs_is_there(site: Path) -> None:
+    found = pages(site)
+    assert len(found) > 15
+    for name, page in found.items():
+        needed = [*page.select("link[rel=stylesheet]"), *page.select("script[src]"), *page.select("img[src]")]
+        assert needed
+        for element in needed:
+            target = str(element.get("href") or element.get("src"))
+            assert "//" not in target, f"{name} needs {target} from elsewhere"
+            # The page that answers for missing ones is shown at any depth, so it names files from the top.
+            start = site if target.startswith("/") else (site / name).parent
+            assert (start / target.partition("?")[0].lstrip("/")).exists(), f"{name} needs {target}"
+        # For these the theme would fetch a library.
+        assert not page.select(".mermaid, .arithmatex")
+
+
+@pytest.mark.slow
+def test_interfaces_are_whole(site: Path, root: Path) -> None:
+    found = pages(site)
+    for proto in root.glob("protos/*/v1/*.proto"):
+        page = found[f"reference/{proto.parent.parent.name}.v1/index.html"]
+        headings = {str(h.get("id")) for h in page.select("h2, h3")}
+        words = [line.split() for line in proto.read_text().splitlines()]
+        named = {w[1].split("(")[0].lower() for w in words if w[:1] in (["service"], ["rpc"], ["message"], ["enum"])}
+        assert named
+        assert named <= headings
+    python = found["reference/python/index.html"]
+    names = {str(h.get("id")) for h in python.select("h2, h3, h4")}
+    assert {
+        "fusionkv.gateway.client.client.AsyncClient.stream",
+        "fusionkv.protos.runtime.errors.ServiceError",
+    } <= names
+    (asked,) = (h for h in python.select("h3") if h.get("id") == "fusionkv.gateway.client.requests.Options")
+    assert "share of context tokens to recompute" in str(asked.parent)
+
+
+def test_what_is_drawn_is_on_the_dashboard(root: Path) -> None:
+    assert DASHBOARD.is_file()
+    titles = [panel["title"] for panel in dashboard_of(root)["panels"]]
+    assert set(SHOWN) <= set(titles)
+    assert len(set(SHOWN)) == len(SHOWN)
+
+
+def test_the_picture_shows_those_panels(root: Path) -> None:
+    """It was drawn after the last change of either."""
+    drawn = (root / "docs/img/metrics.svg").read_text()
+    assert [title for title in SHOWN if f">{title}</text>" not in drawn] == []

@@ -3,12 +3,12 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.commands import fusionkv
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -28,9 +28,7 @@ def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, t
     page = tmp_path / "answer.html"
     for words in others:
         argv = [str(page) if word == page.name else word for word in words]
-        command = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *argv, "--gateway", address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
-        assert done.returncode == 0, done.stderr
+        done = fusionkv(*argv, "--gateway", address, cwd=root)
         if words[0] == "ask":
             (answer,) = re.findall(r"It is (\w+)", text)
             assert answer in done.stdout

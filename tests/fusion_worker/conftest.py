@@ -20,7 +20,7 @@ from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from tests.fusion_worker.oracle import BASE, FAMILIES, Ids, Oracle, byte_tokenizer, error, join, network, random_ids
+from tests.fusion_worker.oracle import FAMILIES, Ids, byte_tokenizer, network, random_ids
 from tests.waiting import until
 
 
@@ -114,6 +114,12 @@ class Rig:
         """Waits until everything encoded so far has reached the cache service."""
         await self.servicer.settle()
 
+    async def fill(self, *parts: Any, **more: Any) -> Answer:
+        """Asks, and waits until all that was encoded for it is stored."""
+        answer = await self.ask(*parts, **more)
+        await self.stored()
+        return answer
+
     async def settled(self, idle: bool = True) -> None:
         """Waits until the pool has one owner for every slot and, with `idle`, nobody uses it."""
 
@@ -198,30 +204,30 @@ def cache_service(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
-def tenant() -> str:
-    """A name of its own for each test: nothing that others stored is found."""
-    return uuid.uuid4().hex
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    """A system prompt, chunks of several lengths (one token, less and more than a page, a window), a question."""
+    return random_ids(5, 0), [random_ids(n, n) for n in (13, 1, 30, 4, 7)], random_ids(6, 99)
 
 
 @pytest.fixture
-def oracle() -> Callable[..., Oracle]:
-    return lambda family, dtype=torch.float32: Oracle(network(family, dtype))
+def text() -> dict[str, list[int]]:
+    """Chunks by name, and the system prompt "S" and question "Q"."""
+    lengths = {"S": 6, "Q": 5, "A": 13, "B": 22, "C": 9, "D": 17, "E": 1}
+    return {name: random_ids(length, ord(name)) for name, length in lengths.items()}
 
 
-@pytest.fixture(scope="session")
-def tools() -> Any:
-    """The helpers above, for test modules, which can't import a conftest."""
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """By which workers sign what they store."""
+    file = tmp_path / "signing.keys"
+    file.write_text("11" * 32 + "\n")
+    return file
 
-    class Tools:
-        random_ids = staticmethod(random_ids)
-        error = staticmethod(error)
-        join = staticmethod(join)
-        network = staticmethod(network)
-        byte_tokenizer = staticmethod(byte_tokenizer)
-        base = BASE
-        families = FAMILIES
 
-    return Tools
+@pytest.fixture
+def tenant() -> str:
+    """A name of its own for each test: nothing that others stored is found."""
+    return uuid.uuid4().hex
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -262,6 +262,18 @@ class Oracle:
         other = (own[:, None] != own) & (own > 0)
         return (weights[:last, :last] * other).sum(1)
 
+    def chosen(
+        self, recipe: str, system: Ids, chunks: Sequence[Ids], question: Ids, ratio: float, kv: Any = None
+    ) -> torch.Tensor:
+        """bool [context and system]: the share of the context that a recipe recomputes, the best by its scores, and
+        of equals the first; none of the first chunk, which stands where it was encoded."""
+        scores = self.scores(recipe, system, chunks, question, kv).clone()
+        scores[: len(system) + len(chunks[0])] = float("-inf")
+        fresh = torch.zeros(len(scores), dtype=torch.bool)
+        best = sorted(range(len(scores)), key=lambda p: (-float(scores[p]), p))
+        fresh[best[: round(ratio * sum(map(len, chunks)))]] = True
+        return fresh
+
     def overlaid(self, ids: Ids, stale: "KV", fresh: torch.Tensor) -> torch.Tensor:
         """float32 [vocabulary]: all of `ids` computed densely, but in every layer the KV of context tokens that are
         not `fresh` (bool [context]) is replaced by the stale one before anything attends to it."""
@@ -269,6 +281,16 @@ class Oracle:
 
 
 KV = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def oracle(family: str, dtype: torch.dtype = torch.float32) -> Oracle:
+    return Oracle(network(family, dtype))
+
+
+def whole(parts: tuple[Ids, Sequence[Ids], Ids]) -> list[int]:
+    """A prompt's system prompt, chunks and question in a row."""
+    system, chunks, question = parts
+    return [*system, *(i for chunk in chunks for i in chunk), *question]
 
 
 def join(parts: Sequence[KV]) -> KV:

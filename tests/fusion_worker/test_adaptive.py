@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fusion_worker.oracle import error, oracle, random_ids
+
 CLOSE = 1e-4
 RATIO, FIRST = 0.5, 40
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 40, 25)], tools.random_ids(6, 99)
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(5, 0), [random_ids(n, n) for n in (13, 40, 25)], random_ids(6, 99)
 
 
 @pytest.mark.parametrize("recipe", ["prophetkv", "cacheblend", "prophetkv+snapkv(16)"])
 @pytest.mark.parametrize("doubt", [False, True])
-async def test_the_ratio_follows_the_first_token(
-    recipe: str, doubt: bool, start: Any, parts: Any, tools: Any
-) -> None:
+async def test_the_ratio_follows_the_first_token(recipe: str, doubt: bool, start: Any, parts: Any) -> None:
     rig = await start("qwen3")
     # 260 tokens: the likeliest one always has more than 1 per mille, and 999 it has never in a random model.
     adaptive = f"{recipe}+adaptive({FIRST},{999 if doubt else 1})"
@@ -28,16 +28,16 @@ async def test_the_ratio_follows_the_first_token(
     assert found.ids == plain.ids
     assert found.summary.tokens_recomputed == plain.summary.tokens_recomputed > 0
     for one, other in zip(found.logits, plain.logits, strict=True):
-        assert tools.error(one, other) < CLOSE
+        assert error(one, other) < CLOSE
     await rig.settled()
 
 
-async def test_doubt_within_an_answer(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
     """What is said is left as it is; from the token in doubt on it is the larger ratio's."""
     system, chunks, _ = parts
     rig, plain = await start("llama"), oracle("llama")
     for seed in range(20):  # a question whose first token is the surest
-        question = tools.random_ids(6, seed)
+        question = random_ids(6, seed)
         low = await rig.ask(system, chunks, question, recipe="prophetkv", ratio=RATIO * FIRST / 100, max_tokens=6)
         sure = [int(1000 * float(logits.softmax(-1).max())) for logits in low.logits]
         if min(sure) < sure[0]:
@@ -60,7 +60,7 @@ async def test_doubt_within_an_answer(start: Any, oracle: Any, parts: Any, tools
     for i, logits in enumerate(found.logits):
         fresh = torch.zeros(len(whole) - len(question), dtype=torch.bool)
         fresh[chosen[i >= at]] = True
-        assert tools.error(logits, plain.overlaid([*whole, *found.ids[:i]], stale, fresh)) < CLOSE
+        assert error(logits, plain.overlaid([*whole, *found.ids[:i]], stale, fresh)) < CLOSE
     await rig.settled()
 
 

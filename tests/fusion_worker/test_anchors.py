@@ -16,6 +16,7 @@ from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import SEGMENT, Cuts, cut
 from tests.fusion_worker.compressed import anchored as held
+from tests.fusion_worker.oracle import error, oracle, random_ids
 from tests.ports import free_port
 
 CLOSE = 1e-4
@@ -26,10 +27,10 @@ NOT_WINDOWED = ["llama", "llama-yarn", "qwen3", "glm4"]
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
     """Chunks shorter than a segment, of one, of several, with a rest; one of them twice, also at the start."""
-    chunks = [tools.random_ids(n, n) for n in (13, 1, 30, 16, 43)]
-    return tools.random_ids(5, 0), [*chunks[2:3], *chunks, chunks[2]], tools.random_ids(6, 99)
+    chunks = [random_ids(n, n) for n in (13, 1, 30, 16, 43)]
+    return random_ids(5, 0), [*chunks[2:3], *chunks, chunks[2]], random_ids(6, 99)
 
 
 @pytest.fixture
@@ -56,30 +57,26 @@ def links(chunks: list[list[int]], each: int) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(("percent", "each"), [(50, 0), (75, 5)])
-async def test_anchors_alone_are_seen(
-    family: str, percent: int, each: int, anchored: Any, oracle: Any, parts: Any, tools: Any
-) -> None:
+async def test_anchors_alone_are_seen(family: str, percent: int, each: int, anchored: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig, plain = await anchored(family), oracle(family)
     context = held(plain, system, cuts(chunks, percent), links(chunks, each))
     for again in (False, True):
         answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})+anchored({percent})", max_tokens=3)
         for at, logits in enumerate(answer.logits):
-            assert tools.error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
+            assert error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
         s, tokens, different = answer.summary, sum(map(len, chunks)), sum(map(len, chunks)) - 2 * len(chunks[0])
         assert (s.context_tokens, s.tokens_reused, s.tokens_recomputed, s.tokens_lossless) == (tokens, tokens, 0, 0)
         assert s.tokens_encoded == (0 if again else different)
         assert {(h.kind, h.tier, h.tokens) for h in s.hits} == {
             ("alternative", "device", tokens if again else tokens - different)
         }
-    assert tools.error(plain.after(plain.reused(system, chunks), question), answer.logits[0]) > 100 * CLOSE
+    assert error(plain.after(plain.reused(system, chunks), question), answer.logits[0]) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("kind", NOT_WINDOWED)
 @pytest.mark.parametrize(("percent", "each"), [(50, 5), (75, 0)])
-async def test_one_pass_under_an_explicit_mask(
-    kind: str, percent: int, each: int, anchored: Any, oracle: Any, parts: Any, tools: Any
-) -> None:
+async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: int, anchored: Any, parts: Any) -> None:
     """As in training; without a system prompt, so that its distance is no matter."""
     _, chunks, question = parts
     chunks = [c for c in chunks if len(c) >= SEGMENT]
@@ -111,14 +108,12 @@ async def test_one_pass_under_an_explicit_mask(
     expected = oracle(kind).masked(seen).logits(ids, position_ids=torch.tensor([positions]), use_cache=False)
     recipe = f"full_reuse+anchored({percent})" + f"+linked({each})" * (each > 0)
     answer = await (await anchored(kind)).ask([], chunks, question, recipe=recipe)
-    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert error(answer.logits[0], expected) < CLOSE
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("store", ["plain", "int8"])
-async def test_entries_of_their_own(
-    store: str, cache_service: str, anchored: Any, oracle: Any, parts: Any, tools: Any, tenant: str
-) -> None:
+async def test_entries_of_their_own(store: str, cache_service: str, anchored: Any, parts: Any, tenant: str) -> None:
     """Found by the text, beside what is stored of it otherwise; never taken for it, nor for another rate's."""
     system, chunks, question = parts
     plain = oracle("qwen3")
@@ -135,7 +130,7 @@ async def test_entries_of_their_own(
     if store == "plain":
         stored = len(system) + kept(chunks[1:6], 75)
         assert s.bytes_fetched == stored * other.model.kv.token_bytes
-        assert tools.error(answer.logits[0], plain.after(context, question)) < CLOSE
+        assert error(answer.logits[0], plain.after(context, question)) < CLOSE
     space = other.servicer.loader.namespace(tenant)
     path = [keys.chunk_digest(part) for part in (system, chunks[1])]
     sizes = []
@@ -146,31 +141,31 @@ async def test_entries_of_their_own(
     assert sizes == [13, 7, 4, 0], "of the text, at 50%, at 75%, at a rate that nobody asked for"
 
 
-async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig = await anchored("llama")
     expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
     for recipe in ("full_reuse+anchored(50)", "kvlink+anchored(75)+snapkv(8)"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2)
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
         assert answer.summary.tokens_recomputed == answer.summary.context_tokens
         with pytest.raises(InvalidArgument, match="keeps no text of a chunk, so nothing of it can be recomputed"):
             await rig.ask(*parts, recipe=recipe, ratio=0.3)
 
 
-async def test_context_kept_of_anchors(anchored: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_context_kept_of_anchors(anchored: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig, plain = await anchored("llama"), oracle("llama")
     answer = await rig.ask(*parts, recipe="kvlink+anchored(50)+linked(2)+snapkv(12)", max_tokens=4)
     context = held(plain, system, cuts(chunks, 50), links(chunks, 2))
     shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
     for at in range(1, len(answer.logits)):
-        assert tools.error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
+        assert error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
     # More are to be kept than there are anchor tokens, though fewer than tokens of the context: nothing goes.
     answer = await rig.ask(*parts, recipe="full_reuse+anchored(50)+snapkv(90)", max_tokens=2)
     context = held(plain, system, cuts(chunks, 50), links(chunks, 0))
     assert kept(chunks, 50) < 90 < sum(map(len, chunks))
-    assert tools.error(answer.logits[1], plain.after(context, [*question, *answer.ids[:1]])) < CLOSE
+    assert error(answer.logits[1], plain.after(context, [*question, *answer.ids[:1]])) < CLOSE
     await rig.settled()
 
 
@@ -183,20 +178,18 @@ async def test_models_without_them_are_refused(start: Any, anchored: Any, parts:
     assert (await rig.ask(*parts, recipe="full_reuse+anchored(75)")).ids
 
 
-async def test_without_its_cache_it_is_plain_prefill_of_the_text(
-    anchored: Any, oracle: Any, parts: Any, tools: Any
-) -> None:
+async def test_without_its_cache_it_is_plain_prefill_of_the_text(anchored: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig = await anchored("qwen3", cache=f"127.0.0.1:{free_port()}")
     answer = await rig.ask(*parts, recipe="kvlink+anchored(50)")
     assert answer.summary.degraded
     assert answer.summary.tokens_recomputed == answer.summary.context_tokens == sum(map(len, chunks))
     expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
-    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert error(answer.logits[0], expected) < CLOSE
 
 
 @pytest.mark.parametrize("percent", [50, 75])
-async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any, tools: Any) -> None:
+async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any) -> None:
     """A training sequence's mask and positions, without a system prompt, whose distance is another in training."""
     recipe = curriculum.RECIPES["anchored"]
     words = tokenizer.build(max(recipe.links), PROMPT.pages[1], recipe.anchors)
@@ -221,7 +214,7 @@ async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any, too
     rig = await start("qwen2", replace=lambda _: served)
     question, more = made.ids[first : last + 1], f"+anchored({percent})"
     answer = await rig.ask([], chunks, question, recipe="kvlink+linked(2)" + more)
-    assert tools.error(answer.logits[0], expected[last]) < CLOSE
+    assert error(answer.logits[0], expected[last]) < CLOSE
     for other in ("kvlink+linked(1)" + more, "kvlink+linked(2)"):
         answer = await rig.ask([], chunks, question, recipe=other)
-        assert tools.error(answer.logits[0], expected[last]) > 100 * CLOSE
+        assert error(answer.logits[0], expected[last]) > 100 * CLOSE

@@ -14,6 +14,7 @@ from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle
 
 CLOSE = 1e-4
 SYSTEM = "Answer from the text."
@@ -36,29 +37,30 @@ def other_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def second(tools: Any, other_tokenizer: PreTrainedTokenizerFast) -> Any:
+def second(other_tokenizer: PreTrainedTokenizerFast) -> Any:
     """A model of another family with that tokenizer."""
-    network = copy.deepcopy(tools.network("qwen3"))
-    return worker_models.wrap("second", network, other_tokenizer, b"second".ljust(32), 2048)
+    made = copy.deepcopy(network("qwen3"))
+    return worker_models.wrap("second", made, other_tokenizer, b"second".ljust(32), 2048)
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
     """The prompt in bytes: one token for each character."""
-    tokenizer = tools.byte_tokenizer().backend_tokenizer
+    tokenizer = byte_tokenizer().backend_tokenizer
     system, question, *chunks = (tokenizer.encode(text).ids for text in (SYSTEM, QUESTION, *CHUNKS))
     return system, chunks, question
 
 
-def expected_scores(oracle: Any, tokenizer: PreTrainedTokenizerFast, chunk: str) -> list[float]:
+def expected_scores(tokenizer: PreTrainedTokenizerFast, chunk: str) -> list[float]:
     """For each character of a chunk the best score of the second model's tokens over it, from dense attention."""
+    plain = oracle("qwen3")
 
     def encode(text: str) -> Any:
         return tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
 
     system, found = encode(SYSTEM).input_ids, encode(chunk)
-    context = oracle.kv([*system, *found.input_ids])
-    scores = oracle.attention(context, encode(QUESTION).input_ids, [2])[len(system) :].tolist()
+    context = plain.kv([*system, *found.input_ids])
+    scores = plain.attention(context, encode(QUESTION).input_ids, [2])[len(system) :].tolist()
     best = [0.0] * len(chunk)
     for score, (start, stop) in zip(scores, found.offset_mapping, strict=True):
         for at in range(start, stop):
@@ -67,11 +69,11 @@ def expected_scores(oracle: Any, tokenizer: PreTrainedTokenizerFast, chunk: str)
 
 
 async def test_tokens_are_chosen_by_the_second_model(
-    start: Any, oracle: Any, tools: Any, parts: Any, second: Any, other_tokenizer: PreTrainedTokenizerFast
+    start: Any, parts: Any, second: Any, other_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     system, chunks, question = parts
     rig, plain = await start("llama", auxiliary=second), oracle("llama")
-    scores = [score for chunk in CHUNKS for score in expected_scores(oracle("qwen3"), other_tokenizer, chunk)]
+    scores = [score for chunk in CHUNKS for score in expected_scores(other_tokenizer, chunk)]
     first, last = len(SYSTEM) + len(CHUNKS[0]), len(SYSTEM) + sum(map(len, CHUNKS))
     position = {p: scores[p - len(SYSTEM)] for p in range(first, last)}
     best = sorted(position, key=lambda p: (-position[p], p))[: round(0.4 * sum(map(len, CHUNKS)))]
@@ -83,28 +85,27 @@ async def test_tokens_are_chosen_by_the_second_model(
     answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
     whole = [*system, *itertools.chain(*chunks), *question]
     assert answer.summary.tokens_recomputed == int(fresh.sum())
-    assert tools.error(answer.logits[0], plain.overlaid(whole, plain.reused(system, chunks), fresh)) < CLOSE
+    assert error(answer.logits[0], plain.overlaid(whole, plain.reused(system, chunks), fresh)) < CLOSE
 
 
 @pytest.mark.system
 async def test_its_kv_is_kept_in_the_same_cache_service(
-    cache_service: str, start: Any, tools: Any, tenant: str, parts: Any, second: Any
+    cache_service: str, start: Any, tenant: str, parts: Any, second: Any
 ) -> None:
     first = await start("llama", auxiliary=second, cache=cache_service)
-    before = await first.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
-    await first.stored()
+    before = await first.fill(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
     other = await start("llama", auxiliary=second, cache=cache_service)
     counted = []
     other.servicer.auxiliary._loader.locator.alone = lambda *_: counted.append(1)  # a part the cache service lacks
     again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
     assert counted == []
     assert again.ids == before.ids
-    assert tools.error(again.logits[0], before.logits[0]) < CLOSE
+    assert error(again.logits[0], before.logits[0]) < CLOSE
 
 
 @pytest.mark.system
 async def test_its_cache_out_of_reach_is_plain_prefill(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, parts: Any, second: Any
+    cache_service: str, start: Any, tenant: str, parts: Any, second: Any
 ) -> None:
     """In a pool that has no room for the loaded context beside the plain prefill."""
     system, chunks, question = parts
@@ -115,7 +116,7 @@ async def test_its_cache_out_of_reach_is_plain_prefill(
     async with asyncio.timeout(120):
         answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
     assert answer.summary.degraded
-    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
+    assert error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])
@@ -131,8 +132,8 @@ async def test_a_worker_without_one_says_so(start: Any, parts: Any) -> None:
         await rig.ask(*parts, recipe="cacheclip")
 
 
-def test_spans_of_tokens_that_make_half_a_character(tools: Any) -> None:
-    tokenizer = tools.byte_tokenizer().backend_tokenizer
+def test_spans_of_tokens_that_make_half_a_character() -> None:
+    tokenizer = byte_tokenizer().backend_tokenizer
     # Three bytes of one sign, a letter, and the first of two bytes.
     ids = tokenizer.encode("\u20aca").ids + tokenizer.encode("\u00fc").ids[:1]
     text, spans = spans_of(tokenizer, ids)

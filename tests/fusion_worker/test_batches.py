@@ -8,23 +8,25 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fusion_worker.oracle import error, network, oracle, random_ids
+
 CLOSE = 1e-4
 
 
-async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any, tools: Any) -> None:
+async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any) -> None:
     rig = await start(family)
-    shared = [tools.random_ids(n, n) for n in (9, 22, 5)]
+    shared = [random_ids(n, n) for n in (9, 22, 5)]
     prompts = []
     for i, (recipe, ratio) in enumerate(itertools.product(("prophetkv", "epic", "fusionrag"), (0.0, 0.3, 1.0))):
-        chunks = [shared[(i + j) % 3] for j in range(i % 4)] + [tools.random_ids(1 + 7 * i, i)]
-        question = tools.random_ids(1 + (i * 13) % 90, 100 + i)
-        prompts.append(((tools.random_ids(4, i % 2), chunks, question), {"recipe": recipe, "ratio": ratio}))
+        chunks = [shared[(i + j) % 3] for j in range(i % 4)] + [random_ids(1 + 7 * i, i)]
+        question = random_ids(1 + (i * 13) % 90, 100 + i)
+        prompts.append(((random_ids(4, i % 2), chunks, question), {"recipe": recipe, "ratio": ratio}))
     alone = [await rig.ask(*parts, max_tokens=5, **more) for parts, more in prompts]
     together = await asyncio.gather(*(rig.ask(*parts, max_tokens=5, **more) for parts, more in prompts))
     for one, other in zip(alone, together, strict=True):
         assert one.ids == other.ids
         for a, b in zip(one.logits, other.logits, strict=True):
-            assert tools.error(b, a) < CLOSE
+            assert error(b, a) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-window"])
@@ -42,33 +44,31 @@ async def test_several_at_once_give_what_each_gives_alone(family: str, start: An
     ],
     ids=str,
 )
-async def test_shapes_of_prompts(
-    kind: str, system: int, chunks: list[int], question: int, start: Any, oracle: Any, tools: Any
-) -> None:
+async def test_shapes_of_prompts(kind: str, system: int, chunks: list[int], question: int, start: Any) -> None:
     rig, plain = await start(kind), oracle(kind)
     parts = (
-        tools.random_ids(system, 1),
-        [tools.random_ids(n, i) for i, n in enumerate(chunks, 10)],
-        tools.random_ids(question, 3),
+        random_ids(system, 1),
+        [random_ids(n, i) for i, n in enumerate(chunks, 10)],
+        random_ids(question, 3),
     )
     whole = [*parts[0], *itertools.chain(*parts[1]), *parts[2]]
     for recipe in ("full_attention", "prophetkv", "epic"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
-        assert tools.error(answer.logits[0], plain.logits(whole)) < CLOSE
+        assert error(answer.logits[0], plain.logits(whole)) < CLOSE
     reuse = plain.reused(*parts[:2]) if system + sum(chunks) else None
     for recipe in ("full_reuse", "fusionrag"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=0.0)
-        assert tools.error(answer.logits[0], plain.after(reuse, parts[2])) < CLOSE
+        assert error(answer.logits[0], plain.after(reuse, parts[2])) < CLOSE
     half = await rig.ask(*parts, ratio=0.5)
     context = sum(chunks)
     assert half.summary.tokens_recomputed == min(round(0.5 * context), context - half.summary.tokens_lossless)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm4", "mistral-window"])
-async def test_a_chunk_several_times_in_one_prompt(kind: str, start: Any, oracle: Any, tools: Any) -> None:
+async def test_a_chunk_several_times_in_one_prompt(kind: str, start: Any) -> None:
     """Its slots are shared by its places, each with its own rotation and its own recomputed tokens."""
     rig, plain = await start(kind), oracle(kind)
-    system, chunk, other, question = (tools.random_ids(n, n) for n in (5, 11, 6, 4))
+    system, chunk, other, question = (random_ids(n, n) for n in (5, 11, 6, 4))
     chunks = [chunk, other, chunk, chunk]
     stale = plain.reused(system, chunks)
     whole = [*system, *itertools.chain(*chunks), *question]
@@ -79,27 +79,24 @@ async def test_a_chunk_several_times_in_one_prompt(kind: str, start: Any, oracle
         fresh = torch.zeros(ends[-1], dtype=torch.bool)
         fresh[[p for _, p in order[:count]]] = True
         answer = await rig.ask(system, chunks, question, recipe="epic", ratio=ratio)
-        assert tools.error(answer.logits[0], plain.overlaid(whole, stale, fresh)) < CLOSE
+        assert error(answer.logits[0], plain.overlaid(whole, stale, fresh)) < CLOSE
         assert answer.summary.tokens_recomputed == count
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2-mixed"])
-async def test_a_prefill_split_over_steps(kind: str, start: Any, oracle: Any, tools: Any) -> None:
-    parts = (tools.random_ids(9, 1), [tools.random_ids(n, n) for n in (40, 70, 3, 55)], tools.random_ids(30, 2))
+async def test_a_prefill_split_over_steps(kind: str, start: Any) -> None:
+    parts = (random_ids(9, 1), [random_ids(n, n) for n in (40, 70, 3, 55)], random_ids(30, 2))
     whole, split = await start(kind), await start(kind, max_step_tokens=16)
     for recipe, ratio in (("full_attention", 1.0), ("epic", 1.0), ("prophetkv", 0.4), ("full_reuse", 0.0)):
         one, two = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, split)]
         assert one.ids == two.ids
-        assert tools.error(two.logits[0], one.logits[0]) < CLOSE
+        assert error(two.logits[0], one.logits[0]) < CLOSE
     many = await asyncio.gather(*(split.ask(*parts, recipe="epic", ratio=r) for r in (0.1, 0.5, 1.0)))
-    assert (
-        tools.error(many[2].logits[0], oracle(kind).logits([*parts[0], *itertools.chain(*parts[1]), *parts[2]]))
-        < CLOSE
-    )
+    assert error(many[2].logits[0], oracle(kind).logits([*parts[0], *itertools.chain(*parts[1]), *parts[2]])) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4"])
-async def test_a_fragmented_pool(kind: str, start: Any, oracle: Any, tools: Any) -> None:
+async def test_a_fragmented_pool(kind: str, start: Any) -> None:
     """Chunks and fresh tokens lie in several runs; what lies between them belongs to others."""
     rig, plain = await start(kind, pool_bytes=1 << 20), oracle(kind)
     pool = rig.pool
@@ -107,27 +104,27 @@ async def test_a_fragmented_pool(kind: str, start: Any, oracle: Any, tools: Any)
     pool.kv.fill_(float("nan"))  # what nobody may see
     for runs in held[::2]:
         pool.release(runs)
-    parts = (tools.random_ids(9, 1), [tools.random_ids(n, n) for n in (13, 21, 30)], tools.random_ids(10, 2))
+    parts = (random_ids(9, 1), [random_ids(n, n) for n in (13, 21, 30)], random_ids(10, 2))
     whole = [*parts[0], *itertools.chain(*parts[1]), *parts[2]]
     for ratio in (0.0, 1.0, 0.3):
         answer = await rig.ask(*parts, recipe="epic", ratio=ratio, max_tokens=3)
         assert not answer.logits[-1].isnan().any()
         if ratio == 0.0:
-            assert tools.error(answer.logits[0], plain.after(plain.reused(*parts[:2]), parts[2])) < CLOSE
+            assert error(answer.logits[0], plain.after(plain.reused(*parts[:2]), parts[2])) < CLOSE
         if ratio == 1.0:
-            assert tools.error(answer.logits[0], plain.logits(whole)) < CLOSE
+            assert error(answer.logits[0], plain.logits(whole)) < CLOSE
     assert max(len(r.runs) for r in pool._residents.values()) > 3
     for runs in held[1::2]:
         pool.release(runs)
 
 
-async def test_greedy_answers_are_those_of_generate(family: str, start: Any, tools: Any) -> None:
+async def test_greedy_answers_are_those_of_generate(family: str, start: Any) -> None:
     """Twenty tokens, beside others that decode at the same time."""
     rig = await start(family, replace=lambda model: dataclasses.replace(model, ends=frozenset()))
-    parts = (tools.random_ids(9, 1), [tools.random_ids(n, n) for n in (13, 21)], tools.random_ids(10, 2))
+    parts = (random_ids(9, 1), [random_ids(n, n) for n in (13, 21)], random_ids(10, 2))
     whole = torch.tensor([[*parts[0], *itertools.chain(*parts[1]), *parts[2]]])
     expected = (
-        tools.network(family)
+        network(family)
         .generate(
             whole,
             attention_mask=torch.ones_like(whole),
@@ -148,10 +145,10 @@ async def test_greedy_answers_are_those_of_generate(family: str, start: Any, too
     assert len(answers[2].ids) == 9
 
 
-async def test_reused_context_while_decoding(start: Any, oracle: Any, tools: Any) -> None:
+async def test_reused_context_while_decoding(start: Any) -> None:
     """Every decoded token sees the stale context, the recomputed tokens and the answer so far."""
     rig, plain = await start("qwen2-mixed"), oracle("qwen2-mixed")
-    system, chunks, question = tools.random_ids(6, 1), [tools.random_ids(n, n) for n in (9, 25, 14)], [5, 6, 7]
+    system, chunks, question = random_ids(6, 1), [random_ids(n, n) for n in (9, 25, 14)], [5, 6, 7]
     stale = plain.reused(system, chunks)
     answer = await rig.ask(system, chunks, question, recipe="epic", ratio=0.2, max_tokens=30, stop=["never"])
     fresh = torch.zeros(stale[0][0].shape[2], dtype=torch.bool)
@@ -161,4 +158,4 @@ async def test_reused_context_while_decoding(start: Any, oracle: Any, tools: Any
     assert len(answer.ids) > 1
     for n, found in enumerate(answer.logits):
         whole = [*system, *itertools.chain(*chunks), *question, *answer.ids[:n]]
-        assert tools.error(found, plain.overlaid(whole, stale, fresh)) < CLOSE
+        assert error(found, plain.overlaid(whole, stale, fresh)) < CLOSE

@@ -12,6 +12,7 @@ from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.fusion_worker.oracle import error, oracle, random_ids, whole
 
 LAYERS, HEADS, DIM = 2, 2, 8
 CLOSE = 1e-4
@@ -87,13 +88,8 @@ def test_kept_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parts(tools: Any) -> Any:
-    return tools.random_ids(5, 1), [tools.random_ids(n, 10 + n) for n in (9, 12, 7)], tools.random_ids(6, 3)
-
-
-def whole(parts: Any) -> list[int]:
-    system, chunks, question = parts
-    return [*system, *(i for chunk in chunks for i in chunk), *question]
+def parts() -> Any:
+    return random_ids(5, 1), [random_ids(n, 10 + n) for n in (9, 12, 7)], random_ids(6, 3)
 
 
 def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> Any:
@@ -115,41 +111,41 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
     return out
 
 
-async def taught(rig: Any, tools: Any, tenant: str = "") -> Correction:
+async def taught(rig: Any, tenant: str = "") -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
     learns = rig.servicer.answerer.corrector
     for number in range(PROMPTS):
         assert await learns.find(tenant, "") is None
-        chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
-        await rig.ask(tools.random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
+        chunks = [random_ids(90, 100 * number + n) for n in range(4)]
+        await rig.ask(random_ids(5, 1), chunks, [7], recipe="full_reuse+corrected", tenant=tenant)
         await learns.settle()
     found: Correction = await learns.find(tenant, "")
     return found
 
 
-async def test_what_is_reused_is_corrected(family: str, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Any) -> None:
     """At r = 0, once the worker has learned how; at r = 1 it is full attention, before and after."""
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     before = await rig.ask(*parts, recipe="full_reuse+corrected")
-    assert tools.error(before.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
-    correction = await taught(rig, tools)
+    assert error(before.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    correction = await taught(rig)
     none = await rig.ask(*parts, recipe="full_reuse+corrected", max_tokens=2)
     assert none.summary.tokens_recomputed == 0
     assert (before.summary.chunks_corrected, none.summary.chunks_corrected) == (0, 2)
     context = corrected(plain, system, chunks, correction.weights)
-    assert tools.error(none.logits[0], plain.after(context, question)) < CLOSE
-    assert tools.error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
-    assert tools.error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
+    assert error(none.logits[0], plain.after(context, question)) < CLOSE
+    assert error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
+    assert error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
     everything = await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0)
-    assert tools.error(everything.logits[0], plain.logits(whole(parts))) < CLOSE
+    assert error(everything.logits[0], plain.logits(whole(parts))) < CLOSE
 
 
-async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any, tools: Any) -> None:
+async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None:
     rig = await start("llama")
-    chunks = [pb.Tokens(ids=tools.random_ids(90, n)) for n in range(9)]
+    chunks = [pb.Tokens(ids=random_ids(90, n)) for n in range(9)]
     request = pb.EncodeRequest(
-        system=pb.Tokens(ids=tools.random_ids(5, 1)),
+        system=pb.Tokens(ids=random_ids(5, 1)),
         before=chunks[:-1],
         chunk=chunks[-1],
         mode=pb.EncodeRequest.MODE_CORRECTION,
@@ -162,25 +158,25 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any, tools: 
     del request.before[:]
     with pytest.raises(InvalidArgument, match="two chunks or more"):
         await rig.servicer.Encode(request, None)
-    request.before.append(pb.Tokens(ids=tools.random_ids(400, 1)))
+    request.before.append(pb.Tokens(ids=random_ids(400, 1)))
     with pytest.raises(InvalidArgument, match="6 chunks may have 2405 tokens with the system prompt"):
         await rig.servicer.Encode(request, None)
 
 
-async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any, tools: Any) -> None:
+async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any) -> None:
     rig = await start("llama")
-    correction = await taught(rig, tools, "a")
+    correction = await taught(rig, "a")
     other = (await start("llama")).servicer.answerer.corrector
     assert torch.equal((await other.find("a", "")).weights, correction.weights)
     assert await other.find("b", "") is None
     assert await other.find("a", "corpus") is None
 
 
-async def test_what_is_not_used_leaves_memory(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corrector, "_MOST_BYTES", 1)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
-    first = await taught(rig, tools, "c")
+    first = await taught(rig, "c")
     assert await ours.find("c", "") is first, "the last one stays"
     assert await ours.find("d", "") is None
     again = await ours.find("c", "")
@@ -188,67 +184,60 @@ async def test_what_is_not_used_leaves_memory(start: Any, tools: Any, monkeypatc
     assert torch.equal(again.weights, first.weights), "from its file"
 
 
-async def test_a_damaged_file_is_learned_again(start: Any, tools: Any, corrections: Path) -> None:
-    await taught(await start("qwen2"), tools, "damaged")
+async def test_a_damaged_file_is_learned_again(start: Any, corrections: Path) -> None:
+    await taught(await start("qwen2"), "damaged")
     for file in (corrections / "corrections").iterdir():
         file.write_bytes(file.read_bytes()[:-9])
-    assert (await taught(await start("qwen2"), tools, "damaged")).weights.isfinite().all()
+    assert (await taught(await start("qwen2"), "damaged")).weights.isfinite().all()
 
 
-async def test_a_correction_of_other_constants_is_not_read(
-    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_correction_of_other_constants_is_not_read(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = await start("llama")
-    await taught(rig, tools, "constants")
+    await taught(rig, "constants")
     monkeypatch.setattr(corrector, "MADE", b"otherwise")
     assert await (await start("llama")).servicer.answerer.corrector.find("constants", "") is None
 
 
-async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, parts: Any) -> None:
     """Whatever the worker has learned."""
     rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=1)
-    await taught(rig, tools, "faults")
+    await taught(rig, "faults")
     for recipe in ("full_reuse+corrected", "prophetkv+corrected"):
         answer = await rig.ask(*parts, recipe=recipe, tenant="faults")
         assert "lookup failed" in answer.summary.degraded_reason
-        assert tools.error(answer.logits[0], oracle("llama").logits(whole(parts))) < CLOSE
+        assert error(answer.logits[0], oracle("llama").logits(whole(parts))) < CLOSE
 
 
-async def test_what_is_stored_is_not_corrected(
-    start: Any, parts: Any, tools: Any, cache_service: str, tenant: str
-) -> None:
+async def test_what_is_stored_is_not_corrected(start: Any, parts: Any, cache_service: str, tenant: str) -> None:
     """Neither by the worker that encoded a chunk, nor is it corrected twice by the one that fetches it."""
     rig, alone = await start("llama", cache=cache_service), await start("llama")
-    await taught(rig, tools, tenant)
+    await taught(rig, tenant)
     first = await rig.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
     assert first.summary.chunks_missed == 3
     await rig.stored()
     other = await start("llama", cache=cache_service)
     again = await other.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
     assert again.summary.chunks_missed == 0
-    assert tools.error(again.logits[0], first.logits[0]) < CLOSE
+    assert error(again.logits[0], first.logits[0]) < CLOSE
     plain = await other.ask(*parts, recipe="full_reuse", tenant=tenant)
-    assert tools.error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse")).logits[0]) < CLOSE
-    assert tools.error(plain.logits[0], first.logits[0]) > 10 * CLOSE
+    assert error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse")).logits[0]) < CLOSE
+    assert error(plain.logits[0], first.logits[0]) > 10 * CLOSE
     # From what lies in the pool already: the chunk that was first stands behind others now.
     turned = parts[0], parts[1][::-1], parts[2]
     moved = await other.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
     assert moved.summary.chunks_missed == 0
     fresh = await alone.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
-    assert tools.error(moved.logits[0], fresh.logits[0]) < CLOSE
+    assert error(moved.logits[0], fresh.logits[0]) < CLOSE
 
 
-async def test_the_first_chunk_stays_as_it_is(
-    start: Any, parts: Any, tools: Any, cache_service: str, tenant: str
-) -> None:
+async def test_the_first_chunk_stays_as_it_is(start: Any, parts: Any, cache_service: str, tenant: str) -> None:
     """Also where it is not lossless, since it was stored in one byte a number."""
     rig = await start("llama", cache=cache_service, store="int8")
-    await taught(rig, tools, tenant)
+    await taught(rig, tenant)
     one = parts[0], parts[1][:1], parts[2]
-    await rig.ask(*one, recipe="full_reuse", tenant=tenant)
-    await rig.stored()
+    await rig.fill(*one, recipe="full_reuse", tenant=tenant)
     other = await start("llama", cache=cache_service, store="int8")
     plain = await other.ask(*one, recipe="full_reuse", tenant=tenant)
     found = await other.ask(*one, recipe="full_reuse+corrected", tenant=tenant)
     assert found.summary.chunks_missed == plain.summary.chunks_missed == 0
-    assert tools.error(found.logits[0], plain.logits[0]) < CLOSE
+    assert error(found.logits[0], plain.logits[0]) < CLOSE

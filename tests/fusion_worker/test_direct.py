@@ -12,6 +12,7 @@ import torch
 
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from tests.fusion_worker.host_file import HostFile
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -26,11 +27,11 @@ class BrokenFile(HostFile):
 class Stage:
     """A cache service that holds a prompt's chunks on disk alone, and a new worker beside it."""
 
-    def __init__(self, launch: Any, start: Any, folder: Path, tools: Any, file: type[HostFile]) -> None:
+    def __init__(self, launch: Any, start: Any, folder: Path, file: type[HostFile]) -> None:
         self._launch, self._start, self._folder = launch, start, folder
         self.file = type("File", (file,), {"reads": []})
-        self.system, self.question = tools.random_ids(5, 0), tools.random_ids(6, 99)
-        self.chunks = [tools.random_ids(n, n) for n in (70, 13, 300)]
+        self.system, self.question = random_ids(5, 0), random_ids(6, 99)
+        self.chunks = [random_ids(n, n) for n in (70, 13, 300)]
 
     def _service(self) -> Any:
         at = ("--listen", f"unix:{self._folder}/s", "--data-dir", str(self._folder / "data"))
@@ -39,8 +40,7 @@ class Stage:
     async def open(self) -> Any:
         service = self._service()
         maker = await self._start("qwen3", cache=f"unix:{self._folder}/s")
-        await maker.ask(self.system, self.chunks, self.question, ratio=0.0)
-        await maker.stored()
+        await maker.fill(self.system, self.chunks, self.question, ratio=0.0)
         service.kill9()
         self._service()
         return await self.worker()
@@ -56,17 +56,17 @@ class Stage:
 
 
 @pytest.fixture
-def stage(launch: Any, start: Any, tmp_path: Path, tools: Any, request: pytest.FixtureRequest) -> Stage:
-    return Stage(launch, start, tmp_path, tools, getattr(request, "param", HostFile))
+def stage(launch: Any, start: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Stage:
+    return Stage(launch, start, tmp_path, getattr(request, "param", HostFile))
 
 
-async def test_chunks_come_from_disk_to_the_device(stage: Stage, oracle: Any, tools: Any) -> None:
+async def test_chunks_come_from_disk_to_the_device(stage: Stage) -> None:
     rig, plain = await stage.open(), oracle("qwen3")
     full = plain.logits([*stage.system, *itertools.chain(*stage.chunks), *stage.question])
     reused = plain.after(plain.reused(stage.system, stage.chunks), stage.question)
     for ratio, expected in ((0.0, reused), (1.0, full)):
         answer = await stage.ask(rig, ratio)
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
         assert not answer.summary.degraded
         assert answer.summary.chunks_missed == 0
     # The system prompt and three chunks, each once; then they are in the pool.
@@ -74,7 +74,7 @@ async def test_chunks_come_from_disk_to_the_device(stage: Stage, oracle: Any, to
     assert all(offset % 4096 == 0 for offset, _ in stage.file.reads)
 
 
-async def test_damaged_bytes_are_not_used(stage: Stage, oracle: Any, tools: Any, tmp_path: Path) -> None:
+async def test_damaged_bytes_are_not_used(stage: Stage, tmp_path: Path) -> None:
     rig, plain = await stage.open(), oracle("qwen3")
     (segment,) = (tmp_path / "data/segments").glob("*.kv")
     with segment.open("r+b") as file:
@@ -85,15 +85,15 @@ async def test_damaged_bytes_are_not_used(stage: Stage, oracle: Any, tools: Any,
     full = plain.logits([*stage.system, *itertools.chain(*stage.chunks), *stage.question])
     assert stage.file.reads, "it was tried"
     assert answer.summary.degraded
-    assert tools.error(answer.logits[0], full) < CLOSE
+    assert error(answer.logits[0], full) < CLOSE
 
 
 @pytest.mark.parametrize("stage", [BrokenFile], indirect=True)
-async def test_what_fails_is_not_tried_again(stage: Stage, oracle: Any, tools: Any, caplog: Any) -> None:
+async def test_what_fails_is_not_tried_again(stage: Stage, caplog: Any) -> None:
     rig, plain = await stage.open(), oracle("qwen3")
     answer = await stage.ask(rig, 0.0)
     reused = plain.after(plain.reused(stage.system, stage.chunks), stage.question)
-    assert tools.error(answer.logits[0], reused) < CLOSE
+    assert error(answer.logits[0], reused) < CLOSE
     assert not answer.summary.degraded
     assert "read through host memory from now on: cuFile error" in caplog.text
     # Loads run side by side: the first ones may have begun before one had failed.

@@ -11,14 +11,13 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from tests.fusion_worker.oracle import byte_tokenizer, oracle, random_ids
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_encoding_twice_is_encoding_once(
-    mode: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
-) -> None:
-    system, a, b, c = (tools.random_ids(n, n) for n in (5, 9, 12, 20))
+async def test_encoding_twice_is_encoding_once(mode: str, cache_service: str, start: Any, tenant: str) -> None:
+    system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
     rig = await start("llama", cache=cache_service)
     client = CacheClient(cache_service)
     puts = (await client.stats()).puts
@@ -107,14 +106,14 @@ async def test_encoding_that_is_refused(
     assert (await rig.servicer.Encode(pb.EncodeRequest(**fits), None)).tokens == 1
 
 
-async def test_a_model_says_what_it_is(start: Any, tools: Any) -> None:
+async def test_a_model_says_what_it_is(start: Any) -> None:
     rig = await start("qwen3")
     said = await rig.servicer.GetModel(pb.GetModelRequest(), None)
     assert (said.name, said.family, said.dtype, said.device) == ("qwen3", "qwen3", "float32", "cpu")
     assert said.fingerprint == rig.model.fingerprint
     assert said.kv_bytes_per_token == 3 * 2 * 2 * 32 * 4
     assert (said.bos_token, said.max_tokens) == (256, 2048)
-    assert said.tokenizer_json == tools.byte_tokenizer().backend_tokenizer.to_str().encode()
+    assert said.tokenizer_json == byte_tokenizer().backend_tokenizer.to_str().encode()
     assert [r.name for r in said.recipes] == list(RECIPES)
     assert "start the worker with --auxiliary" in next(r.unusable for r in said.recipes if r.name == "cacheclip")
     assert not next(r.unusable for r in said.recipes if r.name == "prophetkv")

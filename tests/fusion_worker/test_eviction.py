@@ -3,54 +3,41 @@
 from typing import Any
 
 import pytest
-import torch
 
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import overlay
+from tests.fusion_worker.oracle import error, oracle, overlay
 
 CLOSE = 1e-4
 FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4")
-
-
-@pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 1, 30, 4, 7)], tools.random_ids(6, 99)
 
 
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.parametrize(
     ("recipe", "ratio"), [("full_reuse", 0.0), ("prophetkv", 0.3), ("prophetkv", 1.0), ("a3", 1.0)]
 )
-async def test_kept_by_layer_and_head(
-    name: str, recipe: str, ratio: float, start: Any, oracle: Any, parts: Any, tools: Any
-) -> None:
+async def test_kept_by_layer_and_head(name: str, recipe: str, ratio: float, start: Any, parts: Any) -> None:
     system, chunks, question = parts
     rig, plain = await start(name), oracle(name)
     before, low, stale = [*system, *(i for c in chunks for i in c)], len(system), plain.reused(system, chunks)
-    fresh = torch.zeros(len(before), dtype=torch.bool)
-    if ratio:
-        scores = plain.scores("prophetkv", system, chunks, question).clone()
-        scores[: low + len(chunks[0])] = float("-inf")
-        fresh[scores.sort(descending=True, stable=True).indices[: round(ratio * (len(before) - low))]] = True
-    context = plain.kv(before, past=overlay(stale, fresh))
+    context = plain.kv(before, past=overlay(stale, plain.chosen("prophetkv", *parts, ratio)))
     answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", ratio=ratio, max_tokens=6)
-    assert tools.error(answer.logits[0], plain.after(context, question)) < CLOSE, "the first token sees all"
+    assert error(answer.logits[0], plain.after(context, question)) < CLOSE, "the first token sees all"
     shrunk = plain.seeing(plain.kept(context, question, low, 12))
     whole = plain.kv(question, past=context)
     for at in range(1, len(answer.logits)):
         expected = shrunk.after(whole, answer.ids[:at])
-        assert tools.error(answer.logits[at], expected) < CLOSE
-    assert tools.error(plain.after(whole, answer.ids[:1]), answer.logits[1]) > 100 * CLOSE, "all was kept"
+        assert error(answer.logits[at], expected) < CLOSE
+    assert error(plain.after(whole, answer.ids[:1]), answer.logits[1]) > 100 * CLOSE, "all was kept"
     await rig.settled()
 
 
-async def test_a_context_that_fits_is_left_alone(start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_a_context_that_fits_is_left_alone(start: Any, parts: Any) -> None:
     rig = await start("llama")
     plain = await rig.ask(*parts, recipe="full_reuse", max_tokens=4)
     kept = await rig.ask(*parts, recipe="full_reuse+snapkv(55)", max_tokens=4)
     assert sum(map(len, parts[1])) == 55
     assert kept.ids == plain.ids
-    assert all(tools.error(a, b) == 0 for a, b in zip(kept.logits, plain.logits, strict=True))
+    assert all(error(a, b) == 0 for a, b in zip(kept.logits, plain.logits, strict=True))
 
 
 async def test_chunks_are_let_go_before_the_answer_ends(start: Any, parts: Any) -> None:

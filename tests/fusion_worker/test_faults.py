@@ -11,6 +11,7 @@ import pytest
 
 from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
 from fusionkv.fusion_worker.prompt import Chunk
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -116,18 +117,13 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fetch_that_fails(
-    fault: str, line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
-) -> None:
-    system, question = tools.random_ids(6, 1), tools.random_ids(5, 2)
-    chunks = [tools.random_ids(n, n) for n in (90, 70)]
-    maker = await start("qwen3", cache=cache_service)
-    await maker.ask(system, chunks, question, tenant=tenant)
-    await maker.stored()
+async def test_a_fetch_that_fails(fault: str, line: Line, cache_service: str, start: Any, tenant: str) -> None:
+    system, question = random_ids(6, 1), random_ids(5, 2)
+    chunks = [random_ids(n, n) for n in (90, 70)]
+    await (await start("qwen3", cache=cache_service)).fill(system, chunks, question, tenant=tenant)
 
     rig = await start("qwen3", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH)
-    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
-    await rig.stored()
+    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
     line.down = FAULTS[fault] or line.stall
     expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
     started = time.perf_counter()
@@ -136,7 +132,7 @@ async def test_a_fetch_that_fails(
     assert line.touched
     for answer in answers:
         s = answer.summary
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
         assert s.degraded
         # A broken connection may fail the other request's lookup as well.
         assert s.degraded_reason.startswith(("fetch failed: ", "lookup failed: ", "fetches took longer "))
@@ -151,17 +147,13 @@ async def test_a_fetch_that_fails(
     async with asyncio.timeout(60):
         while (again := await rig.ask(system, chunks, question, tenant=tenant, ratio=1.0)).summary.degraded:
             pass
-    assert tools.error(again.logits[0], expected) < CLOSE
+    assert error(again.logits[0], expected) < CLOSE
 
 
-async def test_a_request_beside_one_that_fails(
-    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
-) -> None:
+async def test_a_request_beside_one_that_fails(line: Line, cache_service: str, start: Any, tenant: str) -> None:
     """Two requests wait for one fetch; one is cancelled, the fetch fails, the other is answered all the same."""
-    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(120, 3)
-    maker = await start("llama", cache=cache_service)
-    await maker.ask(system, [chunk], question, tenant=tenant)
-    await maker.stored()
+    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(120, 3)
+    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
     rig = await start("llama", cache=line.address, lookup_timeout=30, fetch_timeout=FETCH)
     line.down = line.stall
     first, second = (asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2))
@@ -170,22 +162,19 @@ async def test_a_request_beside_one_that_fails(
     answer = await second
     assert first.cancelled()
     assert answer.summary.degraded
-    assert tools.error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    assert error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
     await rig.settled()
 
 
 async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
-    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+    line: Line, cache_service: str, start: Any, tenant: str
 ) -> None:
-    system, question = tools.random_ids(6, 1), tools.random_ids(5, 2)
-    chunks = [tools.random_ids(80, n) for n in range(6)]
-    maker = await start("llama", cache=cache_service)
-    await maker.ask(system, chunks, question, tenant=tenant)
-    await maker.stored()
+    system, question = random_ids(6, 1), random_ids(5, 2)
+    chunks = [random_ids(80, n) for n in range(6)]
+    await (await start("llama", cache=cache_service)).fill(system, chunks, question, tenant=tenant)
 
     rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=2.0, max_loads=1)
-    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
-    await rig.stored()
+    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
 
     def crawl(data: bytes) -> bytes:
         time.sleep(0.2)  # a chunk comes in two or three pieces: under the timeout for one, and over it for six
@@ -197,20 +186,18 @@ async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
     assert time.perf_counter() - started < LOOKUP + 2.0 + MARGIN
     assert answer.summary.degraded_reason == "fetches took longer than 2 s together"
     whole = [*system, *itertools.chain(*chunks), *question]
-    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
+    assert error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
     line.heal()
     await rig.settled()
 
 
 @pytest.mark.parametrize("slow", ["lookup", "fetch"])
 async def test_a_slow_cache_costs_no_more_than_its_bound(
-    slow: str, line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+    slow: str, line: Line, cache_service: str, start: Any, tenant: str
 ) -> None:
     """Whatever the timeouts of single calls are: here they are a hundred times as long."""
-    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(120, 3)
-    maker = await start("llama", cache=cache_service)
-    await maker.ask(system, [chunk], question, tenant=tenant)
-    await maker.stored()
+    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(120, 3)
+    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
     bound = 0.6
     rig = await start("llama", cache=line.address, lookup_timeout=60.0, fetch_timeout=60.0, cache_seconds=bound)
     async with asyncio.timeout(60):
@@ -223,17 +210,17 @@ async def test_a_slow_cache_costs_no_more_than_its_bound(
     line.down = line.stall
     answer = await rig.ask(system, [chunk], question, tenant=tenant)
     assert answer.summary.degraded_reason.startswith(("lookup failed: ", "fetch failed: ", "fetches took longer "))
-    assert tools.error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    assert error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
     seconds = answer.summary.seconds
     assert bound / 2 < seconds.lookup + seconds.load < 30
     line.heal()
     await rig.settled()
 
 
-async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any, tools: Any) -> None:
+async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any) -> None:
     """As when another part of the prompt fails while its request waits for room."""
     rig = await start("llama")
-    chunks = [Chunk(tuple(tools.random_ids(20, number))) for number in range(3)]
+    chunks = [Chunk(tuple(random_ids(20, number))) for number in range(3)]
     path = [chunk.digest for chunk in chunks]
     parts = [
         ChunkSource(c, 20 * n, 20 * n, tuple(path[: n + 1]), c.digest, alone=False) for n, c in enumerate(chunks)
@@ -245,18 +232,13 @@ async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any, t
     assert rig.pool.free == rig.pool.capacity
 
 
-async def test_a_load_that_nobody_waits_for_ends(
-    line: Line, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
-) -> None:
-    system, question, chunk = tools.random_ids(6, 1), tools.random_ids(5, 2), tools.random_ids(90, 3)
-    maker = await start("llama", cache=cache_service)
-    await maker.ask(system, [chunk], question, tenant=tenant)
-    await maker.stored()
+async def test_a_load_that_nobody_waits_for_ends(line: Line, cache_service: str, start: Any, tenant: str) -> None:
+    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(90, 3)
+    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
 
     slow = {"lookup_timeout": LOOKUP, "fetch_timeout": 60.0, "cache_seconds": 60.0}
     rig = await start("llama", cache=line.address, max_loads=1, **slow)
-    await rig.ask([1], [[2]], [3], tenant=tenant + "warm")
-    await rig.stored()
+    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
     line.down = line.stall
     loader = rig.servicer.loader
     # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
@@ -279,29 +261,29 @@ async def test_a_load_that_nobody_waits_for_ends(
     async with asyncio.timeout(60):
         while (again := await rig.ask(system, [chunk], question, tenant=tenant)).summary.degraded:
             pass
-    assert tools.error(again.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    assert error(again.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
 
 
-async def test_nobody_there(start: Any, oracle: Any, tools: Any) -> None:
+async def test_nobody_there(start: Any) -> None:
     rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=LOOKUP)
-    system, question, chunks = tools.random_ids(6, 1), tools.random_ids(5, 2), [tools.random_ids(30, 3)] * 2
+    system, question, chunks = random_ids(6, 1), random_ids(5, 2), [random_ids(30, 3)] * 2
     expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
     started = time.perf_counter()
     for recipe in ("full_reuse", "prophetkv", "epic"):
         answer = await rig.ask(system, chunks, question, recipe=recipe)
         assert answer.summary.degraded
         assert "lookup failed" in answer.summary.degraded_reason
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
     assert time.perf_counter() - started < 3 * LOOKUP + MARGIN
     plain = await rig.ask(system, chunks, question, recipe="full_attention")
     assert not plain.summary.degraded, "full attention does not ask the cache"
 
 
-async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tools: Any, tenant: str) -> None:
+async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tenant: str) -> None:
     """Chunks wait to be stored and the service answers no more: their pages are free after one timeout."""
     rig = await start("llama", cache=line.address, fetch_timeout=FETCH, lookup_timeout=30)
     line.up = line.stall
-    chunks = [tools.random_ids(12, i) for i in range(50)]
+    chunks = [random_ids(12, i) for i in range(50)]
     answer = await rig.ask([1, 2], chunks, [3], tenant=tenant)
     assert not answer.summary.degraded
     started = time.perf_counter()
@@ -311,12 +293,12 @@ async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tools: A
     assert rig.pool.idle > 50 * 12 - 1
 
 
-async def test_no_room_to_wait(cache_service: str, start: Any, tools: Any, tenant: str) -> None:
+async def test_no_room_to_wait(cache_service: str, start: Any, tenant: str) -> None:
     """max_puts = 0 stores nothing, and answers as ever."""
     rig = await start("llama", cache=cache_service, max_puts=0)
     for _ in range(2):
-        answer = await rig.ask([1, 2], [tools.random_ids(9, 1)], [3], tenant=tenant)
+        answer = await rig.ask([1, 2], [random_ids(9, 1)], [3], tenant=tenant)
         assert not answer.summary.degraded
     await rig.stored()
     other = await start("llama", cache=cache_service)
-    assert (await other.ask([1, 2], [tools.random_ids(9, 1)], [3], tenant=tenant)).summary.chunks_missed == 1
+    assert (await other.ask([1, 2], [random_ids(9, 1)], [3], tenant=tenant)).summary.chunks_missed == 1

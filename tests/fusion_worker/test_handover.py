@@ -20,11 +20,12 @@ from fusionkv.fusion_worker.servicer import handler
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from tests.fusion_worker.oracle import network, random_ids
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(6, 1), [tools.random_ids(n, n) for n in (21, 17, 9)], tools.random_ids(5, 2)
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(6, 1), [random_ids(n, n) for n in (21, 17, 9)], random_ids(5, 2)
 
 
 @asynccontextmanager
@@ -70,9 +71,7 @@ def continued(network: Any, kv: torch.Tensor, token: int, count: int) -> list[in
 
 
 @pytest.mark.parametrize("recipe", ["full_attention", "full_reuse", "prophetkv"])
-async def test_another_engine_goes_on_as_the_worker_would(
-    family: str, recipe: str, start: Any, parts: Any, tools: Any
-) -> None:
+async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: str, start: Any, parts: Any) -> None:
     rig = await start(family)
     await rig.ask(*parts)  # so that chunks are reused
     told = await rig.ask(*parts, recipe=recipe, max_tokens=6)
@@ -86,7 +85,7 @@ async def test_another_engine_goes_on_as_the_worker_would(
             assert first.lossless == (recipe == "full_attention")
             data = mapped(kv.path)
             assert checksum(data) == kv.checksum
-            assert continued(tools.network(family), numbers(kv, data), first.token.id, 6) == told.ids
+            assert continued(network(family), numbers(kv, data), first.token.id, 6) == told.ids
             await rig.settled()  # the pool has its slots back while the KV waits
             await worker.release_prefill(kv.handle)
             summary = (await anext(events)).summary

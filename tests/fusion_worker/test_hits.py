@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
 from tests.examples import examples
+from tests.fusion_worker.oracle import error, join, oracle
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -20,16 +21,7 @@ def hits(answer: Any) -> dict[tuple[str, str], int]:
     return {(h.kind, h.tier): h.chunks for h in answer.summary.hits}
 
 
-@pytest.fixture
-def text(tools: Any) -> dict[str, list[int]]:
-    """Chunks by name, and the system prompt "S" and question "Q"."""
-    lengths = {"S": 6, "Q": 5, "A": 13, "B": 22, "C": 9, "D": 17, "E": 1}
-    return {name: tools.random_ids(length, ord(name)) for name, length in lengths.items()}
-
-
-async def test_the_kinds_of_hits(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_the_kinds_of_hits(cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]) -> None:
     plain = oracle("qwen3")
     system, question, a, b, c = (text[n] for n in "SQABC")
     first = await start("qwen3", cache=cache_service)
@@ -37,7 +29,7 @@ async def test_the_kinds_of_hits(
     assert answer.summary.chunks_missed == 2
     assert hits(answer) == {}
     assert answer.summary.tokens_encoded == len(a + b)
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
     await first.stored()
 
     again = await first.ask(system, [a, b], question, recipe="full_reuse", tenant=tenant)
@@ -49,13 +41,13 @@ async def test_the_kinds_of_hits(
     assert hits(answer) == {("exact", "memory"): 1, ("alternative", "memory"): 1}
     assert answer.summary.tokens_lossless == len(a)
     assert answer.summary.bytes_fetched == len(system + a + b) * other.model.kv.token_bytes
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
 
     answer = await other.ask(system, [b, c, a], question, recipe="full_reuse", tenant=tenant)
     assert answer.summary.chunks_missed == 1
     assert answer.summary.tokens_encoded == len(c)
     assert answer.summary.tokens_lossless == len(b), "behind the system prompt alone is where B was encoded"
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, [b, c, a]), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, [b, c, a]), question)) < CLOSE
 
     stranger = await other.ask(system, [a, b], question, tenant=tenant + "x")
     assert stranger.summary.chunks_missed == 2
@@ -63,7 +55,7 @@ async def test_the_kinds_of_hits(
 
 
 async def test_an_exact_path_is_lossless(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     """No budget is spent on it, no key is turned, and it answers as full attention does, at any ratio."""
     plain = oracle("qwen2")
@@ -83,7 +75,7 @@ async def test_an_exact_path_is_lossless(
         assert answer.summary.tokens_lossless == answer.summary.context_tokens == len(a + b + c)
         assert answer.summary.tokens_recomputed == answer.summary.tokens_encoded == 0
         assert {kind for kind, _ in hits(answer)} == {"exact"}
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
 
     # Behind another chunk the same entries are stale, and B's was written for the place where it was.
     answer = await rig.ask(system, [c, b], question, recipe="full_reuse", tenant=tenant)
@@ -95,19 +87,18 @@ async def test_an_exact_path_is_lossless(
         plain.moved(far, ends[2], ends[3], ends[0] - ends[2]),
         plain.moved(far, ends[1], ends[2], ends[0] + len(c) - ends[1]),
     ]
-    assert tools.error(answer.logits[0], plain.after(tools.join(moved), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(join(moved), question)) < CLOSE
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4", "qwen2-mixed"])
 async def test_similarity_guided_encoding(
-    kind: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    kind: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     """A chunk after its neighbours, each reused as encoded alone; found by its variant, before the plain entry."""
     plain = oracle(kind)
     system, question, a, b, c, d = (text[n] for n in "SQABCD")
     rig = await start(kind, cache=cache_service)
-    await rig.ask(system, [a, d], question, tenant=tenant)
-    await rig.stored()
+    await rig.fill(system, [a, d], question, tenant=tenant)
     made = await rig.encode(system, [a, b, c], d, "NEIGHBOURS", tenant)
     assert not made.existed
     assert (await rig.encode(system, [a, b, c], d, "NEIGHBOURS", tenant)) == type(made)(
@@ -121,25 +112,25 @@ async def test_similarity_guided_encoding(
     place = len(system + a)
 
     def context(own: Any) -> Any:
-        return tools.join([plain.reused(system, [a]), own])
+        return join([plain.reused(system, [a]), own])
 
     guided = plain.after(context(plain.moved(behind, base, base + len(d), place - base)), question)
     isolated = plain.after(context(plain.alone(system, d, place)), question)
-    assert tools.error(guided, isolated) > 100 * CLOSE
+    assert error(guided, isolated) > 100 * CLOSE
     for worker in (rig, await start(kind, cache=cache_service)):
         more = {"recipe": "fusionrag", "ratio": 0.0, "tenant": tenant}
         answer = await worker.ask(system, [a, d], question, variants=[[], [made.variant]], **more)
-        assert tools.error(answer.logits[0], guided) < CLOSE
+        assert error(answer.logits[0], guided) < CLOSE
         assert answer.summary.tokens_lossless == len(a)
         answer = await worker.ask(system, [a, d], question, variants=[[], [bytes(32)]], **more)
-        assert tools.error(answer.logits[0], isolated) < CLOSE
+        assert error(answer.logits[0], isolated) < CLOSE
         answer = await worker.ask(system, [a, d], question, variants=[[], [made.variant]], ratio=1.0, tenant=tenant)
-        assert tools.error(answer.logits[0], plain.logits([*system, *a, *d, *question])) < CLOSE
+        assert error(answer.logits[0], plain.logits([*system, *a, *d, *question])) < CLOSE
 
 
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
 async def test_an_empty_system_prompt(
-    mode: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    mode: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     plain = oracle("llama")
     question, a, b = (text[n] for n in "QAB")
@@ -149,22 +140,22 @@ async def test_an_empty_system_prompt(
     for worker in (rig, await start("llama", cache=cache_service)):
         answer = await worker.ask([], [a, b], question, ratio=1.0, tenant=tenant)
         assert answer.summary.degraded_reason == ""
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
         await worker.stored()
     answer = await worker.ask([], [a, b], question, ratio=0.0, tenant=tenant)
     reuse = plain.after(plain.reused([], [a, b]), question)
-    assert tools.error(answer.logits[0], expected if mode == "EXACT" else reuse) < CLOSE
+    assert error(answer.logits[0], expected if mode == "EXACT" else reuse) < CLOSE
 
 
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
 async def test_encoding_the_first_chunk(
-    mode: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    mode: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     system, question, a = (text[n] for n in "SQA")
     rig = await start("llama", cache=cache_service)
     made = await rig.encode(system, [], a, mode, tenant)
     answer = await rig.ask(system, [a], question, variants=[[made.variant] if made.variant else []], tenant=tenant)
-    assert tools.error(answer.logits[0], oracle("llama").logits([*system, *a, *question])) < CLOSE
+    assert error(answer.logits[0], oracle("llama").logits([*system, *a, *question])) < CLOSE
 
 
 names = st.lists(st.sampled_from("ABCDE"), max_size=5)
@@ -179,8 +170,6 @@ async def test_any_pattern_of_hits(
     fresh: bool,
     cache_service: str,
     start: Any,
-    oracle: Any,
-    tools: Any,
     tenant: str,
     text: dict[str, list[int]],
 ) -> None:
@@ -191,8 +180,7 @@ async def test_any_pattern_of_hits(
         *before, last = [text[n] for n in exact]
         await rig.encode(system, before, last, "EXACT", tenant)
     chunks = [text[n] for n in prompt]
-    answer = await rig.ask(system, chunks, question, recipe="epic", ratio=ratio, tenant=tenant)
-    await rig.stored()
+    answer = await rig.fill(system, chunks, question, recipe="epic", ratio=ratio, tenant=tenant)
     s, context = answer.summary, sum(map(len, chunks))
     assert not s.degraded
     assert s.context_tokens == context
@@ -204,12 +192,12 @@ async def test_any_pattern_of_hits(
     assert exact_hits <= s.tokens_lossless <= exact_hits + (len(chunks[0]) if chunks else 0)
     if s.tokens_reused == 0:
         expected = oracle("mistral-window").logits([*system, *itertools.chain(*chunks), *question])
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
 
 
 @pytest.mark.parametrize("recipe", ["epic", "cacheblend", "prophetkv+window(4,2)"])
 async def test_kinds_mixed_and_several_at_once(
-    recipe: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    recipe: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     """Exact, alternative, variant and miss in one prompt, a third recomputed, beside other requests."""
     plain = oracle("qwen3")
@@ -224,7 +212,7 @@ async def test_kinds_mixed_and_several_at_once(
     ends = list(itertools.accumulate(map(len, (system, *chunks))))
     behind = plain.kv(d, past=plain.reused(system, [e, a]))
     base = len(system + e + a)
-    stale = tools.join(
+    stale = join(
         [
             plain.kv([*system, *a, *b]),
             plain.alone(system, c, ends[2]),
@@ -255,14 +243,12 @@ async def test_kinds_mixed_and_several_at_once(
     assert mixed.summary.chunks_missed == 1
     assert mixed.summary.tokens_lossless == len(a + b)
     assert mixed.summary.tokens_recomputed == count
-    assert tools.error(mixed.logits[0], expected) < CLOSE
-    assert tools.error(alone.logits[0], plain.after(plain.reused(system, [d, c]), question[:1])) < CLOSE
-    assert tools.error(full.logits[0], plain.logits(whole)) < CLOSE
+    assert error(mixed.logits[0], expected) < CLOSE
+    assert error(alone.logits[0], plain.after(plain.reused(system, [d, c]), question[:1])) < CLOSE
+    assert error(full.logits[0], plain.logits(whole)) < CLOSE
 
 
-async def test_a_prefix_cache(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_a_prefix_cache(cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]) -> None:
     """Full attention's answers, without computing again what follows the same path; and nothing from elsewhere."""
     plain = oracle("qwen3")
     system, question, a, b, c = (text[n] for n in "SQABC")
@@ -271,7 +257,7 @@ async def test_a_prefix_cache(
         answer = await rig.ask(system, chunks, question, recipe="prefix_cache", tenant=tenant, max_tokens=2)
         context = [*system, *itertools.chain(*chunks), *question]
         for at, logits in enumerate(answer.logits):
-            assert tools.error(logits, plain.logits([*context, *answer.ids[:at]])) < CLOSE
+            assert error(logits, plain.logits([*context, *answer.ids[:at]])) < CLOSE
         assert answer.summary.tokens_lossless == sum(map(len, chunks))
         assert answer.summary.tokens_recomputed == answer.summary.tokens_reused == 0
         return answer.summary.tokens_encoded

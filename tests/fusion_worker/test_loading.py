@@ -8,6 +8,7 @@ import pytest
 
 from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.load.placement import LoadedChunk, Stages
+from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -35,11 +36,11 @@ async def stored(maker: Any, tenant: str, *prompts: Sequence[Any]) -> None:
 
 
 async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(
-    cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
+    cache_service: str, start: Any, tenant: str
 ) -> None:
     """Others are answered from start to end while it waits, some with KV of their own to load, and none sooner."""
-    system, question = tools.random_ids(5, 1), tools.random_ids(4, 2)
-    held, other, new = ([tools.random_ids(n, n), tools.random_ids(n + 1, n + 1)] for n in (40, 20, 30))
+    system, question = random_ids(5, 1), random_ids(4, 2)
+    held, other, new = ([random_ids(n, n), random_ids(n + 1, n + 1)] for n in (40, 20, 30))
     await stored(
         await start("qwen3", cache=cache_service), tenant, (system, held, question), (system, other, question)
     )
@@ -65,7 +66,7 @@ async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(
     for answer, chunks in zip(beside, (other, new), strict=True):
         assert len(answer.ids) == 6
         assert not answer.summary.degraded
-        assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+        assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
     assert steps
     before = len(steps)
     await asyncio.sleep(0.05)
@@ -74,14 +75,13 @@ async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(
     answer = await waiting
     assert not answer.summary.degraded
     assert answer.summary.chunks_missed == 0
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, held), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, held), question)) < CLOSE
 
 
 async def test_the_second_model_scores_while_the_first_one_s_kv_loads(
-    cache_service: str, start: Any, tools: Any, tenant: str
+    cache_service: str, start: Any, tenant: str
 ) -> None:
-    network = tools.network("llama")
-    second = worker_models.wrap("second", network, tools.byte_tokenizer(), b"second".ljust(32), 2048)
+    second = worker_models.wrap("second", network("llama"), byte_tokenizer(), b"second".ljust(32), 2048)
     # Letters, since the second model reads the text: random bytes are none.
     system, question, *chunks = (list(text.encode()) for text in ("Answer.", "Who?", "a" * 20 + "b" * 20, "c" * 33))
     await stored(await start("qwen3", cache=cache_service), tenant, (system, chunks, question))

@@ -17,6 +17,7 @@ from fusionkv.fusion_worker.template import INSTRUCTION, PromptTemplate
 from fusionkv.kernels.rope import Rotation
 from fusionkv.models import tokenizer
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from tests.fusion_worker.oracle import byte_tokenizer, network
 
 QWEN_LIKE = """{%- if messages[0]['role'] != 'system' -%}
 <|im_start|>system
@@ -47,10 +48,10 @@ GEMMA_LIKE = """{{ bos_token }}
 
 
 @pytest.fixture
-def save(tmp_path: Path, tools: Any) -> Any:
+def save(tmp_path: Path) -> Any:
     def make(family: str = "llama", dtype: torch.dtype = torch.float32, **tokenizer: Any) -> Path:
-        tools.network(family, dtype).save_pretrained(tmp_path / "tiny")
-        tools.byte_tokenizer(**tokenizer).save_pretrained(tmp_path / "tiny")
+        network(family, dtype).save_pretrained(tmp_path / "tiny")
+        byte_tokenizer(**tokenizer).save_pretrained(tmp_path / "tiny")
         return tmp_path / "tiny"
 
     return make
@@ -62,41 +63,41 @@ def edit(directory: Path, **change: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any, tools: Any) -> None:
+def test_a_saved_model_is_read_back(family: str, dtype: torch.dtype, save: Any) -> None:
     directory = save(family, dtype)
     model = models.load(directory, "cpu", str(dtype).removeprefix("torch."))
-    config = tools.network(family, dtype).config
+    config = network(family, dtype).config
     assert (model.name, model.family) == ("tiny", config.model_type)
     assert model.kv.dtype == dtype
     assert (model.kv.layers, model.kv.kv_heads) == (3, config.num_key_value_heads)
-    keys = tools.network(family, dtype).model.layers[0].self_attn.k_proj.out_features
+    keys = network(family, dtype).model.layers[0].self_attn.k_proj.out_features
     assert model.kv.head_dim * model.kv.kv_heads == keys
     assert model.kv.token_bytes == 3 * 2 * keys * dtype.itemsize
     assert (model.bos, model.ends) == (256, {257})
     assert model.max_tokens == 2048
     assert models.load(directory, "cpu", max_tokens=100).max_tokens == 100
     assert models.load(directory, "cpu", max_tokens=9999).max_tokens == 2048
-    assert model.tokenizer.encode("aé").ids == tools.byte_tokenizer().backend_tokenizer.encode("aé").ids
+    assert model.tokenizer.encode("aé").ids == byte_tokenizer().backend_tokenizer.encode("aé").ids
 
 
-def test_link_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None:
+def test_link_tokens_are_found_in_the_tokenizer(save: Any) -> None:
     ours = tokenizer.build(3, 2)
     assert models.load(save(), "cpu").links == ()
     named = [[f"<|link_{chunk}_{number}|>" for number in (1, 2, 3)] for chunk in (1, 2)]
-    found = models.wrap("linked", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100).links
+    found = models.wrap("linked", copy.deepcopy(network("qwen2")), ours, bytes(32), 100).links
     assert found == tuple(tuple(ours.convert_tokens_to_ids(names)) for names in named)
     # A chunk that lacks one ends the list: every chunk has as many as the first.
     ours.add_special_tokens({"extra_special_tokens": ["<|link_3_1|>", "<|link_3_2|>", "<|link_4_1|>"]})
-    assert models.wrap("linked", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100).links == found
+    assert models.wrap("linked", copy.deepcopy(network("qwen2")), ours, bytes(32), 100).links == found
 
 
-def test_anchor_tokens_are_found_in_the_tokenizer(save: Any, tools: Any) -> None:
+def test_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
     assert models.load(save(), "cpu").anchors == {}
     ours = tokenizer.build(1, 1, {50: 16, 75: 16})
     named = {
         percent: [f"<|anchor_{percent}_{n}|>" for n in range(1, count + 1)] for percent, count in ((50, 8), (75, 4))
     }
-    found = models.wrap("anchored", copy.deepcopy(tools.network("qwen2")), ours, bytes(32), 100)
+    found = models.wrap("anchored", copy.deepcopy(network("qwen2")), ours, bytes(32), 100)
     assert found.anchors == {percent: tuple(ours.convert_tokens_to_ids(names)) for percent, names in named.items()}
     assert found.links == ((ours.convert_tokens_to_ids("<|link_1_1|>"),),)
 
@@ -118,11 +119,14 @@ def test_another_dtype_is_another_name_for_entries(save: Any) -> None:
     assert len({tuple(m.settings.items()) for m in found}) == 3
 
 
-def test_an_unsupported_family(save: Any, tmp_path: Path, tools: Any) -> None:
+def test_an_unsupported_family(save: Any, tmp_path: Path) -> None:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    tools.byte_tokenizer().save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(FailedPrecondition, match="family 'gpt2' is not served; served are: gemma3_text, glm4, llama"):
+    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(
+        FailedPrecondition,
+        match="family 'gpt2' is not served; served are: gemma3_text, glm4, llama, mistral, qwen2, qwen3",
+    ):
         models.load(tmp_path / "gpt2", "cpu")
 
 
@@ -226,16 +230,16 @@ def test_the_fingerprint_covers_every_byte(save: Any, tmp_path: Path) -> None:
     assert fingerprint(directory) not in seen
 
 
-def test_a_template_without_a_chat_template(tools: Any) -> None:
-    template = PromptTemplate.of(tools.byte_tokenizer())
+def test_a_template_without_a_chat_template() -> None:
+    template = PromptTemplate.of(byte_tokenizer())
     assert (template.system, template.chunk) == (f"{INSTRUCTION}\n", "{text}\n")
     assert template.question == "Question: {question}\nAnswer:"
     assert (template.own_system, template.turn) == ("{system}\n", "\nAnswer: {answer}\nQuestion: ")
 
 
 @pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE], ids=["qwen", "llama"])
-def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str, tools: Any) -> None:
-    tokenizer = tools.byte_tokenizer(chat_template=chat)
+def test_a_template_puts_a_prompt_together_as_the_chat_template_does(chat: str) -> None:
+    tokenizer = byte_tokenizer(chat_template=chat)
     template = PromptTemplate.of(tokenizer)
     assert template.chunk.count("{text}") == template.question.count("{question}") == 1
     chunks, question = ["First passage.", "Second {one}."], "Who?"
@@ -261,8 +265,8 @@ def talked(template: PromptTemplate) -> str:
 
 
 @pytest.mark.parametrize("chat", [QWEN_LIKE, LLAMA_LIKE, GEMMA_LIKE], ids=["qwen", "llama", "gemma"])
-def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat: str, tools: Any) -> None:
-    tokenizer = tools.byte_tokenizer(chat_template=chat)
+def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat: str) -> None:
+    tokenizer = byte_tokenizer(chat_template=chat)
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Page.\n\nQuestion: Who?"},
@@ -273,13 +277,13 @@ def test_a_template_puts_a_conversation_together_as_the_chat_template_does(chat:
     assert talked(PromptTemplate.of(tokenizer)) == whole.removeprefix("<s>")
 
 
-def test_a_chat_template_without_roles_gets_the_conversation_as_text(tools: Any) -> None:
+def test_a_chat_template_without_roles_gets_the_conversation_as_text() -> None:
     """In its one message: what can't be said by the template is not lost."""
     one = (
         "{% if messages|length > 1 or messages[0]['role'] != 'user' %}{{ raise_exception('one message') }}{% endif %}"
         "[{{ messages[0]['content'] }}]"
     )
-    template = PromptTemplate.of(tools.byte_tokenizer(chat_template=one))
+    template = PromptTemplate.of(byte_tokenizer(chat_template=one))
     said = "[Be brief.\n\nPage.\n\nQuestion: Who?\nAnswer: He.\nQuestion: Why?]"
     assert talked(template) == said
 
@@ -294,9 +298,9 @@ def test_a_chat_template_without_roles_gets_the_conversation_as_text(tools: Any)
         "{{ messages + 1 }}",
     ],
 )
-def test_chat_templates_that_show_no_message_once(chat: str, tools: Any) -> None:
+def test_chat_templates_that_show_no_message_once(chat: str) -> None:
     with pytest.raises(FailedPrecondition, match="chat template"):
-        PromptTemplate.of(tools.byte_tokenizer(chat_template=chat))
+        PromptTemplate.of(byte_tokenizer(chat_template=chat))
 
 
 @pytest.mark.parametrize(

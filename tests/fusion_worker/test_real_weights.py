@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import KNOWN
-from tests.fusion_worker.oracle import Oracle
+from tests.fusion_worker.oracle import Oracle, error, whole
 
 pytestmark = pytest.mark.weights
 CLOSE = 1e-4
@@ -47,44 +47,34 @@ def parts(loaded: tuple[models.Model, Oracle], root: Path) -> tuple[list[int], l
     return system, chunks, ids(model.template.question.format(question="Which tokens does a gateway accept?"))
 
 
-def whole(parts: tuple[list[int], list[list[int]], list[int]]) -> list[int]:
-    system, chunks, question = parts
-    return [*system, *(i for chunk in chunks for i in chunk), *question]
-
-
-async def test_all_recomputed_is_full_attention(loaded: Any, parts: Any, start: Any, tools: Any) -> None:
+async def test_all_recomputed_is_full_attention(loaded: Any, parts: Any, start: Any) -> None:
     model, plain = loaded
     rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
     expected = plain.logits(whole(parts))
     for recipe in ("full_attention", "prophetkv", "a3"):
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
-        assert tools.error(answer.logits[0], expected) < CLOSE, recipe
+        assert error(answer.logits[0], expected) < CLOSE, recipe
 
 
-async def test_nothing_recomputed_is_full_reuse(loaded: Any, parts: Any, start: Any, tools: Any) -> None:
+async def test_nothing_recomputed_is_full_reuse(loaded: Any, parts: Any, start: Any) -> None:
     (model, plain), (system, chunks, question) = loaded, parts
     rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
     expected = plain.after(plain.reused(system, chunks), question)
     answer = await rig.ask(*parts, recipe="full_reuse")
-    assert tools.error(answer.logits[0], expected) < CLOSE
-    assert tools.error(plain.logits(whole(parts)), expected) > 10 * CLOSE, "reuse changes nothing here"
+    assert error(answer.logits[0], expected) < CLOSE
+    assert error(plain.logits(whole(parts)), expected) > 10 * CLOSE, "reuse changes nothing here"
 
 
 @pytest.mark.parametrize("recipe", ["epic", "prophetkv", "a3"])
-async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, start: Any, tools: Any) -> None:
-    (model, plain), (system, chunks, question) = loaded, parts
+async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, start: Any) -> None:
+    model, plain = loaded
     rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
-    context, first = plain.reused(system, chunks), len(system) + len(chunks[0])
-    last = len(system) + sum(map(len, chunks))
-    scores = plain.scores(recipe, system, chunks, question, kv=copy.deepcopy(context)).clone()
-    scores[:first] = float("-inf")
-    fresh = torch.zeros(last, dtype=torch.bool)
-    count = round(0.3 * (last - len(system)))
-    fresh[sorted(range(last), key=lambda p: (-float(scores[p]), p))[:count]] = True
+    context = plain.reused(*parts[:2])
+    fresh = plain.chosen(recipe, *parts, 0.3, kv=copy.deepcopy(context))
     expected = plain.overlaid(whole(parts), context, fresh)
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=3)
-    assert answer.summary.tokens_recomputed == count
+    assert answer.summary.tokens_recomputed == fresh.sum()
     for at, logits in enumerate(answer.logits):
         if at:
             expected = plain.overlaid([*whole(parts), *answer.ids[:at]], context, fresh)
-        assert tools.error(logits, expected) < CLOSE
+        assert error(logits, expected) < CLOSE

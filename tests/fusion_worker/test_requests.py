@@ -10,6 +10,7 @@ import torch
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 
 def ascii_only(model: Any) -> Any:
@@ -19,8 +20,8 @@ def ascii_only(model: Any) -> Any:
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(6, 1), [tools.random_ids(n, n) for n in (14, 9)], tools.random_ids(5, 3)
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(6, 1), [random_ids(n, n) for n in (14, 9)], random_ids(5, 3)
 
 
 def queued(rig: Any) -> int:
@@ -91,14 +92,14 @@ async def test_stages_sum_to_the_time_of_the_first_token(start: Any, parts: Any)
         assert stages == pytest.approx(s.ttft, abs=0.2)
 
 
-async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any, tools: Any, oracle: Any) -> None:
+async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any) -> None:
     """Encoding, selecting, prefill and queue: nothing has reached the engine yet."""
     rig = await start("llama", max_requests=5)
     await rig.ask(*parts)
     gate, running = await rig.block(*parts, recipe="full_attention")
     system, chunks, question = parts
     tasks = {
-        "encode": rig.ask(system, [tools.random_ids(8, 77)], question),
+        "encode": rig.ask(system, [random_ids(8, 77)], question),
         "select": rig.ask(system, chunks, question, recipe="prophetkv", ratio=0.4),
         "prefill": rig.ask(*parts, recipe="full_attention"),
         "prefill over reused parts": rig.ask(*parts, recipe="full_reuse"),
@@ -115,7 +116,7 @@ async def test_cancelled_while_others_have_the_engine(start: Any, parts: Any, to
     await rig.settled()
     whole = [*system, *chunks[0], *chunks[1], *question]
     answer = await rig.ask(*parts, ratio=1.0)
-    assert tools.error(answer.logits[0], oracle("llama").logits(whole)) < 1e-4
+    assert error(answer.logits[0], oracle("llama").logits(whole)) < 1e-4
 
 
 @pytest.mark.parametrize("recipe", ["full_attention", "prophetkv"])
@@ -146,10 +147,10 @@ async def test_cancelled_while_it_decodes(start: Any, parts: Any) -> None:
     await rig.settled()
 
 
-async def test_cancelled_at_any_moment(start: Any, parts: Any, tools: Any) -> None:
+async def test_cancelled_at_any_moment(start: Any, parts: Any) -> None:
     rig = await start("llama", pool_bytes=1 << 18, max_requests=3)
     for i in range(40):
-        chunks = [tools.random_ids(10, i), *parts[1]]
+        chunks = [random_ids(10, i), *parts[1]]
         asked = [asyncio.create_task(rig.ask(parts[0], chunks, parts[2], ratio=0.3, max_tokens=6)) for _ in range(4)]
         await asyncio.sleep(i * 0.001)
         asked[i % 4].cancel()
@@ -172,7 +173,7 @@ async def test_cancelled_while_it_waits_for_room(start: Any, parts: Any) -> None
     assert (await second).ids
 
 
-async def test_a_failing_work_fails_alone(start: Any, parts: Any, tools: Any) -> None:
+async def test_a_failing_work_fails_alone(start: Any, parts: Any) -> None:
     """A token that the model has no embedding for, in one step with two requests."""
     rig = await start("llama")
     expected = await rig.ask(*parts, max_tokens=3)
@@ -191,14 +192,14 @@ async def test_a_failing_work_fails_alone(start: Any, parts: Any, tools: Any) ->
     rig.pool.release(held)
 
 
-async def test_many_requests_and_a_pool_for_two(start: Any, tools: Any) -> None:
+async def test_many_requests_and_a_pool_for_two(start: Any) -> None:
     rig = await start("llama", pool_bytes=150 << 10, replace=ascii_only)
     assert rig.pool.capacity < 3 * 40
-    alone = [await rig.ask([1, 2], [tools.random_ids(12, i % 3), [i, 9]], [5], max_tokens=4) for i in range(20)]
+    alone = [await rig.ask([1, 2], [random_ids(12, i % 3), [i, 9]], [5], max_tokens=4) for i in range(20)]
     finished = []
 
     async def ask(i: int) -> Any:
-        answer = await rig.ask([1, 2], [tools.random_ids(12, i % 3), [i, 9]], [5], max_tokens=4)
+        answer = await rig.ask([1, 2], [random_ids(12, i % 3), [i, 9]], [5], max_tokens=4)
         finished.append(i)
         return answer
 
@@ -208,12 +209,12 @@ async def test_many_requests_and_a_pool_for_two(start: Any, tools: Any) -> None:
     assert max(abs(i - at) for at, i in enumerate(finished)) <= 4, "who came first is served first"
 
 
-async def test_a_prompt_that_fits_no_empty_pool(start: Any, tools: Any, parts: Any) -> None:
+async def test_a_prompt_that_fits_no_empty_pool(start: Any, parts: Any) -> None:
     rig = await start("llama", pool_bytes=100 << 10)
     capacity = rig.pool.capacity
     for recipe in ("full_attention", "prophetkv"):
         with pytest.raises(ResourceExhausted, match="pool_bytes"):
-            await rig.ask([1], [tools.random_ids(capacity, 1)], [5], recipe=recipe)
+            await rig.ask([1], [random_ids(capacity, 1)], [5], recipe=recipe)
         with pytest.raises(ResourceExhausted, match="pool_bytes"):
             await rig.ask(*parts, recipe=recipe, max_tokens=capacity)
     assert (await rig.ask(*parts)).ids
@@ -268,11 +269,11 @@ async def test_bad_requests(change: dict[str, Any], message: str, start: Any) ->
         await rig.ask(*parts, **fields)
 
 
-async def test_the_longest_prompt(start: Any, oracle: Any, tools: Any) -> None:
+async def test_the_longest_prompt(start: Any) -> None:
     """Exactly as long as the model takes, answer included."""
     rig = await start("llama", max_tokens=200)
-    parts = (tools.random_ids(40, 1), [tools.random_ids(100, 2)], tools.random_ids(50, 3))
+    parts = (random_ids(40, 1), [random_ids(100, 2)], random_ids(50, 3))
     answer = await rig.ask(*parts, ratio=1.0, max_tokens=10)
-    assert tools.error(answer.logits[0], oracle("llama").logits([*parts[0], *parts[1][0], *parts[2]])) < 1e-4
+    assert error(answer.logits[0], oracle("llama").logits([*parts[0], *parts[1][0], *parts[2]])) < 1e-4
     with pytest.raises(InvalidArgument, match="the model takes 200"):
         await rig.ask(*parts, max_tokens=11)

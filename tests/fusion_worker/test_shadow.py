@@ -9,17 +9,18 @@ import torch
 from fusionkv.fusion_worker.quality.fallback import SAMPLES, Allowed, Fallback
 from fusionkv.fusion_worker.quality.shadow import Sample
 from fusionkv.fusion_worker.recipes.modifiers import find
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 30, 7)], tools.random_ids(6, 99)
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(5, 0), [random_ids(n, n) for n in (13, 30, 7)], random_ids(6, 99)
 
 
 @pytest.mark.parametrize("question", [1, 6])
 @pytest.mark.parametrize("max_step_tokens", [16, 4096])
 async def test_full_attention_over_the_same_answer(
-    question: int, max_step_tokens: int, start: Any, oracle: Any, parts: Any, tools: Any
+    question: int, max_step_tokens: int, start: Any, parts: Any
 ) -> None:
     rig, plain = await start("llama", shadow_share=1.0, max_step_tokens=max_step_tokens), oracle("llama")
     system, chunks, asked = parts[0], parts[1], parts[2][:question]
@@ -35,10 +36,10 @@ async def test_full_attention_over_the_same_answer(
     await rig.servicer.answerer.shadow.settle()
     ((sample, logits),) = seen
     assert list(sample.tokens) == answer.ids
-    assert tools.error(sample.logits, answer.logits[0]) == 0
+    assert error(sample.logits, answer.logits[0]) == 0
     for at, row in enumerate(logits):
         whole = [*system, *itertools.chain(*chunks), *asked, *answer.ids[:at]]
-        assert tools.error(row, plain.logits(whole)) < 1e-4
+        assert error(row, plain.logits(whole)) < 1e-4
     await rig.settled()
 
 
@@ -98,9 +99,7 @@ async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any,
 
 
 @pytest.mark.parametrize(("recipe", "ratio"), [("ape", 0.0), ("prophetkv+snapkv(8)", 0.3)])
-async def test_what_replaces_a_recipe_is_full_attention(
-    recipe: str, ratio: float, start: Any, parts: Any, tools: Any
-) -> None:
+async def test_what_replaces_a_recipe_is_full_attention(recipe: str, ratio: float, start: Any, parts: Any) -> None:
     """Nothing of it is left: neither another temperature nor an eviction."""
     rig = await start("llama", shadow_floor=0.9)
     full = await rig.ask(*parts, recipe="full_attention", max_tokens=6)
@@ -110,7 +109,7 @@ async def test_what_replaces_a_recipe_is_full_attention(
     answer = await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=6)
     assert answer.summary.ratio == 1.0
     assert answer.ids == full.ids
-    assert all(tools.error(a, b) < 1e-4 for a, b in zip(answer.logits, full.logits, strict=True))
+    assert all(error(a, b) < 1e-4 for a, b in zip(answer.logits, full.logits, strict=True))
 
 
 async def test_an_answer_of_before_a_raise_does_not_count_after_it(start: Any, parts: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.errors import Unavailable
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
@@ -34,37 +35,31 @@ def outlast(cache: CacheClient) -> None:
 
 
 @pytest.fixture
-async def filled(launch: Any, start: Any, tools: Any, tmp_path: Path) -> tuple[str, tuple[Any, Any, Any]]:
+async def filled(launch: Any, start: Any, tmp_path: Path) -> tuple[str, tuple[Any, Any, Any]]:
     """Address of a service on a unix socket that holds a prompt's chunks in memory, and the prompt."""
-    parts = tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (70, 13, 300)], tools.random_ids(6, 99)
+    parts = random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 300)], random_ids(6, 99)
     at = f"unix:{tmp_path}/s"
     launch("fusionkv.kvcache_service", "--listen", at, "--data-dir", str(tmp_path / "data"))
-    maker = await start("qwen3", cache=at)
-    await maker.ask(*parts, ratio=0.0)
-    await maker.stored()
+    await (await start("qwen3", cache=at)).fill(*parts, ratio=0.0)
     return at, parts
 
 
 @pytest.mark.parametrize("page_tokens", [4, 16])
-async def test_chunks_are_copied_without_a_fetch(
-    filled: Any, start: Any, oracle: Any, tools: Any, page_tokens: int
-) -> None:
+async def test_chunks_are_copied_without_a_fetch(filled: Any, start: Any, page_tokens: int) -> None:
     address, (system, chunks, question) = filled
     rig, plain = await start("qwen3", cache=address, page_tokens=page_tokens), oracle("qwen3")
     fetches = Fetches(rig.servicer.cache)
     answer = await rig.ask(system, chunks, question, ratio=0.0)
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
     assert not answer.summary.degraded
     assert fetches.entries == []
     tokens = len(system) + sum(map(len, chunks))
     assert answer.summary.bytes_fetched == tokens * rig.model.kv.token_bytes
     full = await rig.ask(system, chunks, question, ratio=1.0)
-    assert tools.error(full.logits[0], plain.logits([*system, *itertools.chain(*chunks), *question])) < CLOSE
+    assert error(full.logits[0], plain.logits([*system, *itertools.chain(*chunks), *question])) < CLOSE
 
 
-async def test_what_was_copied_after_the_lease_is_fetched_again(
-    filled: Any, start: Any, oracle: Any, tools: Any
-) -> None:
+async def test_what_was_copied_after_the_lease_is_fetched_again(filled: Any, start: Any) -> None:
     address, (system, chunks, question) = filled
     rig, plain = await start("qwen3", cache=address), oracle("qwen3")
     outlast(rig.servicer.cache)
@@ -72,10 +67,10 @@ async def test_what_was_copied_after_the_lease_is_fetched_again(
     answer = await rig.ask(system, chunks, question, ratio=0.0)
     assert len(fetches.entries) == 4
     assert not answer.summary.degraded
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
 
 
-async def test_nothing_of_it_stays_when_that_fails_too(filled: Any, start: Any, oracle: Any, tools: Any) -> None:
+async def test_nothing_of_it_stays_when_that_fails_too(filled: Any, start: Any) -> None:
     address, (system, chunks, question) = filled
     rig, plain = await start("qwen3", cache=address), oracle("qwen3")
     outlast(rig.servicer.cache)
@@ -87,6 +82,6 @@ async def test_nothing_of_it_stays_when_that_fails_too(filled: Any, start: Any, 
     answer = await rig.ask(system, chunks, question, ratio=0.0)
     assert answer.summary.degraded
     whole = [*system, *itertools.chain(*chunks), *question]
-    assert tools.error(answer.logits[0], plain.logits(whole)) < CLOSE
+    assert error(answer.logits[0], plain.logits(whole)) < CLOSE
     await rig.settled()
     assert torch.isfinite(rig.pool.kv).all(), "a slot holds what another entry may have left there"

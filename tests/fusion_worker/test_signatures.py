@@ -14,6 +14,7 @@ from fusionkv.kvcache_service.client import Hit, HitKind, Lookup
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.watched import BadFile
+from tests.fusion_worker.oracle import error, oracle, random_ids
 from tests.fusion_worker.stranger import Stranger, of_equal_checksum
 from tests.waiting import until
 
@@ -27,9 +28,9 @@ SAME = 22  # tokens of two of the chunks, which could be taken for one another
 class Text:
     """A prompt, and what an untouched model makes of it."""
 
-    def __init__(self, tools: Any, plain: Any) -> None:
-        self.system, self.question = tools.random_ids(6, 0), tools.random_ids(5, 99)
-        self.chunks = [tools.random_ids(n, seed) for n, seed in ((SAME, 1), (SAME, 2), (30, 3))]
+    def __init__(self, plain: Any) -> None:
+        self.system, self.question = random_ids(6, 0), random_ids(5, 99)
+        self.chunks = [random_ids(n, seed) for n, seed in ((SAME, 1), (SAME, 2), (30, 3))]
         self.parts = self.system, self.chunks, self.question
         self.ids = [*self.system, *itertools.chain(*self.chunks), *self.question]
         self.full = plain.logits(self.ids)
@@ -37,15 +38,8 @@ class Text:
 
 
 @pytest.fixture
-def text(tools: Any, oracle: Any) -> Text:
-    return Text(tools, oracle(MODEL))
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "signing.keys"
-    file.write_text(SECRET + "\n")
-    return file
+def text() -> Text:
+    return Text(oracle(MODEL))
 
 
 @pytest.fixture
@@ -74,12 +68,12 @@ def signed(start: Any, cache_service: str, key_file: Path) -> Callable[..., Any]
     return lambda **more: start(MODEL, **{"cache": cache_service, "signing_keys": key_file, **more})
 
 
-async def answers(rig: Any, text: Text, tools: Any, tenant: str, **more: Any) -> Any:
+async def answers(rig: Any, text: Text, tenant: str, **more: Any) -> Any:
     """Asks twice: reused it is what an untouched model reuses, and all recomputed full attention. Gives the first."""
     first = await rig.ask(*text.parts, tenant=tenant, ratio=0.0, **more)
-    assert tools.error(first.logits[0], text.reused) < CLOSE
+    assert error(first.logits[0], text.reused) < CLOSE
     again = await rig.ask(*text.parts, tenant=tenant, ratio=1.0, **more)
-    assert tools.error(again.logits[0], text.full) < CLOSE
+    assert error(again.logits[0], text.full) < CLOSE
     assert not first.summary.degraded
     assert not again.summary.degraded
     return first
@@ -90,7 +84,7 @@ def figures(answer: Any) -> tuple[int, int]:
 
 
 async def test_without_keys_a_stranger_changes_the_answer(
-    stranger: Stranger, start: Any, cache_service: str, text: Text, tools: Any, tenant: str
+    stranger: Stranger, start: Any, cache_service: str, text: Text, tenant: str
 ) -> None:
     await stranger.put([text.system])
     for chunk in text.chunks:
@@ -98,46 +92,45 @@ async def test_without_keys_a_stranger_changes_the_answer(
     rig = await start(MODEL, cache=cache_service)
     for ratio, right in ((0.0, text.reused), (1.0, text.full)):
         answer = await rig.ask(*text.parts, tenant=tenant, ratio=ratio)
-        assert tools.error(answer.logits[0], right) > 1000 * CLOSE
+        assert error(answer.logits[0], right) > 1000 * CLOSE
         assert figures(answer) == (0, 0)
         assert not answer.summary.degraded
 
 
 async def test_with_keys_it_is_a_miss_and_replaced(
-    stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str, rejections: list[str], caplog: Any
+    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str], caplog: Any
 ) -> None:
     caplog.set_level(logging.WARNING)
     await stranger.put([text.system])
     for chunk in text.chunks:
         await stranger.put([text.system, chunk])
     rig = await signed()
-    answer = await answers(rig, text, tools, tenant)
+    answer = await answers(rig, text, tenant)
     assert figures(answer) == (4, 3)
     assert rejections == ["unsigned"] * 4
     (line,) = (line for line in caplog.messages if "an entry of the cache is rejected" in line)
     assert line.endswith(": unsigned"), "one line a minute"
     await rig.stored()
-    hit = await answers(await signed(), text, tools, tenant)
+    hit = await answers(await signed(), text, tenant)
     assert figures(hit) == (0, 0)
     assert {h.tier for h in hit.summary.hits} == {"memory"}
 
 
 @pytest.mark.parametrize("behind", ["its exact path", "a longer suffix"])
 async def test_what_hides_a_signed_entry_is_gone_with_the_first_question(
-    behind: str, stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str
+    behind: str, stranger: Stranger, signed: Any, text: Text, tenant: str
 ) -> None:
     """An exact entry comes before all others, and of alternatives the one with the longest common suffix."""
     system, (a, b, c), _ = text.parts
     maker = await signed()
-    await maker.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await maker.stored()
-    await stranger.put([system, a, b, c] if behind == "its exact path" else [system, tools.random_ids(7, 7), b, c])
-    assert figures(await answers(await signed(), text, tools, tenant)) == (1, 1)
-    answer = await answers(await signed(), text, tools, tenant)
+    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
+    await stranger.put([system, a, b, c] if behind == "its exact path" else [system, random_ids(7, 7), b, c])
+    assert figures(await answers(await signed(), text, tenant)) == (1, 1)
+    answer = await answers(await signed(), text, tenant)
     assert figures(answer) == (0, 0)
 
 
-async def replayed(stranger: Stranger, text: Text, what: str, tools: Any) -> None:
+async def replayed(stranger: Stranger, text: Text, what: str) -> None:
     """Signed entries, all there are, put under other names."""
     system, (a, b, _), _ = text.parts
     donor, victim = await stranger.find([system, a]), await stranger.find([system, b])
@@ -176,26 +169,24 @@ async def replayed(stranger: Stranger, text: Text, what: str, tools: Any) -> Non
     ],
 )
 async def test_a_signature_is_for_one_entry(
-    what: str, stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str, rejections: list[str]
+    what: str, stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
 ) -> None:
     maker = await signed()
-    await maker.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await maker.stored()
-    await replayed(stranger, text, what, tools)
+    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
+    await replayed(stranger, text, what)
     rig = await signed()
-    assert figures(await answers(rig, text, tools, tenant)) == (1, 1)
+    assert figures(await answers(rig, text, tenant)) == (1, 1)
     assert rejections == ["wrong signature"]
     await rig.stored()
-    assert figures(await answers(await signed(), text, tools, tenant)) == (0, 0)
+    assert figures(await answers(await signed(), text, tenant)) == (0, 0)
 
 
 async def test_bytes_made_to_have_the_checksum_that_was_put(
-    stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str, rejections: list[str]
+    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
 ) -> None:
     """XXH3 is no cryptographic hash: whoever has a signed entry can make other bytes with its checksum in no time."""
     maker = await signed()
-    await maker.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await maker.stored()
+    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
     path = [text.system, text.chunks[1]]
     entry = await stranger.find(path)
     assert entry is not None
@@ -207,39 +198,37 @@ async def test_bytes_made_to_have_the_checksum_that_was_put(
     await stranger.put(path, data=memoryview(other), signature=entry.signature)
     believing, rig = await signed(signing_keys=None), await signed()
     wrong = await believing.ask(*text.parts, tenant=tenant, ratio=0.0)
-    assert not tools.error(wrong.logits[0], text.reused) < CLOSE
+    assert not error(wrong.logits[0], text.reused) < CLOSE
     assert not wrong.summary.degraded
     answer = await rig.ask(*text.parts, tenant=tenant, ratio=0.0)
-    assert tools.error(answer.logits[0], text.full) < CLOSE
+    assert error(answer.logits[0], text.full) < CLOSE
     assert answer.summary.degraded
     assert "is not what a worker signed" in answer.summary.degraded_reason
     assert rejections == ["other bytes"]
-    assert figures(await answers(rig, text, tools, tenant)) == (0, 1), "it was deleted"
+    assert figures(await answers(rig, text, tenant)) == (0, 1), "it was deleted"
 
 
 async def test_another_tenants_entries_are_not_taken(
-    stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str, rejections: list[str]
+    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
 ) -> None:
     maker = await signed()
-    await maker.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await maker.stored()
+    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
     theirs = await stranger.find([text.system, text.chunks[0]])
     assert theirs is not None
     data = await stranger.bytes_of(theirs)
     stranger.namespace = maker.servicer.loader.namespace(tenant + "2")
     await stranger.put([text.system, text.chunks[0]], data=data, signature=theirs.signature)
-    answer = await answers(await signed(), text, tools, tenant + "2")
+    answer = await answers(await signed(), text, tenant + "2")
     assert (answer.summary.entries_rejected, rejections) == (1, ["wrong signature"])
 
 
 @pytest.mark.parametrize("in_pool", [False, True])
 async def test_a_service_can_not_answer_one_chunk_with_another(
-    in_pool: bool, signed: Any, text: Text, tools: Any, tenant: str
+    in_pool: bool, signed: Any, text: Text, tenant: str
 ) -> None:
     """Nor by the key of what the worker has in its pool, which it would not fetch."""
     rig = await signed()
-    await rig.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await rig.stored()
+    await rig.fill(*text.parts, tenant=tenant, ratio=0.0)
     if not in_pool:
         rig = await signed()
     lookup = rig.servicer.cache.lookup
@@ -251,7 +240,7 @@ async def test_a_service_can_not_answer_one_chunk_with_another(
         return Lookup((system, *swapped, c), found.lease)
 
     rig.servicer.cache.lookup = lying
-    answer = await answers(rig, text, tools, tenant)
+    answer = await answers(rig, text, tenant)
     assert answer.summary.entries_rejected == 2
 
 
@@ -266,17 +255,15 @@ def noticed(rig: Any, caplog: Any, text: str) -> bool:
 
 
 async def test_keys_are_rotated_without_a_restart(
-    stranger: Stranger, signed: Any, text: Text, tools: Any, tenant: str, key_file: Path, caplog: Any
+    stranger: Stranger, signed: Any, text: Text, tenant: str, key_file: Path, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
     system, (a, b, _), question = text.parts
     old = await signed()
-    await old.ask(system, [a], question, tenant=tenant, ratio=0.0)
-    await old.stored()
+    await old.fill(system, [a], question, tenant=tenant, ratio=0.0)
     write(key_file, OTHER, SECRET)
     await until(lambda: noticed(old, caplog, "changed and was read anew"))
-    await old.ask(system, [a, b], question, tenant=tenant, ratio=0.0)
-    await old.stored()
+    await old.fill(system, [a, b], question, tenant=tenant, ratio=0.0)
     first, second = await stranger.find([system, a]), await stranger.find([system, b])
     assert first is not None
     assert second is not None
@@ -294,12 +281,11 @@ async def test_keys_are_rotated_without_a_restart(
 
 
 async def test_another_secret_is_a_strangers(
-    signed: Any, text: Text, tools: Any, tenant: str, tmp_path: Path, rejections: list[str]
+    signed: Any, text: Text, tenant: str, tmp_path: Path, rejections: list[str]
 ) -> None:
     other = tmp_path / "other.keys"
     write(other, OTHER)
     maker = await signed(signing_keys=other)
-    await maker.ask(*text.parts, tenant=tenant, ratio=0.0)
-    await maker.stored()
-    assert figures(await answers(await signed(), text, tools, tenant)) == (4, 3)
+    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
+    assert figures(await answers(await signed(), text, tenant)) == (4, 3)
     assert rejections == ["unknown key"] * 4

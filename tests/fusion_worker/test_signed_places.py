@@ -13,6 +13,7 @@ from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
 from fusionkv.kvcache_service import keys
 from tests.fusion_worker.host_file import HostFile
+from tests.fusion_worker.oracle import error, oracle, random_ids
 from tests.fusion_worker.stranger import Stranger
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
@@ -28,15 +29,8 @@ def anchored(made: worker_models.Model) -> worker_models.Model:
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(6, 0), [tools.random_ids(n, n) for n in (22, 30, 13)], tools.random_ids(5, 99)
-
-
-@pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    file = tmp_path / "signing.keys"
-    file.write_text("11" * 32)
-    return file
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(6, 0), [random_ids(n, n) for n in (22, 30, 13)], random_ids(5, 99)
 
 
 @pytest.fixture
@@ -79,8 +73,7 @@ def near(launch: Any, start: Any, tmp_path: Path, key_file: Path) -> Near:
 
 async def filled(near: Near, parts: Any, **more: Any) -> None:
     maker = await near.worker(**more)
-    await maker.ask(*parts, ratio=0.0)
-    await maker.stored()
+    await maker.fill(*parts, ratio=0.0)
 
 
 MADE: dict[str, dict[str, Any]] = {
@@ -141,7 +134,7 @@ async def test_entries_of_before_are_encoded_anew_once(near: Near, parts: Any) -
     assert (answer.summary.entries_rejected, answer.summary.chunks_missed) == (0, 0)
 
 
-async def test_a_restarted_service_has_the_signatures(near: Near, parts: Any, oracle: Any, tools: Any) -> None:
+async def test_a_restarted_service_has_the_signatures(near: Near, parts: Any) -> None:
     await filled(near, parts)
     near.service.kill9()
     near.serve()
@@ -150,10 +143,10 @@ async def test_a_restarted_service_has_the_signatures(near: Near, parts: Any, or
     assert (answer.summary.entries_rejected, answer.summary.chunks_missed) == (0, 0)
     assert {hit.tier for hit in answer.summary.hits} == {"disk"}
     system, chunks, question = parts
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
 
 
-async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Near, parts: Any, oracle: Any, tools: Any) -> None:
+async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Near, parts: Any) -> None:
     system, chunks, question = parts
     rig, plain = await near.worker(), oracle(MODEL)
     stranger = Stranger(near.address, rig, "")
@@ -164,7 +157,7 @@ async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Near, parts: 
     near.serve()
     answer = await rig.ask(*parts, ratio=0.0)
     assert (answer.summary.entries_rejected, answer.summary.bytes_fetched) == (4, 0)
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
 
 
 async def test_without_a_copy_in_host_memory_nothing_is_read(near: Near, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +172,7 @@ async def test_without_a_copy_in_host_memory_nothing_is_read(near: Near, monkeyp
 
 
 async def test_what_a_stranger_put_at_another_service_is_deleted_in_the_remote_tier(
-    redis: RedisServer, launch: Any, start: Any, parts: Any, oracle: Any, tools: Any, tmp_path: Path, key_file: Path
+    redis: RedisServer, launch: Any, start: Any, parts: Any, tmp_path: Path, key_file: Path
 ) -> None:
     (system, chunks, question), plain = parts, oracle(MODEL)
     services = Services(launch, tmp_path, redis)
@@ -198,27 +191,26 @@ async def test_what_a_stranger_put_at_another_service_is_deleted_in_the_remote_t
     for rejected in (4, 0):
         answer = await rig.ask(*parts, ratio=0.0)
         assert (answer.summary.entries_rejected, answer.summary.chunks_missed) == (rejected, 3 * bool(rejected))
-        assert tools.error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+        assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
         await rig.stored()
         await services.settled()
         rig = await start(MODEL, cache=services.services[0].address, signing_keys=key_file)
     await services.close()
 
 
-async def test_memory_is_verified(near: Near, parts: Any, oracle: Any, tools: Any) -> None:
+async def test_memory_is_verified(near: Near, parts: Any) -> None:
     await filled(near, parts)
     believing, signing = await near.worker(signing=False), await near.worker()
     # Connected, with the memory in sight.
     for rig in (believing, signing):
-        await rig.ask([1], [[2]], [3])
-        await rig.stored()
+        await rig.fill([1], [[2]], [3])
     assert near.pages() == 16 << 20
     system, chunks, question = parts
     plain = oracle(MODEL)
     wrong = await believing.ask(*parts, ratio=0.0)
     assert not wrong.summary.degraded
-    assert tools.error(wrong.logits[0], plain.after(plain.reused(system, chunks), question)) > 1000 * CLOSE
+    assert error(wrong.logits[0], plain.after(plain.reused(system, chunks), question)) > 1000 * CLOSE
     answer = await signing.ask(*parts, ratio=0.0)
     assert answer.summary.degraded
     assert "is not what a worker signed" in answer.summary.degraded_reason
-    assert tools.error(answer.logits[0], plain.logits([*system, *(i for c in chunks for i in c), *question])) < CLOSE
+    assert error(answer.logits[0], plain.logits([*system, *(i for c in chunks for i in c), *question])) < CLOSE

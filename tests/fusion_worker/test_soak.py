@@ -15,22 +15,21 @@ from fusionkv.bench.services.footing import Footing
 from fusionkv.fusion_worker import models
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.models.shipped import shipped
+from tests.fusion_worker.oracle import error, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral-window"])
-async def test_answers_under_pressure(
-    kind: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str
-) -> None:
+async def test_answers_under_pressure(kind: str, cache_service: str, start: Any, tenant: str) -> None:
     plain = oracle(kind)
     dice = random.Random(kind)
-    systems = [tools.random_ids(n, n) for n in (5, 9)]
-    chunks = [tools.random_ids(dice.randrange(1, 40), 100 + i) for i in range(12)]
+    systems = [random_ids(n, n) for n in (5, 9)]
+    chunks = [random_ids(dice.randrange(1, 40), 100 + i) for i in range(12)]
     prompts = []
     for i in range(40):
-        parts = (dice.choice(systems), dice.choices(chunks, k=dice.randrange(5)), tools.random_ids(1 + i % 7, i))
+        parts = (dice.choice(systems), dice.choices(chunks, k=dice.randrange(5)), random_ids(1 + i % 7, i))
         prompts.append((parts, dice.choice([0.0, 0.3, 1.0])))
     expected: list[Any] = []
     for (system, context, question), ratio in prompts:
@@ -50,7 +49,7 @@ async def test_answers_under_pressure(
         for answer, want in zip(answers, expected, strict=True):
             assert not answer.summary.degraded
             if want is not None:
-                assert tools.error(answer.logits[0], want) < CLOSE
+                assert error(answer.logits[0], want) < CLOSE
         rig.pool.check_integrity()
         await rig.stored()
     second = [a.summary for a in answers]
@@ -59,11 +58,10 @@ async def test_answers_under_pressure(
     assert {"device", "memory"} <= tiers
 
 
-async def test_requests_given_up_leave_no_lease(cache_service: str, start: Any, tools: Any, tenant: str) -> None:
+async def test_requests_given_up_leave_no_lease(cache_service: str, start: Any, tenant: str) -> None:
     rig, dice = await start("llama", cache=cache_service), random.Random(5)
-    parts = tools.random_ids(5, 1), [tools.random_ids(20, n) for n in range(2, 6)], tools.random_ids(4, 9)
-    await rig.ask(*parts, tenant=tenant)
-    await rig.stored()
+    parts = random_ids(5, 1), [random_ids(20, n) for n in range(2, 6)], random_ids(4, 9)
+    await rig.fill(*parts, tenant=tenant)
     rig.pool.clear()
     for _ in range(60):
         asking = asyncio.create_task(rig.ask(*parts, tenant=tenant))
@@ -141,13 +139,11 @@ def network_bytes(network: Any) -> int:
     return int(config.num_hidden_layers * 2 * heads * (config.head_dim or 16) * 4)
 
 
-async def test_a_chunk_wanted_by_many_is_computed_once(
-    cache_service: str, start: Any, tools: Any, tenant: str
-) -> None:
+async def test_a_chunk_wanted_by_many_is_computed_once(cache_service: str, start: Any, tenant: str) -> None:
     rig = await start("llama", cache=cache_service)
     client = CacheClient(cache_service)
     before = (await client.stats()).puts
-    system, chunk, question = tools.random_ids(4, 1), tools.random_ids(30, 2), [1, 2]
+    system, chunk, question = random_ids(4, 1), random_ids(30, 2), [1, 2]
     answers = await asyncio.gather(*(rig.ask(system, [chunk], question, tenant=tenant) for _ in range(6)))
     assert sorted(a.summary.tokens_encoded for a in answers) == [0] * 5 + [30]
     assert sorted(a.summary.chunks_missed for a in answers) == [0] * 5 + [1]

@@ -47,11 +47,7 @@ async def answered(address: str, request: pb.GenerateRequest, timeout: float) ->
 
 STATUSES = {
     "recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
-    "ratio": ({"ratio": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "outside 0..1"),
-    "question": ({"question": []}, grpc.StatusCode.INVALID_ARGUMENT, "the question is empty"),
-    "vocabulary": ({"system": [260]}, grpc.StatusCode.INVALID_ARGUMENT, "token 260"),
     "length": ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "the model takes 2048"),
-    "sampling": ({"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
     "model": ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
     "pool": ({"max_tokens": 900}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
 }

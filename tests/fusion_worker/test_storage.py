@@ -8,14 +8,15 @@ import torch
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.kernels.quantised import KINDS, quantise, restore
+from tests.fusion_worker.oracle import error, join, oracle, random_ids
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
 
 
 @pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (70, 13, 1)], tools.random_ids(6, 99)
+def parts() -> tuple[list[int], list[list[int]], list[int]]:
+    return random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 1)], random_ids(6, 99)
 
 
 def through(kv: Any, kind: torch.dtype) -> Any:
@@ -26,14 +27,11 @@ def through(kv: Any, kind: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("store", KINDS)
-async def test_what_comes_back_is_stale(
-    store: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, parts: Any
-) -> None:
+async def test_what_comes_back_is_stale(store: str, cache_service: str, start: Any, tenant: str, parts: Any) -> None:
     system, chunks, question = parts
     plain = oracle("qwen3")
     maker = await start("qwen3", cache=cache_service, store=store)
-    await maker.ask(system, chunks, question, tenant=tenant, ratio=0.0)
-    await maker.stored()
+    await maker.fill(system, chunks, question, tenant=tenant, ratio=0.0)
 
     rig = await start("qwen3", cache=cache_service, store=store)
     context = sum(map(len, chunks))
@@ -43,7 +41,7 @@ async def test_what_comes_back_is_stale(
         stored = through(plain.alone(system, chunk, len(system)), KINDS[store])
         context_kv.append(plain.moved(stored, 0, len(chunk), at - len(system)))
         at += len(chunk)
-    reused = plain.after(tools.join(context_kv), question)
+    reused = plain.after(join(context_kv), question)
     for ratio in (0.0, 1.0):
         answer = await rig.ask(system, chunks, question, tenant=tenant, ratio=ratio)
         s = answer.summary
@@ -55,8 +53,8 @@ async def test_what_comes_back_is_stale(
         assert s.bytes_fetched == (0 if ratio else size), "once; then it is in the pool"
         assert s.tokens_lossless == 0, "not even the first chunk, which stands where it was encoded"
         assert s.tokens_recomputed == round(ratio * context)
-        assert tools.error(answer.logits[0], full if ratio else reused) < CLOSE
-    assert tools.error(reused, plain.after(plain.reused(system, chunks), question)) > CLOSE, "something was lost"
+        assert error(answer.logits[0], full if ratio else reused) < CLOSE
+    assert error(reused, plain.after(plain.reused(system, chunks), question)) > CLOSE, "something was lost"
 
     # Other forms are other namespaces.
     other = await start("qwen3", cache=cache_service)
@@ -65,7 +63,7 @@ async def test_what_comes_back_is_stale(
 
 @pytest.mark.parametrize("store", KINDS)
 async def test_a_prefix_cache_takes_nothing_that_is_not_exact(
-    store: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, parts: Any
+    store: str, cache_service: str, start: Any, tenant: str, parts: Any
 ) -> None:
     system, chunks, question = parts
     maker = await start("llama", cache=cache_service, store=store)
@@ -74,7 +72,7 @@ async def test_a_prefix_cache_takes_nothing_that_is_not_exact(
     rig = await start("llama", cache=cache_service, store=store)
     answer = await rig.ask(system, chunks[:2], question, recipe="prefix_cache", tenant=tenant)
     assert answer.summary.tokens_encoded == len(chunks[0] + chunks[1])
-    assert tools.error(answer.logits[0], expected) < CLOSE
+    assert error(answer.logits[0], expected) < CLOSE
 
 
 def test_an_unknown_form_is_refused() -> None:

@@ -24,6 +24,7 @@ from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
+from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle, random_ids
 
 pytestmark = [
     pytest.mark.system,
@@ -60,8 +61,8 @@ class Pair:
 class Pairs:
     """One pair at a time, since torch.distributed has one default group in a process; in a loop beside the tests'."""
 
-    def __init__(self, folder: Path, tools: Any) -> None:
-        self._folder, self._tools = folder, tools
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._held = AsyncExitStack()
         self._now: tuple[str, float] | None = None
         self._loop = asyncio.new_event_loop()
@@ -83,7 +84,7 @@ class Pairs:
         self.run(self._held.aclose())
 
     async def _start(self, family: str, rank_timeout: float) -> Pair:
-        folder = saved(self._folder, family, self._tools)
+        folder = saved(self._folder, family)
         settings = {"model": folder, "device": "cpu", "tensor_parallel": 2, "rank_timeout": rank_timeout, **POOL}
         flags = [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
         others = await self._held.enter_async_context(started(2, flags))
@@ -92,22 +93,17 @@ class Pairs:
         return Pair(folder, others, model, tp)
 
 
-def saved(folder: Path, family: str, tools: Any) -> Path:
-    tools.network(family).save_pretrained(folder / family)
-    tools.byte_tokenizer().save_pretrained(folder / family)
+def saved(folder: Path, family: str) -> Path:
+    network(family).save_pretrained(folder / family)
+    byte_tokenizer().save_pretrained(folder / family)
     return folder / family
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory, tools: Any) -> Iterator[Pairs]:
-    made = Pairs(tmp_path_factory.mktemp("ranks"), tools)
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
+    made = Pairs(tmp_path_factory.mktemp("ranks"))
     yield made
     made.close()
-
-
-@pytest.fixture
-def parts(tools: Any) -> tuple[list[int], list[list[int]], list[int]]:
-    return tools.random_ids(5, 0), [tools.random_ids(n, n) for n in (13, 1, 30, 4, 7)], tools.random_ids(6, 99)
 
 
 async def together(pair: Pair, start: Any, **more: Any) -> Any:
@@ -118,9 +114,7 @@ async def together(pair: Pair, start: Any, **more: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
-async def test_every_recipe_answers_as_alone(
-    name: str, pairs: Pairs, start: Any, oracle: Any, parts: Any, tools: Any
-) -> None:
+async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any, parts: Any) -> None:
     """The same tokens, and logits within 1e-4 of the largest; the two ends as an untouched model has them."""
     pair, plain = await together(pairs.get(name), start), oracle(name)
     alone = await start(name)
@@ -131,23 +125,23 @@ async def test_every_recipe_answers_as_alone(
         expected = await alone.ask(*parts, recipe=recipe, max_tokens=6, **more)
         assert found.ids == expected.ids, recipe
         for a, b in zip(found.logits, expected.logits, strict=True):
-            assert tools.error(a, b) < CLOSE, recipe
+            assert error(a, b) < CLOSE, recipe
         assert found.summary.tokens_recomputed == expected.summary.tokens_recomputed, recipe
     full = await pair.ask(*parts, recipe="prophetkv", ratio=1.0)
-    assert tools.error(full.logits[0], plain.logits(ids)) < CLOSE
+    assert error(full.logits[0], plain.logits(ids)) < CLOSE
     reused = await pair.ask(*parts, recipe="prophetkv", ratio=0.0)
-    assert tools.error(reused.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert error(reused.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
     await pair.settled()
 
 
 @pytest.mark.slow
-async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any, tools: Any) -> None:
+async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any) -> None:
     """Two ranks learn a correction of all heads, and each part of a chunk is corrected by it."""
     ranks = pairs.get("qwen2")
     pair = await together(ranks, start)
     learns = pair.servicer.answerer.corrector
     for number in range(PROMPTS):
-        chunks = [tools.random_ids(90, 100 * number + n) for n in range(4)]
+        chunks = [random_ids(90, 100 * number + n) for n in range(4)]
         await pair.ask(parts[0], chunks, [7], recipe="full_reuse+corrected")
         await learns.settle()
     assert await learns.find("", "") is not None
@@ -155,9 +149,9 @@ async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any, tools: A
     for recipe, more in (("full_reuse+corrected", {}), ("prophetkv+corrected", {"ratio": 0.4})):
         found = await pair.ask(*parts, recipe=recipe, **more)
         expected = await alone.ask(*parts, recipe=recipe, **more)
-        assert tools.error(found.logits[0], expected.logits[0]) < CLOSE
+        assert error(found.logits[0], expected.logits[0]) < CLOSE
     plain = await alone.ask(*parts, recipe="full_reuse")
-    assert tools.error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse+corrected")).logits[0]) > CLOSE
+    assert error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse+corrected")).logits[0]) > CLOSE
     await pair.settled()
 
 
@@ -170,7 +164,6 @@ async def test_entries_are_those_of_a_worker_alone(
     pairs: Pairs,
     start: Any,
     parts: Any,
-    tools: Any,
     tenant: str,
     tmp_path: Path,
 ) -> None:
@@ -187,15 +180,14 @@ async def test_entries_are_those_of_a_worker_alone(
     ours, theirs = chunks[:2], chunks[2:]
 
     first = await start("qwen2", **kwargs)
-    expected = await first.ask(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
-    await first.stored()
+    expected = await first.fill(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
     found = await pair.ask(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
     assert sum(h.chunks for h in found.summary.hits if h.tier == "memory") == len(theirs)
     assert found.summary.bytes_fetched > 0
     # In one byte a number, what was fetched is not what its encoder had in its pool.
     if store == "plain":
         assert found.ids == expected.ids
-        assert tools.error(found.logits[0], expected.logits[0]) < CLOSE
+        assert error(found.logits[0], expected.logits[0]) < CLOSE
 
     made = await pair.ask(system, ours, question, recipe="prophetkv", tenant=tenant, max_tokens=4)
     assert made.summary.chunks_missed == len(ours)
@@ -208,13 +200,11 @@ async def test_entries_are_those_of_a_worker_alone(
         assert expected.summary.chunks_missed == found.summary.chunks_missed == 0
         assert found.ids == expected.ids
         for a, b in zip(found.logits, expected.logits, strict=True):
-            assert tools.error(a, b) < CLOSE
+            assert error(a, b) < CLOSE
 
 
 @pytest.mark.slow
-async def test_a_prompt_is_handed_over_with_the_heads_of_both(
-    pairs: Pairs, start: Any, parts: Any, tools: Any
-) -> None:
+async def test_a_prompt_is_handed_over_with_the_heads_of_both(pairs: Pairs, start: Any, parts: Any) -> None:
     ranks = pairs.get("qwen2")
     alone = await start("qwen2", replace=lambda _: models.load(ranks.directory, "cpu"))
     found = []
@@ -226,16 +216,16 @@ async def test_a_prompt_is_handed_over_with_the_heads_of_both(
             shape = kv.layers, 2, kv.tokens, kv.kv_heads, kv.head_dim
             found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape))
         await rig.settled()
-    assert tools.error(*found) < CLOSE
+    assert error(*found) < CLOSE
 
 
 @pytest.mark.slow
-async def test_requests_share_steps(pairs: Pairs, start: Any, oracle: Any, parts: Any, tools: Any) -> None:
+async def test_requests_share_steps(pairs: Pairs, start: Any, parts: Any) -> None:
     """Prefills that are split, answers that are decoded and chunks that are encoded, all at once."""
     pair = await together(pairs.get("qwen2"), start, max_step_tokens=24, max_mixed_tokens=16)
     plain = oracle("qwen2")
     system, chunks, _ = parts
-    questions = [tools.random_ids(3 + n, 200 + n) for n in range(8)]
+    questions = [random_ids(3 + n, 200 + n) for n in range(8)]
     asked = [
         pair.ask(system, chunks, question, recipe="full_attention" if n % 2 else "full_reuse", max_tokens=4)
         for n, question in enumerate(questions)
@@ -243,7 +233,7 @@ async def test_requests_share_steps(pairs: Pairs, start: Any, oracle: Any, parts
     ids = [*system, *(i for c in chunks for i in c)]
     for n, found in enumerate(await asyncio.gather(*asked)):
         context = plain.kv(ids) if n % 2 else plain.reused(system, chunks)
-        assert tools.error(found.logits[0], plain.after(context, questions[n])) < CLOSE
+        assert error(found.logits[0], plain.after(context, questions[n])) < CLOSE
     await pair.settled()
 
 
@@ -302,15 +292,15 @@ def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None
         (8, "qwen2 has 4 KV heads, which 8 ranks can't share evenly"),
     ],
 )
-def test_heads_that_can_not_be_shared(count: int, why: str, tmp_path: Path, tools: Any) -> None:
+def test_heads_that_can_not_be_shared(count: int, why: str, tmp_path: Path) -> None:
     with pytest.raises(FailedPrecondition, match=why):
-        models.check_shareable(saved(tmp_path, "qwen2", tools), count)
+        models.check_shareable(saved(tmp_path, "qwen2"), count)
 
 
-def test_a_family_without_a_plan(tmp_path: Path, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2Config.base_model_tp_plan", None)
     with pytest.raises(FailedPrecondition, match="qwen2 can't be shared by ranks: transformers has no tp_plan"):
-        models.check_shareable(saved(tmp_path, "qwen2", tools), 2)
+        models.check_shareable(saved(tmp_path, "qwen2"), 2)
 
 
 def test_a_device_of_its_own() -> None:

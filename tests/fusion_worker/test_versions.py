@@ -10,26 +10,17 @@ from hypothesis import strategies as st
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from tests.examples import examples
+from tests.fusion_worker.oracle import error, join, oracle
+from tests.fusion_worker.test_hits import hits
 from tests.ports import free_port
 
 pytestmark = pytest.mark.system
 CLOSE = 1e-4
 
 
-@pytest.fixture
-def text(tools: Any) -> dict[str, list[int]]:
-    """Chunks by name, and the system prompt "S" and question "Q"."""
-    lengths = {"S": 6, "Q": 5, "A": 13, "B": 22, "C": 9, "D": 17, "E": 11}
-    return {name: tools.random_ids(length, ord(name)) for name, length in lengths.items()}
-
-
-def hits(answer: Any) -> dict[tuple[str, str], int]:
-    return {(h.kind, h.tier): h.chunks for h in answer.summary.hits}
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2-mixed"])
 async def test_versions_by_earlier_context(
-    kind: str, cache_service: str, start: Any, oracle: Any, tools: Any, tenant: str, text: dict[str, list[int]]
+    kind: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
 ) -> None:
     plain, more = oracle(kind), {"recipe": "full_reuse+versions(3)", "tenant": tenant}
     system, question, a, b, c, d, e = (text[n] for n in "SQABCDE")
@@ -42,40 +33,40 @@ async def test_versions_by_earlier_context(
     first = await start(kind, cache=cache_service)
     answer = await first.ask(system, [a, b, c], question, **more)
     assert answer.summary.tokens_encoded == answer.summary.tokens_lossless == len(a + b + c)
-    assert tools.error(answer.logits[0], plain.logits([*system, *a, *b, *c, *question])) < CLOSE
+    assert error(answer.logits[0], plain.logits([*system, *a, *b, *c, *question])) < CLOSE
     await first.stored()
 
     rig = await start(kind, cache=cache_service)
     answer = await rig.ask(system, [a, b, c], question, **more)
     assert hits(answer) == {("exact", "memory"): 1, ("alternative", "memory"): 2}
     assert answer.summary.tokens_lossless == len(a), "a version is never lossless"
-    assert tools.error(answer.logits[0], plain.logits([*system, *a, *b, *c, *question])) < CLOSE
+    assert error(answer.logits[0], plain.logits([*system, *a, *b, *c, *question])) < CLOSE
     # Without the modifier a recipe never gets one.
     answer = await rig.ask(system, [a, b, c], question, recipe="full_reuse", tenant=tenant)
     assert answer.summary.chunks_missed == 2
-    assert tools.error(answer.logits[0], plain.after(plain.reused(system, [a, b, c]), question)) < CLOSE
+    assert error(answer.logits[0], plain.after(plain.reused(system, [a, b, c]), question)) < CLOSE
     await rig.stored()
 
     # What stood before B's version, and before its plain entry, is not here; B stood before C's.
     answer = await rig.ask(system, [d, b, c], question, **more)
     assert answer.summary.tokens_encoded == answer.summary.tokens_lossless == len(d + b)
     version = behind(a, b, chunk=c, shift=len(d) - len(a))
-    expected = plain.after(tools.join([plain.kv([*system, *d, *b]), version]), question)
-    assert tools.error(answer.logits[0], expected) < CLOSE
-    assert tools.error(plain.after(plain.reused(system, [d, b, c]), question), expected) > 100 * CLOSE
-    assert tools.error(plain.logits([*system, *d, *b, *c, *question]), expected) > 100 * CLOSE
+    expected = plain.after(join([plain.kv([*system, *d, *b]), version]), question)
+    assert error(answer.logits[0], expected) < CLOSE
+    assert error(plain.after(plain.reused(system, [d, b, c]), question), expected) > 100 * CLOSE
+    assert error(plain.logits([*system, *d, *b, *c, *question]), expected) > 100 * CLOSE
     await rig.stored()
 
     # E is computed behind a stale copy, and is stored as such.
-    stale = plain.kv(e, past=tools.join([plain.kv([*system, *b]), behind(a, b, chunk=c, shift=-len(a))]))
+    stale = plain.kv(e, past=join([plain.kv([*system, *b]), behind(a, b, chunk=c, shift=-len(a))]))
     for worker, encoded in ((rig, len(e)), (await start(kind, cache=cache_service), 0)):
         answer = await worker.ask(system, [b, c, e], question, **more)
         assert (answer.summary.tokens_encoded, answer.summary.tokens_lossless) == (encoded, len(b))
-        assert tools.error(answer.logits[0], plain.after(stale, question)) < CLOSE
+        assert error(answer.logits[0], plain.after(stale, question)) < CLOSE
         await worker.stored()
     answer = await rig.ask(system, [b, c, e], question, recipe="epic+versions", ratio=1.0, tenant=tenant)
     full = plain.logits([*system, *b, *c, *e, *question])
-    assert tools.error(answer.logits[0], full) < CLOSE
+    assert error(answer.logits[0], full) < CLOSE
 
     # Where all before it is lossless the same chunk is computed anew, although the pool has that stale version.
     await rig.encode(system, [b], c, "EXACT", tenant)
@@ -86,7 +77,7 @@ async def test_versions_by_earlier_context(
     await cache.close()
     answer = await rig.ask(system, [b, c, e], question, **more)
     assert answer.summary.tokens_lossless == len(b + c + e)
-    assert tools.error(answer.logits[0], full) < CLOSE
+    assert error(answer.logits[0], full) < CLOSE
     await rig.stored()
 
     # Of C's two versions the one behind D alone is more like D, B than the one behind A, B.
@@ -96,8 +87,8 @@ async def test_versions_by_earlier_context(
     answer = await rig.ask(system, [d, b, c], question, **more)
     assert (answer.summary.tokens_encoded, answer.summary.tokens_lossless) == (0, len(d))
     version = behind(d, chunk=c, shift=len(b))
-    expected = plain.after(tools.join([plain.kv([*system, *d, *b]), version]), question)
-    assert tools.error(answer.logits[0], expected) < CLOSE
+    expected = plain.after(join([plain.kv([*system, *d, *b]), version]), question)
+    assert error(answer.logits[0], expected) < CLOSE
 
 
 names = st.lists(st.sampled_from("ABCDE"), max_size=4)
@@ -117,28 +108,25 @@ async def test_any_prompts_one_after_the_other(
     store: str,
     cache_service: str,
     start: Any,
-    oracle: Any,
-    tools: Any,
     tenant: str,
     text: dict[str, list[int]],
 ) -> None:
     """What is there grows from example to example; what is called lossless or is recomputed is full attention's."""
     chunks, context = [text[n] for n in prompt], sum(len(text[n]) for n in prompt)
     rig = await start("llama", cache=cache_service, pool_bytes=1 << 20, store=store)
-    answer = await rig.ask(text["S"], chunks, text["Q"], recipe=recipe, ratio=ratio, tenant=tenant)
-    await rig.stored()
+    answer = await rig.fill(text["S"], chunks, text["Q"], recipe=recipe, ratio=ratio, tenant=tenant)
     s = answer.summary
     assert not s.degraded
     assert s.tokens_recomputed == min(round(ratio * context), context - s.tokens_lossless)
     assert s.chunks_missed + sum(h.chunks for h in s.hits) == len(chunks)
     if s.tokens_reused == 0:
         expected = oracle("llama").logits([*text["S"], *itertools.chain(*chunks), *text["Q"]])
-        assert tools.error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], expected) < CLOSE
 
 
-async def test_without_its_cache_it_is_plain_prefill(start: Any, oracle: Any, tools: Any, text: Any) -> None:
+async def test_without_its_cache_it_is_plain_prefill(start: Any, text: Any) -> None:
     system, question, a, b = (text[n] for n in "SQAB")
     rig = await start("qwen3", cache=f"127.0.0.1:{free_port()}")
     answer = await rig.ask(system, [a, b], question, recipe="cache_craft+versions")
     assert answer.summary.degraded
-    assert tools.error(answer.logits[0], oracle("qwen3").logits([*system, *a, *b, *question])) < CLOSE
+    assert error(answer.logits[0], oracle("qwen3").logits([*system, *a, *b, *question])) < CLOSE

@@ -2,24 +2,19 @@
 
 import asyncio
 import dataclasses
-import runpy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest.media_types import HTML, MARKDOWN
 from fusionkv.gateway.ingest.parsers import Parser
-from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz import effort, growth
 from tests.fuzz.document_shapes import SHAPES
 from tests.fuzz.growth import Cost, Measure
+from tests.gateway.test_tokens import vocabulary
 
-vocabulary: Callable[[], Vocabulary] = runpy.run_path(str(Path(__file__).parents[1] / "gateway/test_tokens.py"))[
-    "vocabulary"
-]
 # Bytes of the smallest; the largest has four times as many. The square of these takes a second and more.
 SIZE = 100_000 if effort.SECONDS else 4_000
 CONFIG = GatewayConfig(parse_seconds=60 if effort.SECONDS else 20, max_document_chunks=10**6, max_text_bytes=16 << 20)

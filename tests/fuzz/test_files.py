@@ -15,7 +15,6 @@ from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import quotas
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.auth.jwks import KeyFile
-from fusionkv.gateway.auth.jwt_tokens import JWTTokens
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
@@ -25,7 +24,7 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, PermissionDenied,
 from fusionkv.protos.runtime.settings import SettingsError
 from fusionkv.protos.runtime.watched import BadFile
 from tests.fuzz.effort import fuzz
-from tests.gateway.test_jwt import Signer, jwks
+from tests.gateway.test_jwt import Signer
 
 pytestmark = pytest.mark.hypothesis
 
@@ -137,14 +136,8 @@ def test_verdicts(tmp_path: Path) -> None:
     fuzz(verdict_file, CONTENTS, 100)
 
 
-def test_bearer_tokens(tmp_path: Path) -> None:
+def test_bearer_tokens(bearer: Bearer, signer: Signer) -> None:
     """Of any form, by both kinds of verifier: who it is, or a refusal."""
-    signer = Signer("a")
-    (tmp_path / "jwks").write_bytes(jwks(signer))
-    (tmp_path / "tokens").write_text(f'[[token]]\nname = "a"\nrole = "app"\ntenant = "a"\nsha256 = "{"0" * 64}"\n')
-    names = {"issuer": "https://issuer.example", "audience": "fusionkv"}
-    signed = JWTTokens(KeyFile(tmp_path / "jwks"), role_claim="role", tenant_claim="tenant", **names)
-    bearer = Bearer([StaticTokens(tmp_path / "tokens"), signed])
     good = signer.token()
 
     def bearer_token(given: list[str]) -> None:

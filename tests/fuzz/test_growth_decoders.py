@@ -14,8 +14,6 @@ import pytest
 
 from fusionkv.gateway import conversation, page_tokens
 from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.jwks import KeyFile
-from fusionkv.gateway.auth.jwt_tokens import JWTTokens
 from fusionkv.gateway.auth.quotas import Quotas
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
@@ -61,18 +59,6 @@ def test_bodies_of_chat_requests() -> None:
         wanted.request.SerializeToString()
 
     grows(shapes.JSON, answered(asked))
-
-
-@pytest.fixture
-def bearer(tmp_path: Path) -> Bearer:
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from jwt.algorithms import ECAlgorithm
-
-    key = json.loads(ECAlgorithm.to_jwk(ec.generate_private_key(ec.SECP256R1()).public_key()))
-    (tmp_path / "jwks").write_text(json.dumps({"keys": [{**key, "kid": "k", "use": "sig", "alg": "ES256"}]}))
-    (tmp_path / "tokens").write_text(f'[[token]]\nname = "n"\nrole = "app"\ntenant = "t"\nsha256 = "{"0" * 64}"\n')
-    signed = JWTTokens(KeyFile(tmp_path / "jwks"), issuer="i", audience="a", role_claim="role", tenant_claim="tenant")
-    return Bearer([StaticTokens(tmp_path / "tokens"), signed])
 
 
 def _part(text: str) -> str:

@@ -1,12 +1,11 @@
 """The decoders of bytes again, with inputs that atheris grows towards code that was not reached before."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_python
 from tests.fuzz import effort
 from tests.fuzz.decoders import GUIDED
 
@@ -20,9 +19,7 @@ _RUNS = 5000
 def test_guided(name: str, root: Path, tmp_path: Path) -> None:
     effort_flag = f"-max_total_time={int(effort.SECONDS)}" if effort.SECONDS else f"-runs={_RUNS}"
     flags = (effort_flag, f"-seed={effort.SEED}", "-timeout=30", "-max_len=1024", f"-artifact_prefix={tmp_path}/")
-    command = [sys.executable, "-P", str(root / "tests/fuzz/guided.py"), name, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    done = run_python(root / "tests/fuzz/guided.py", name, *flags, timeout=None)
     runs = re.search(r"Done (\d+)", done.stderr)
     assert runs is not None, done.stderr[-5000:]
     assert int(runs[1]) >= _RUNS

@@ -25,6 +25,7 @@ from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.fuzz.effort import SECONDS as SECONDS_EACH
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages
+from tests.services import start_cache, start_gateway, start_worker
 
 pytestmark = [pytest.mark.system, pytest.mark.hypothesis]
 S = grpc.StatusCode
@@ -47,12 +48,9 @@ class Running:
     """The three services, a channel to each, and an HTTP port."""
 
     def __init__(self, launch: Callable[..., Any], folder: Path, model: Path) -> None:
-        here = ("--listen", "127.0.0.1:0")
-        cache = launch("fusionkv.kvcache_service", *here, "--data-dir", str(folder / "kvcache"))
-        own = ("--model", str(model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "32MiB")
-        worker = launch("fusionkv.fusion_worker", *here, *own)
-        ports = (*here, "--http-listen", "127.0.0.1:0", "--workers", worker.address)
-        front = launch("fusionkv.gateway", *ports, "--data-dir", str(folder / "gateway"), services=2)
+        cache = start_cache(launch, folder)
+        worker = start_worker(launch, model, "--pool-bytes", "32MiB", cache=cache)
+        front = start_gateway(launch, folder, worker, "--http-listen", "127.0.0.1:0", services=2)
         self.services = {"kvcache": cache, "fusion": worker, "gateway": front}
         self.channels = {name: rpc.dial_sync(service.address) for name, service in self.services.items()}
         self._read = dict.fromkeys(self.services, 0)

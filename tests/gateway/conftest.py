@@ -1,7 +1,7 @@
 """A tiny model with random weights, and the real services around it."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,7 @@ import pytest
 
 from fusionkv.gateway.client.client import Client
 from tests.gateway import milvus_process
-
-Launch = Callable[..., Any]
+from tests.services import Launch, start_cache, start_gateway, start_worker
 
 
 @pytest.fixture(scope="session")
@@ -65,9 +64,7 @@ class Stack:
 
     def __init__(self, launch: Launch, folder: Path, model: Path, *flags: str, workers: int = 1) -> None:
         self.folder = folder
-        self.cache = launch(
-            "fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(folder / "kvcache")
-        )
+        self.cache = start_cache(launch, folder)
         self._launch = launch
         self.workers = [self.worker(model) for _ in range(workers)]
         self._flags = flags
@@ -75,13 +72,21 @@ class Stack:
         self.client = Client(self.gateway.address, timeout=60)
 
     def worker(self, model: Path, *flags: str) -> Any:
-        own = ("--model", str(model), "--cache", self.cache.address, "--threads", "1", "--pool-bytes", "64MiB")
-        return self._launch("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0", *flags)
+        return start_worker(self._launch, model, *flags, cache=self.cache)
 
     def start_gateway(self, *flags: str) -> Any:
-        addresses = ",".join(w.address for w in self.workers)
-        own = ("--listen", "127.0.0.1:0", "--workers", addresses, "--data-dir", str(self.folder / "gateway"))
-        return self._launch("fusionkv.gateway", *own, *self._flags, *flags)
+        return start_gateway(self._launch, self.folder, self.workers, *self._flags, *flags)
+
+
+@pytest.fixture(scope="module")
+def notes(launch_module: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The address of a gateway with the corpus `notes`, for clients of other libraries."""
+    worker = start_worker(launch_module, reference_model)
+    started = start_gateway(launch_module, tmp_path_factory.mktemp("notes"), worker)
+    with Client(started.address, timeout=60) as client:
+        client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
+        client.ingest("notes", "b.md", "Report Velkorda. The hill is green. The age of Dorlin is 41.")
+    return str(started.address)
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +96,11 @@ def stack(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.Temp
     made = Stack(launch_module, tmp_path_factory.mktemp("stack"), tiny_model, *flags)
     yield made
     made.client.close()
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Client:
+    """With the corpus `base` of six documents."""
+    for i in range(6):
+        stack.client.ingest("base", f"page-{i}.txt", f"Report Velnora.\nThe code of Name{i} is {100 + i}.")
+    return stack.client

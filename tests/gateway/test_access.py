@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,12 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, Unauthenticated
 from fusionkv.protos.runtime.watched import BadFile
+from tests.services import Launch, start_gateway, token_entry
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 TOKENS = {role: secrets.token_urlsafe(32) for role in Role}
-Launch = Callable[..., Any]
-
-
-def entry(token: str, role: str, tenant: str = "acme") -> str:
-    digest = hashlib.sha256(token.encode()).hexdigest()
-    return f'[[token]]\nname = "{role}-1"\nrole = "{role}"\ntenant = "{tenant}"\nsha256 = "{digest}"\n'
 
 
 def write(file: Path, *entries: str) -> Path:
@@ -40,16 +35,12 @@ def write(file: Path, *entries: str) -> Path:
     return file
 
 
-def start(launch: Launch, folder: Path, tokens: Path) -> Any:
-    flags = ("--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1", "--data-dir", str(folder / "gateway"))
-    return launch("fusionkv.gateway", *flags, "--auth-tokens", str(tokens))
-
-
 @pytest.fixture(scope="module")
 def gateway(launch_module: Launch, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Without a worker: a call that is let in fails for that, or for its corpus, and not for its token."""
     folder = tmp_path_factory.mktemp("access")
-    return start(launch_module, folder, write(folder / "tokens", *(entry(t, r) for r, t in TOKENS.items())))
+    tokens = write(folder / "tokens", *(token_entry(t, r) for r, t in TOKENS.items()))
+    return start_gateway(launch_module, folder, None, "--auth-tokens", str(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -164,12 +155,12 @@ async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
 
 def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: Launch, tmp_path: Path) -> None:
     old, new = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
-    tokens = write(tmp_path / "tokens", entry(old, "app"))
-    gateway = start(launch, tmp_path, tokens)
+    tokens = write(tmp_path / "tokens", token_entry(old, "app"))
+    gateway = start_gateway(launch, tmp_path, None, "--auth-tokens", str(tokens))
     held = write(tmp_path / "token", old)
     with Client(gateway.address, token=held) as client:
         assert client.list() == []
-        write(tokens, entry(new, "app"))
+        write(tokens, token_entry(new, "app"))
         # Both sides look at their files once a second.
         wait_until(lambda: not admitted(client))
         held.write_text(new)
@@ -195,12 +186,12 @@ def admitted(client: Client) -> bool:
         ("broken [", "no TOML"),
         ("", "empty"),
         ("a = 1", r"\[\[token\]\] tables and nothing else"),
-        (entry("t", "app").replace('role = "app"', ""), "not exactly these texts: name, role, sha256, tenant"),
-        (entry("t", "root"), "none of the roles app, operator, worker"),
-        (entry("t", "app", "../x"), "bad tenant"),
-        (entry("t", "app", ""), "bad tenant"),
-        (re.sub(r'sha256 = ".*"', 'sha256 = "plain-token-by-mistake"', entry("t", "app")), "no SHA-256 of 64"),
-        (entry("t", "app") + entry("t", "operator"), "two of them have one sha256"),
+        (token_entry("t", "app").replace('role = "app"', ""), "not exactly these texts: name, role, sha256, tenant"),
+        (token_entry("t", "root"), "none of the roles app, operator, worker"),
+        (token_entry("t", "app", "../x"), "bad tenant"),
+        (token_entry("t", "app", ""), "bad tenant"),
+        (re.sub(r'sha256 = ".*"', 'sha256 = "plain-token-by-mistake"', token_entry("t", "app")), "no SHA-256 of 64"),
+        (token_entry("t", "app") + token_entry("t", "operator"), "two of them have one sha256"),
     ],
 )
 def test_a_bad_file_of_tokens_is_refused_and_not_quoted(tmp_path: Path, text: str, said: str) -> None:

@@ -1,9 +1,7 @@
 """A gateway's pages for operators: whose they are, what they show, and how a real browser shows it."""
 
 import asyncio
-import hashlib
 import secrets
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,8 @@ from fusionkv.gateway.client.results import Explanation
 from fusionkv.gateway.history import History, Kept
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 
-Launch = Callable[..., Any]
 ADMIN = "fusionkv-gateway-admin"
 TOKENS = {name: secrets.token_urlsafe(32) for name in ("operator-acme", "app-acme", "operator-other")}
 QUESTION = "Which colour has the <em>lake</em>?"
@@ -28,28 +26,16 @@ QUESTION = "Which colour has the <em>lake</em>?"
 def gateway(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Shows the last three answers of every tenant; an app of one of them has asked four questions."""
     folder = tmp_path_factory.mktemp("admin")
-    entries = [
-        f'[[token]]\nname = "{n}"\nrole = "{n.split("-")[0]}"\ntenant = "{n.split("-")[1]}"\nsha256 = "{digest(t)}"\n'
-        for n, t in TOKENS.items()
-    ]
-    (folder / "tokens").write_text("".join(entries))
-    data = ("--data-dir", str(folder / "kvcache"))
-    cache = launch_module("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", *data)
-    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
-    worker = launch_module("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0")
-    ports = ("--listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", worker.address)
-    flags = ("--data-dir", str(folder / "g"), "--auth-tokens", str(folder / "tokens"), "--chunk-tokens", "64")
-    made = launch_module("fusionkv.gateway", *ports, *flags, "--admin-answers", "3", services=2)
+    worker = start_worker(launch_module, tiny_model, cache=start_cache(launch_module, folder))
+    tokens = token_flags(folder, *(token_entry(token, *name.split("-")) for name, token in TOKENS.items()))
+    flags = ("--admin-listen", "127.0.0.1:0", "--chunk-tokens", "64", "--admin-answers", "3")
+    made = start_gateway(launch_module, folder, worker, *tokens, *flags, services=2)
     with Client(made.address, token=TOKENS["app-acme"], timeout=60) as client:
         client.ingest("notes", "lake.txt", "The lake is blue and deep. " * 8)
         for question in ("one?", "two?", "three?", QUESTION):
             events = list(client.stream("notes", question, recipe="prophetkv", ratio=0.3, max_tokens=8, top_k=3))
             assert not [e for e in events if isinstance(e, Explanation)], "nobody asked for it"
     return made
-
-
-def digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
 
 
 def get(gateway: Any, path: str, who: str = "operator-acme", **options: Any) -> httpx2.Response:
@@ -187,13 +173,12 @@ def test_the_pages_in_a_browser(gateway: Any, chromium: str) -> None:
 
 def test_pages_need_their_address_and_the_library_alone(launch: Launch, tmp_path: Path) -> None:
     """Without tokens they are open, as all else; without the setting there are none."""
-    flags = ("--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1", "--data-dir", str(tmp_path))
-    made = launch("fusionkv.gateway", *flags, "--admin-listen", "127.0.0.1:0", services=2)
+    made = start_gateway(launch, tmp_path, None, "--admin-listen", "127.0.0.1:0", services=2)
     page = httpx2.get(f"http://{made.addresses[ADMIN][0]}/")
     assert page.status_code == 200
     assert "None yet." in page.text
     assert made.stop() == 0
-    assert ADMIN not in launch("fusionkv.gateway", *flags).addresses
+    assert ADMIN not in start_gateway(launch, tmp_path, None).addresses
 
 
 def kept(tenant: str, size: int) -> Kept:

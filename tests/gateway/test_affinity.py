@@ -12,9 +12,9 @@ from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from tests.services import Launch, start_cache, start_worker
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(180)]
-Launch = Callable[..., Any]
 TOPICS, PAGES, TOKENS = 4, 6, 256
 ROUNDS = 15
 
@@ -29,10 +29,8 @@ def prompt(topic: int, pages: Sequence[int], max_tokens: int = 2) -> pb.Generate
 @pytest.fixture(scope="module")
 def workers(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Addresses of two, each with room for less than three of four topics: a token of the model takes 256 bytes."""
-    data = ("--data-dir", str(tmp_path_factory.mktemp("kvcache")))
-    cache = launch_module("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", *data)
-    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "1MiB")
-    return [launch_module("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0").address for _ in range(2)]
+    cache = start_cache(launch_module, tmp_path_factory.mktemp("affinity"))
+    return [start_worker(launch_module, tiny_model, "--pool-bytes", "1MiB", cache=cache).address for _ in range(2)]
 
 
 def asked() -> list[pb.GenerateRequest]:

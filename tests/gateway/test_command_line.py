@@ -3,7 +3,6 @@
 import asyncio
 import io
 import json
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from fusionkv.protos.gateway.v1.gateway_pb2_grpc import GatewayServiceServicer, 
 from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import InvalidArgument
 from fusionkv.protos.runtime.settings import SettingsError
+from tests.commands import fusionkv
 
 
 @pytest.fixture
@@ -117,6 +117,7 @@ def test_a_gateway_that_is_not_there_is_one_line_and_exit_1(
     assert cli.main(["list", "--gateway", f"unix:{tmp_path}/none.sock"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"fusionkv: gateway unix:{tmp_path}/none.sock: ")
+    assert "is `fusionkv serve all` running?" in said
     assert said.count("\n") == 1
 
 
@@ -157,9 +158,7 @@ def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixtu
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "check"])
 def test_commands_that_are_processes_of_their_own_explain_themselves_too(command: str) -> None:
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True)
-    assert "--json" in done.stdout
+    assert "--json" in fusionkv(command, "--help").stdout
 
 
 @pytest.mark.parametrize(
@@ -176,23 +175,3 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:
     with pytest.raises(SettingsError, match=error):
         settings.load(GatewayConfig, "gateway", environ={}, flags=flags)
-
-
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "fusionkv.gateway.servicer, fusionkv.gateway.retrieval.embedded, fusionkv.gateway.__main__, "
-        "fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands",
-        "fusionkv.gateway.cli.supervisor, fusionkv.gateway.cli.commands",
-        "fusionkv.gateway.client.client, fusionkv.gateway.cli.main, fusionkv.fusion_worker.client",
-    ],
-)
-def test_no_torch_in_the_gateway(modules: str) -> None:
-    heavy = [
-        "torch",
-        "transformers",
-        *(["lancedb", "pyarrow", "tokenizers"] if "client" in modules.split(".")[-1] else []),
-    ]
-    code = f"import {modules}, sys; print([m for m in {heavy!r} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

@@ -6,9 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -18,9 +16,9 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 
-from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
+from tests.commands import run_python
 
 pytestmark = pytest.mark.system
 ROOT = Path(__file__).parent.parent.parent
@@ -29,33 +27,20 @@ SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/clients.md").read
 GRPCURL = [line for line in SHELL.splitlines() if line.startswith("grpcurl ")]
 
 
-@pytest.fixture(scope="module")
-def address(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a gateway with the corpus `notes`."""
-    model = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
-    worker = launch_module("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *model)
-    flags = ("--workers", worker.address, "--data-dir", str(tmp_path_factory.mktemp("gateway")))
-    started = launch_module("fusionkv.gateway", "--listen", "127.0.0.1:0", *flags)
-    with Client(started.address, timeout=60) as client:
-        client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
-        client.ingest("notes", "b.md", "Report Velkorda. The hill is green. The age of Dorlin is 41.")
-    return str(started.address)
-
-
 def run(*command: str | Path, **env: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_python(address: str) -> None:
-    said = run(sys.executable, "-P", "examples/python_async.py", "--gateway", address)
+def test_python(notes: str) -> None:
+    said = run_python("examples/python_async.py", "--gateway", notes, cwd=ROOT).stdout
     assert "Report Ballakmi: code of Bervek? 535\n" in said
     assert re.search(r"^from: ballakmi-01.txt, ballakmi-02.txt\n *Janberg$", said, re.MULTILINE)
     assert re.search(r"^\d+ of \d+ context tokens were in the cache", said, re.MULTILINE)
 
 
-def test_node(address: str) -> None:
+def test_node(notes: str) -> None:
     packages = ROOT / "build/tools/node_modules"
     node = shutil.which("node")
     if node is None or not (packages / "@grpc/grpc-js").exists():
@@ -66,9 +51,9 @@ def test_node(address: str) -> None:
     wanted = json.loads((ROOT / "examples/node/package.json").read_text())["dependencies"]
     for name, version in wanted.items():
         assert json.loads((packages / name / "package.json").read_text())["version"] == version
-    said = run(node, "examples/node/ask.js", address, "notes", QUESTION, NODE_PATH=str(packages))
+    said = run(node, "examples/node/ask.js", notes, "notes", QUESTION, NODE_PATH=str(packages))
     assert re.fullmatch(r"from: a\.md, b\.md\n\s*535\s*\nfirst token after [\d.]+ ms\n", said)
-    command = [node, "examples/node/ask.js", address, "none", QUESTION]
+    command = [node, "examples/node/ask.js", notes, "none", QUESTION]
     failed = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "NODE_PATH": str(packages)}, cwd=ROOT
     )
@@ -76,17 +61,17 @@ def test_node(address: str) -> None:
     assert failed.stderr.startswith("NOT_FOUND: ")
 
 
-def test_grpcurl(address: str) -> None:
+def test_grpcurl(notes: str) -> None:
     if shutil.which("grpcurl") is None:
         pytest.skip("grpcurl is not on PATH: go install github.com/fullstorydev/grpcurl/cmd/grpcurl@latest")
-    said = [run(*shlex.split(line.replace("127.0.0.1:7072", address))) for line in GRPCURL]
+    said = [run(*shlex.split(line.replace("127.0.0.1:7072", notes))) for line in GRPCURL]
     assert "gateway.v1.GatewayService" in said[0]
     assert "535" in said[-1]
 
 
-def test_what_grpcurl_does(address: str) -> None:
+def test_what_grpcurl_does(notes: str) -> None:
     """Names from reflection alone, messages from JSON; no stub of ours."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(notes) as channel:
         found = ProtoReflectionDescriptorDatabase(channel)
         assert "gateway.v1.GatewayService" in found.get_services()
         pool = DescriptorPool(found)
@@ -110,14 +95,14 @@ def test_what_grpcurl_does(address: str) -> None:
                 assert responses[0]["passages"][0]["document"] == "a.md"
 
 
-async def test_langchain(address: str) -> None:
-    retriever = FusionKVRetriever(corpus="notes", address=address, top_k=1)
+async def test_langchain(notes: str) -> None:
+    retriever = FusionKVRetriever(corpus="notes", address=notes, top_k=1)
     (document,) = retriever.invoke("code of Bervek?")
     assert document == (await retriever.ainvoke("code of Bervek?"))[0]
     assert document.metadata["document"] == "a.md"
     assert "535" in document.page_content
 
-    chat = ChatFusionKV(corpus="notes", address=address, options={"recipe": "full_attention", "max_tokens": 16})
+    chat = ChatFusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
     answer = chat.invoke(QUESTION)
     assert answer.text.strip() == "535"
     assert [s["document"] for s in answer.response_metadata["sources"]] == ["a.md", "b.md"]
@@ -134,8 +119,8 @@ async def test_langchain(address: str) -> None:
     assert len(chat.invoke(QUESTION, stop=["3"]).text.strip()) < 3
 
 
-def test_langchain_turns_and_errors(address: str) -> None:
-    chat = ChatFusionKV(corpus="notes", address=address, options={"max_tokens": 4, "top_k": 1})
+def test_langchain_turns_and_errors(notes: str) -> None:
+    chat = ChatFusionKV(corpus="notes", address=notes, options={"max_tokens": 4, "top_k": 1})
     turns = [SystemMessage("Be brief."), HumanMessage("Hill?"), AIMessage("Green."), HumanMessage("age of Dorlin?")]
     answer = chat.invoke(turns)
     # Chunks are searched for by the last message alone, while the prompt holds all of them.
@@ -145,5 +130,5 @@ def test_langchain_turns_and_errors(address: str) -> None:
     with pytest.raises(InvalidArgument, match="the last message must be the user's"):
         chat.invoke(turns[:3])
     with pytest.raises(NotFound, match="no corpus"):
-        ChatFusionKV(corpus="none", address=address).invoke(QUESTION)
+        ChatFusionKV(corpus="none", address=notes).invoke(QUESTION)
     assert "secret" not in repr(ChatFusionKV(corpus="notes", token="secret"))

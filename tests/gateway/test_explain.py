@@ -4,7 +4,6 @@ import html
 import json
 import re
 import subprocess
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,11 @@ from bs4 import BeautifulSoup
 from fusionkv.gateway import explain
 from fusionkv.gateway.client.results import Answer, Passage
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation, StageSeconds, Summary, TierHits, Verdict
+from tests.pages import Page
 
 # What a careless page would run, or break on.
 EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
 PHONE = 390
-VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
 def summary(recipe: str, total: float, replaced: str = "") -> Summary:
@@ -71,27 +70,8 @@ def page() -> str:
     return explain.render(explain.template(), f"Which code? {EVIL}", answer, explanation, full)
 
 
-class Balanced(HTMLParser):
-    """Raises where an element is closed that is not open."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.open: list[str] = []
-        self.seen: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
-    parser = Balanced()
-    parser.feed(page)
+    parser = Page(page)
     assert parser.open == []
     tags = {tag for tag, _ in parser.seen}
     assert not tags & {"script", "link", "img", "iframe", "object", "embed", "base"}

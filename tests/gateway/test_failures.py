@@ -1,8 +1,6 @@
 """What breaks around a gateway: workers killed and busy, callers that leave, a cache that is gone, kill -9."""
 
 import contextlib
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +11,11 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Token
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError, Unavailable
+from tests.commands import fusionkv
 from tests.ports import free_port
+from tests.services import Launch, start_cache, start_gateway, start_worker
 
 pytestmark = pytest.mark.system
-Launch = Callable[..., Any]
 
 
 def retry(call: Callable[[], Any], *more: type[ServiceError], seconds: float = 60) -> Any:
@@ -35,21 +34,12 @@ def retry(call: Callable[[], Any], *more: type[ServiceError], seconds: float = 6
         timer.cancel()
 
 
-def gateway_of(launch: Launch, folder: Path, workers: list[str], *flags: str) -> Any:
-    data = ("--data-dir", str(folder / "gateway"), "--workers", ",".join(workers))
-    return launch("fusionkv.gateway", "--listen", "127.0.0.1:0", *data, *flags)
-
-
-def worker_of(launch: Launch, model: Path, listen: str = "127.0.0.1:0", *flags: str) -> Any:
-    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen, *flags)
-
-
 def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
-    first = worker_of(launch, tiny_model, f"127.0.0.1:{free_port()}")
-    second = worker_of(launch, tiny_model)
-    gateway = gateway_of(launch, tmp_path, [first.address, second.address])
+    first = start_worker(launch, tiny_model, "--listen", f"127.0.0.1:{free_port()}")
+    second = start_worker(launch, tiny_model)
+    gateway = start_gateway(launch, tmp_path, [first, second])
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "d.txt", "some text")
         first.kill9()
@@ -64,14 +54,14 @@ def test_a_killed_worker_is_replaced_before_the_first_token_and_told_of_after_it
         with pytest.raises(Unavailable, match="fusion worker"):
             client.ask("c", "nobody there?")
         assert [i.name for i in client.list()] == ["c"]
-        worker_of(launch, tiny_model, first.address)
+        start_worker(launch, tiny_model, "--listen", first.address)
         assert retry(lambda: client.ask("c", "back again?", max_tokens=1)).summary.tokens_generated == 1
 
 
 @pytest.mark.slow
 def test_the_same_chunks_go_to_the_same_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    workers = [worker_of(launch, tiny_model).address for _ in range(2)]
-    gateway = gateway_of(launch, tmp_path, workers)
+    workers = [start_worker(launch, tiny_model) for _ in range(2)]
+    gateway = start_gateway(launch, tmp_path, workers)
     with Client(gateway.address, timeout=60) as client:
 
         def same(corpus: str) -> bool:
@@ -100,8 +90,8 @@ def test_the_same_chunks_go_to_the_same_worker(launch: Launch, tiny_model: Path,
 
 
 def test_a_caller_that_leaves_frees_the_worker(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    worker = worker_of(launch, tiny_model, "127.0.0.1:0", "--max-requests", "1", "--max-queue", "0")
-    gateway = gateway_of(launch, tmp_path, [worker.address])
+    worker = start_worker(launch, tiny_model, "--max-requests", "1", "--max-queue", "0")
+    gateway = start_gateway(launch, tmp_path, worker)
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "d.txt", "some text")
         events = client.stream("c", "a long one?", max_tokens=1900)
@@ -114,7 +104,7 @@ def test_a_caller_that_leaves_frees_the_worker(launch: Launch, tiny_model: Path,
 
 
 def test_too_many_requests_are_refused(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    gateway = gateway_of(launch, tmp_path, [worker_of(launch, tiny_model).address], "--max-requests", "1")
+    gateway = start_gateway(launch, tmp_path, start_worker(launch, tiny_model), "--max-requests", "1")
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "d.txt", "some text")
         events = client.stream("c", "a long one?", max_tokens=1900)
@@ -126,9 +116,9 @@ def test_too_many_requests_are_refused(launch: Launch, tiny_model: Path, tmp_pat
 
 
 def test_without_the_cache_answers_are_the_same_and_marked(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kvcache"))
-    worker = worker_of(launch, tiny_model, "127.0.0.1:0", "--cache", cache.address)
-    gateway = gateway_of(launch, tmp_path, [worker.address])
+    cache = start_cache(launch, tmp_path)
+    worker = start_worker(launch, tiny_model, cache=cache)
+    gateway = start_gateway(launch, tmp_path, worker)
     with Client(gateway.address, timeout=60) as client:
         for i in range(4):
             client.ingest("c", f"{i}.txt", f"page {i} holds some text")
@@ -145,8 +135,8 @@ def test_without_the_cache_answers_are_the_same_and_marked(launch: Launch, tiny_
 def test_a_gateway_killed_during_ingest_has_whole_documents_only(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
-    worker = worker_of(launch, tiny_model)
-    gateway = gateway_of(launch, tmp_path, [worker.address], "--chunk-tokens", "32")
+    worker = start_worker(launch, tiny_model)
+    gateway = start_gateway(launch, tmp_path, worker, "--chunk-tokens", "32")
     acknowledged: list[str] = []
     ten = threading.Event()
 
@@ -166,7 +156,7 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
     gateway.kill9()
     for thread in threads:
         thread.join(60)
-    again = gateway_of(launch, tmp_path, [worker.address])
+    again = start_gateway(launch, tmp_path, worker)
     with Client(again.address, timeout=60) as client:
         items = {i.name: i.chunks for i in client.list("c")}
         assert set(acknowledged) <= set(items)
@@ -181,9 +171,9 @@ def test_a_gateway_killed_during_ingest_has_whole_documents_only(
 def test_a_document_that_takes_too_long_holds_up_neither_others_nor_the_end(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
-    worker = worker_of(launch, tiny_model)
+    worker = start_worker(launch, tiny_model)
     flags = ("--parse-seconds", "1", "--parsers", "1", "--max-document-chunks", "1000000")
-    gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
+    gateway = start_gateway(launch, tmp_path, worker, *flags)
     # About a minute of splitting: the model has a token for each byte.
     slow = "".join(f"word{i} " for i in range(1_400_000))
     with Client(gateway.address, timeout=60) as client:
@@ -200,28 +190,12 @@ def test_a_busy_gateway_refuses_documents_and_the_command_waits(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
     limits = ("--max-requests", "1", "--max-document-bytes", "1KiB", "--max-ingest-bytes", "1KiB")
-    gateway = gateway_of(launch, tmp_path, [worker_of(launch, tiny_model).address], *limits)
+    gateway = start_gateway(launch, tmp_path, start_worker(launch, tiny_model), *limits)
     pages = tmp_path / "pages"
     pages.mkdir()
     for i in range(12):
         (pages / f"{i}.txt").write_text("some words " * 60)
-    argv = ["ingest", "c", str(pages), "--gateway", gateway.address, "--concurrency", "12"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *argv], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    fusionkv("ingest", "c", pages, "--gateway", gateway.address, "--concurrency", "12")
     with Client(gateway.address, timeout=60) as client:
         assert len(client.list("c")) == 12
         assert client.stats().requests_failed > 0, "or nothing was refused"
-
-
-@pytest.mark.slow
-def test_a_parser_is_free_again_when_a_late_document_ends(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    worker = worker_of(launch, tiny_model)
-    flags = ("--parse-seconds", "0.5", "--parsers", "1", "--max-document-chunks", "100")
-    gateway = gateway_of(launch, tmp_path, [worker.address], *flags)
-    with Client(gateway.address, timeout=60) as client:
-        with pytest.raises(InvalidArgument, match=r"longer than 0.5 s|chunks; at most"):
-            client.ingest("c", "slow.txt", "".join(f"word{i} " for i in range(40_000)))
-        # On a busy machine the quick one may be late as well.
-        assert retry(lambda: client.ingest("c", "quick.txt", "quick"), InvalidArgument).chunks == 1

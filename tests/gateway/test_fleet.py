@@ -1,36 +1,32 @@
 """Several workers behind a gateway: one that stands still is not waited for; those of a DNS name come and go."""
 
 import asyncio
+import json
+import logging
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from opentelemetry import trace
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.workers import fleet, workers
+from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import Unavailable
 from tests.ports import free_port
+from tests.services import Launch, start_cache, start_gateway, start_worker
 from tests.waiting import until
 
-pytestmark = pytest.mark.system
-Launch = Callable[..., Any]
 
-
-def worker_of(launch: Launch, model: Path, listen: str, *flags: str) -> Any:
-    return launch("fusionkv.fusion_worker", "--model", str(model), "--threads", "1", "--listen", listen, *flags)
-
-
+@pytest.mark.system
 @pytest.mark.slow
 def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    workers = [worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2)]
-    addresses = ",".join(worker.address for worker in workers)
-    data = ("--data-dir", str(tmp_path / "gateway"))
-    gateway = launch("fusionkv.gateway", "--listen", "127.0.0.1:0", "--workers", addresses, *data)
+    workers = [start_worker(launch, tiny_model) for _ in range(2)]
+    gateway = start_gateway(launch, tmp_path, workers)
     # Far more than it takes, and far less than the 300 s after which a silent worker's call would end.
     with Client(gateway.address, timeout=60) as client:
         for i in range(4):
@@ -43,13 +39,14 @@ def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model
             worker.process.send_signal(signal.SIGCONT)
 
 
+@pytest.mark.system
 @pytest.mark.slow
 async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given the request unasked; then nothing comes."""
     monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0)
-    processes = {w.address: w for w in (worker_of(launch, tiny_model, "127.0.0.1:0") for _ in range(2))}
+    processes = {w.address: w for w in (start_worker(launch, tiny_model) for _ in range(2))}
     pool = workers.WorkerPool([*processes])
     await until(lambda: all(member.client.connected for member in pool._fleet.members))
     for member in pool._fleet.members:
@@ -71,14 +68,15 @@ async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     await pool.close()
 
 
+@pytest.mark.system
 @pytest.mark.slow
 @pytest.mark.parametrize("heard", [True, False])
 async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
 ) -> None:
     """Found out by a health check: before it is given the request, or while nothing comes."""
-    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "kvcache"))
-    started = [worker_of(launch, tiny_model, "127.0.0.1:0", "--cache", cache.address) for _ in range(2)]
+    cache = start_cache(launch, tmp_path)
+    started = [start_worker(launch, tiny_model, cache=cache) for _ in range(2)]
     processes = {worker.address: worker for worker in started}
     monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0 if heard else 0.0)
     monkeypatch.setattr(fleet, "_LEAST_SUSPECT", 600.0)
@@ -101,6 +99,7 @@ async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     await pool.close()
 
 
+@pytest.mark.system
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pool = workers.WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
@@ -123,21 +122,20 @@ def hosts(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
     return file, before
 
 
+@pytest.mark.system
 @pytest.mark.slow
 def test_workers_of_a_name_come_and_go(
     launch: Launch, tiny_model: Path, tmp_path: Path, hosts: tuple[Path, tuple[str, ...]]
 ) -> None:
     file, before = hosts
     port = free_port()
-    first = worker_of(launch, tiny_model, f"127.0.0.1:{port}")
+    first = start_worker(launch, tiny_model, "--listen", f"127.0.0.1:{port}")
     file.write_text("127.0.0.1 localhost workers.test\n")
-    where = ("--listen", "127.0.0.1:0", "--workers", f"dns:workers.test:{port}")
-    data = ("--data-dir", str(tmp_path / "gateway"))
-    gateway = launch("fusionkv.gateway", *where, *data, before=before)
+    gateway = start_gateway(launch, tmp_path, first, "--workers", f"dns:workers.test:{port}", before=before)
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "a.txt", "some text")
         assert client.stats().worker == f"127.0.0.1:{port}"
-        second = worker_of(launch, tiny_model, f"127.0.0.2:{port}")
+        second = start_worker(launch, tiny_model, "--listen", f"127.0.0.2:{port}")
         # In place: the mount is of the file, not of its name.
         file.write_text("127.0.0.2 workers.test\n127.0.0.1 localhost\n")
         gateway.wait_for_line(f"has a worker at 127.0.0.2:{port}")
@@ -148,3 +146,19 @@ def test_workers_of_a_name_come_and_go(
         file.write_text("127.0.0.1 localhost\n")
         gateway.wait_for_line("those that are known stay")
         assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
+
+
+async def test_no_line_for_each_request_and_worker(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caplog.handler, "formatter", logs.JSONLines("fusionkv-gateway"))
+    monkeypatch.setattr(workers, "_faults", logs.RateLimitedLog(logging.getLogger(workers.__name__)))
+    pool = WorkerPool([f"127.0.0.1:{free_port()}" for _ in range(2)])
+    with trace.use_span(trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))):
+        for _ in range(2):
+            with pytest.raises(Unavailable):
+                await anext(pool.generate(pb.GenerateRequest(), 60.0))
+    await pool.close()
+    (line,) = [json.loads(line) for line in caplog.text.splitlines() if "fusionkv.gateway" in line]
+    assert line["message"].startswith("a worker failed")
+    assert "trace_id" not in line

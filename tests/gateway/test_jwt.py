@@ -26,6 +26,7 @@ from fusionkv.gateway.auth.jwt_tokens import JWTTokens
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
 from fusionkv.protos.runtime.watched import BadFile
+from tests.services import start_gateway, token_entry, token_flags
 from tests.waiting import until
 
 ISSUER, AUDIENCE = "https://issuer.example", "fusionkv"
@@ -301,11 +302,9 @@ def test_bad_places_of_keys_are_refused_at_start(tmp_path: Path) -> None:
 def test_a_gateway_takes_static_and_signed_tokens_at_once(launch: Any, issuer: Issuer, tmp_path: Path) -> None:
     signer = Signer("k", "RS256")
     issuer.body = jwks(signer)
-    digest = hashlib.sha256(b"static-token").hexdigest()
-    (tmp_path / "tokens").write_text(f'[[token]]\nname = "x"\nrole = "app"\ntenant = "acme"\nsha256 = "{digest}"\n')
-    flags = ("--listen", "127.0.0.1:0", "--workers", "127.0.0.1:1", "--data-dir", str(tmp_path / "gateway"))
+    static = token_flags(tmp_path, token_entry("static-token", "app"))
     signed = ("--auth-jwks", issuer.url, "--auth-issuer", ISSUER, "--auth-audience", AUDIENCE)
-    gateway = launch("fusionkv.gateway", *flags, *signed, "--auth-tokens", str(tmp_path / "tokens"))
+    gateway = start_gateway(launch, tmp_path, None, *signed, *static)
     for token in ("static-token", signer.token()):
         with Client(gateway.address, token=token) as client:
             assert client.list() == []

@@ -1,46 +1,28 @@
 """LlamaIndex over a real gateway: retriever, LLM, synthesizer, and its own retriever over a folder."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.query_engine import RetrieverQueryEngine
 
 from fusionkv.gateway.client import llama_index
-from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import NotFound
+from tests.commands import run_python
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 QUESTION = "Report Velkorda: code of Bervek?"
 
 
-@pytest.fixture(scope="module")
-def address(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Of a gateway with the corpus `notes`."""
-    model = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
-    worker = launch_module("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *model)
-    flags = ("--workers", worker.address, "--data-dir", str(tmp_path_factory.mktemp("gateway")))
-    started = launch_module("fusionkv.gateway", "--listen", "127.0.0.1:0", *flags)
-    with Client(started.address, timeout=60) as client:
-        client.ingest("notes", "a.md", "Report Velkorda. The lake is blue. The code of Bervek is 535.")
-        client.ingest("notes", "b.md", "Report Velkorda. The hill is green. The age of Dorlin is 41.")
-    return str(started.address)
-
-
-async def test_llama_index(address: str) -> None:
-    retriever = llama_index.FusionKVRetriever("notes", address=address, top_k=1)
+async def test_llama_index(notes: str) -> None:
+    retriever = llama_index.FusionKVRetriever("notes", address=notes, top_k=1)
     (node,) = retriever.retrieve("code of Bervek?")
     assert node.text == (await retriever.aretrieve("code of Bervek?"))[0].text
     assert node.metadata["document"] == "a.md"
     assert "535" in node.text
 
-    llm = llama_index.FusionKV(
-        corpus="notes", address=address, options={"recipe": "full_attention", "max_tokens": 16}
-    )
+    llm = llama_index.FusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
     answer = llm.complete(QUESTION)
     assert answer.text.strip() == "535"
     assert answer.additional_kwargs["summary"]["recipe"] == "full_attention"
@@ -56,15 +38,15 @@ async def test_llama_index(address: str) -> None:
     assert "".join(part.delta for part in llm.stream_complete(QUESTION)) == answer.text
     assert [part.text async for part in await llm.astream_complete(QUESTION)][-1] == answer.text
     with pytest.raises(NotFound, match="no corpus"):
-        llama_index.FusionKV(corpus="none", address=address).complete(QUESTION)
+        llama_index.FusionKV(corpus="none", address=notes).complete(QUESTION)
     assert "secret" not in repr(llama_index.FusionKV(token="secret"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-async def test_llama_index_retrieves_and_the_nodes_are_passages(address: str, streaming: bool) -> None:
+async def test_llama_index_retrieves_and_the_nodes_are_passages(notes: str, streaming: bool) -> None:
     """The second question, over the same nodes, finds their KV."""
-    corpus = llama_index.FusionKVRetriever("notes", address=address)
-    llm = llama_index.FusionKV(address=address, options={"recipe": "prophetkv", "max_tokens": 16})
+    corpus = llama_index.FusionKVRetriever("notes", address=notes)
+    llm = llama_index.FusionKV(address=notes, options={"recipe": "prophetkv", "max_tokens": 16})
     engine = RetrieverQueryEngine(corpus, llama_index.FusionKVSynthesizer(llm, streaming=streaming))
     said = engine.query(QUESTION)
     assert len(said.source_nodes) == 2
@@ -76,14 +58,12 @@ async def test_llama_index_retrieves_and_the_nodes_are_passages(address: str, st
     assert summary.additional_kwargs["summary"]["chunks_missed"] == 0
 
 
-def test_a_folder_that_llama_index_retrieves_from(address: str, root: Path, tmp_path: Path) -> None:
+def test_a_folder_that_llama_index_retrieves_from(notes: str, root: Path, tmp_path: Path) -> None:
     """What is asked a second time, in another order, is all in the cache."""
     for name, about in (("a", "The code of Tarvin is 212."), ("b", "The age of Tarvin is 35."), ("c", "A lake.")):
         (tmp_path / f"{name}.txt").write_text(f"Report Ashkorda. {about}")
     script = ("examples/llama_index_folder.py", str(tmp_path), "Report Ashkorda: code of Tarvin?")
-    command = [sys.executable, "-P", *script, "--gateway", address]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=root)
-    assert said.returncode == 0, said.stderr
+    said = run_python(*script, "--gateway", notes, cwd=root)
     first, second = [line for line in said.stdout.splitlines() if " passages, " in line]
     assert re.match(r"  \d passages, [1-9] not in the cache; ", first)
     assert re.match(r"  \d passages, 0 not in the cache; ", second)

@@ -2,8 +2,6 @@
 
 import asyncio
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
+from tests.commands import run_python
 from tests.gateway import milvus_process
 from tests.gateway.conftest import Launch, Stack
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
@@ -263,9 +262,7 @@ def test_two_gateways_answer_from_one_milvus(
     ],
 )
 def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: str) -> None:
-    command = [sys.executable, "-P", "-m", "fusionkv.gateway", "--listen", "127.0.0.1:0", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    done = run_python("-m", "fusionkv.gateway", "--listen", "127.0.0.1:0", *flags, status=1)
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 

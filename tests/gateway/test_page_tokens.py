@@ -1,9 +1,7 @@
 """Page tokens of List: good for the tenant and the listing that they were given for, and for nothing else."""
 
-import hashlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -18,6 +16,7 @@ from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.gateway.test_retrieval import put
+from tests.services import Launch, start_gateway, token_entry, token_flags
 
 List = Callable[..., pb.ListResponse]
 TENANTS = ("acme", "other")
@@ -55,12 +54,9 @@ async def filled(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def listing(launch: Callable[..., Any], filled: Path) -> Iterator[List]:
-    entry = '[[token]]\nname = "{0}"\nrole = "operator"\ntenant = "{0}"\nsha256 = "{1}"\n'
-    tokens = filled / "tokens"
-    tokens.write_text("".join(entry.format(t, hashlib.sha256(t.encode()).hexdigest()) for t in TENANTS))
-    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(filled / "gateway"), "--auth-tokens", str(tokens))
-    gateway = launch("fusionkv.gateway", *flags)
+def listing(launch: Launch, filled: Path) -> Iterator[List]:
+    tokens = token_flags(filled, *(token_entry(tenant, tenant=tenant) for tenant in TENANTS))
+    gateway = start_gateway(launch, filled, None, *tokens)
     with rpc.dial_sync(gateway.address) as channel:
         stub = gateway_pb2_grpc.GatewayServiceStub(channel)
 

@@ -3,10 +3,9 @@
 import asyncio
 import contextlib
 import os
-import runpy
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,11 @@ from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAI
 from fusionkv.gateway.ingest.parsers import TOKENS_A_SECOND, Parsed, Parsers, Piece
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
+from tests.gateway.test_parse import pdf
+from tests.gateway.test_tokens import vocabulary
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
-_here = Path(__file__)
-pdf: Callable[..., bytes] = runpy.run_path(str(_here.with_name("test_parse.py")))["pdf"]
-vocabulary: Callable[..., Vocabulary] = runpy.run_path(str(_here.with_name("test_tokens.py")))["vocabulary"]
 # A token for each byte: about a minute of splitting.
 SLOW = "".join(f"word{i} " for i in range(1_400_000)).encode()
 TOKENS = Vocabulary(vocabulary().model)

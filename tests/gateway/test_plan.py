@@ -199,12 +199,6 @@ def test_wrong_values_are_named(wrong: dict[str, object], error: str) -> None:
         plan.check(pb.GenerateRequest(**{"corpus": "c", **wrong}), 2)  # type: ignore[arg-type]
 
 
-def test_an_unknown_recipe_is_told_the_known_ones() -> None:
-    assert plan.recipe("near", vocabulary()) == NEAR
-    with pytest.raises(InvalidArgument, match="unknown recipe 'x'; known: plain, near"):
-        plan.recipe("x", vocabulary())
-
-
 def test_words_decide_where_a_chunk_has_much_of_the_question() -> None:
     """At equal differences of the cosine: a score of 40 is names and numbers in common, one of 4 is common words."""
     for words, first in ((40.0, "named"), (4.0, "near")):

@@ -1,6 +1,5 @@
 """What is encoded ahead of time is what the cache service has, whatever a corpus says of it."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,9 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.gateway import sentence_models
+from tests.services import Launch, start_cache, start_gateway, start_worker
 
 pytestmark = pytest.mark.system
-Launch = Callable[..., Any]
 
 
 def test_the_default_recipe_reuses_chunks_as_they_were_encoded(stack: Any) -> None:
@@ -55,12 +54,9 @@ def test_a_corpus_with_embeddings_has_its_correction_learned(
     launch: Launch, tiny_model: Path, tmp_path: Path
 ) -> None:
     """It is read as what it was made with, the embedder among it."""
-    cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "cache"))
-    own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
-    worker = launch("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0")
+    worker = start_worker(launch, tiny_model, cache=start_cache(launch, tmp_path))
     embedder = ("--embedder", str(sentence_models.write(tmp_path / "embedder")), "--embedder-threads", "1")
-    data = ("--data-dir", str(tmp_path / "gateway"), "--listen", "127.0.0.1:0")
-    gateway = launch("fusionkv.gateway", "--workers", worker.address, *data, *embedder)
+    gateway = start_gateway(launch, tmp_path, worker, *embedder)
     with Client(gateway.address, timeout=60) as client:
         for i in range(9):
             client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
@@ -72,11 +68,8 @@ def test_what_the_cache_lost_is_encoded_again(launch: Launch, tiny_model: Path, 
     """Two caches, one after the other, below one gateway's corpora."""
 
     def start(name: str) -> Any:
-        cache = launch("fusionkv.kvcache_service", "--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / name))
-        own = ("--model", str(tiny_model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
-        worker = launch("fusionkv.fusion_worker", *own, "--listen", "127.0.0.1:0")
-        data = ("--data-dir", str(tmp_path / "gateway"), "--listen", "127.0.0.1:0")
-        return launch("fusionkv.gateway", "--workers", worker.address, *data)
+        worker = start_worker(launch, tiny_model, cache=start_cache(launch, tmp_path / name))
+        return start_gateway(launch, tmp_path, worker)
 
     gateway = start("first")
     with Client(gateway.address, timeout=60) as client:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from fusionkv.protos.runtime.watched import BadFile
 from tests.examples import examples
+from tests.services import Launch, start_gateway, start_worker, token_entry, token_flags
 
 
 class Clock:
@@ -179,23 +179,12 @@ def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_gateway_refuses_what_is_over_and_says_when(
-    launch: Callable[..., Any], tiny_model: Path, tmp_path: Path
-) -> None:
-    tenants = ("acme", "other")
-    tokens = [
-        f'[[token]]\nname = "{t}"\nrole = "app"\ntenant = "{t}"\nsha256 = "{hashlib.sha256(t.encode()).hexdigest()}"'
-        for t in tenants
-    ]
-    (tmp_path / "tokens").write_text("\n".join(tokens))
+def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+    tokens = token_flags(tmp_path, *(token_entry(tenant, "app", tenant) for tenant in ("acme", "other")))
     quotas = tmp_path / "quotas"
     quotas.write_text("[tenants.acme]\nstored_bytes = 100\n")
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(tiny_model), "--threads", "1")
-    gateway = launch(
-        "fusionkv.gateway",
-        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
-        *("--auth-tokens", str(tmp_path / "tokens"), "--quotas", str(quotas)),
-    )
+    worker = start_worker(launch, tiny_model)
+    gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(quotas))
     with Client(gateway.address, token="acme") as acme, Client(gateway.address, token="other") as other:
         acme.ingest("c", "a", b"x" * 60, media_type="text/plain")
         assert [(i.name, i.bytes) for i in acme.list("c")] == [("a", 60)]
@@ -226,19 +215,15 @@ def ask_until_refused(client: Client) -> None:
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_model: Path, tmp_path: Path) -> None:
+def test_the_command_line_waits_for_its_turn(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     from fusionkv.gateway.cli.main import main
 
     (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 30\n")
     (tmp_path / "docs").mkdir()
     for number in range(32):
         (tmp_path / "docs" / f"{number}.txt").write_text(f"Page {number}.")
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", "--model", str(tiny_model), "--threads", "1")
-    gateway = launch(
-        "fusionkv.gateway",
-        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
-        *("--quotas", str(tmp_path / "quotas")),
-    )
+    worker = start_worker(launch, tiny_model)
+    gateway = start_gateway(launch, tmp_path, worker, "--quotas", str(tmp_path / "quotas"))
     began = time.monotonic()
     assert main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
     # A minute's worth at once, then one every two seconds.
@@ -247,27 +232,17 @@ def test_the_command_line_waits_for_its_turn(launch: Callable[..., Any], tiny_mo
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_calls_that_come_together_keep_to_every_quota(
-    launch: Callable[..., Any], tiny_model: Path, tmp_path: Path
-) -> None:
+def test_calls_that_come_together_keep_to_every_quota(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
     """Each is used up to its edge and not beyond; what failed gives back what it held."""
-    entry = '[[token]]\nname = "{0}"\nrole = "operator"\ntenant = "{0}"\nsha256 = "{1}"\n'
     tenants = ("requests", "bytes", "tokens")
-    tokens = "".join(entry.format(t, hashlib.sha256(t.encode()).hexdigest()) for t in tenants)
-    (tmp_path / "tokens").write_text(tokens)
+    tokens = token_flags(tmp_path, *(token_entry(tenant, tenant=tenant) for tenant in tenants))
     (tmp_path / "quotas").write_text(
         "[tenants.requests]\nrequests_per_minute = 5\n"
         "[tenants.bytes]\nstored_bytes = 1000\n"
         "[tenants.tokens]\ntokens_per_minute = 4000\n"
     )
-    one_at_a_time = ("--max-requests", "1", "--max-queue", "0")
-    model = ("--model", str(tiny_model), "--threads", "1")
-    worker = launch("fusionkv.fusion_worker", "--listen", "127.0.0.1:0", *model, *one_at_a_time)
-    gateway = launch(
-        "fusionkv.gateway",
-        *("--listen", "127.0.0.1:0", "--workers", worker.address, "--data-dir", str(tmp_path / "gateway")),
-        *("--auth-tokens", str(tmp_path / "tokens"), "--quotas", str(tmp_path / "quotas")),
-    )
+    worker = start_worker(launch, tiny_model, "--max-requests", "1", "--max-queue", "0")
+    gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(tmp_path / "quotas"))
 
     def together(calls: list[Callable[[], Any]]) -> list[type[Exception] | None]:
         def outcome(call: Callable[[], Any]) -> type[Exception] | None:

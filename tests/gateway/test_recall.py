@@ -1,15 +1,18 @@
-"""Retrieval by words alone finds every page that a question of the example corpus needs."""
+"""Retrieval finds what questions need: in the example corpus, and as `make recall` measures it."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from fusionkv.bench.quality.retrieval import recall
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
+from tests.gateway.test_ingest import Topics
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32)
 QUESTIONS = 160
@@ -33,3 +36,61 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
             missed.append(question["question"])
     assert not missed
     await engine.close()
+
+
+def write(file: Path) -> Path:
+    """Two questions: one that shares words with its passage alone, and one that only its topic leads to."""
+    others = [{"title": f"Other {i}", "text": f"Nothing of note, number {i}.", "gold": False} for i in range(30)]
+    asked = [
+        {"question": "What is the code 4711 for?", "ctxs": [{"title": "A", "text": "4711 opens it.", "gold": True}]},
+        {
+            "question": "Which horse?",
+            "ctxs": [{"title": "", "text": f"Horses are animals {i}.", "gold": i < 2} for i in range(3)],
+        },
+    ]
+    for each in asked:
+        each["ctxs"] = [*each["ctxs"], *others]  # type: ignore[list-item,misc]
+    file.write_text(json.dumps(asked))
+    return file
+
+
+async def test_shares_and_ranks_by_hand(tmp_path: Path) -> None:
+    rows = await recall.measure(write(tmp_path / "small.json"), Topics())
+    found = {row.mode: row for row in rows}
+    assert [*found] == ["bm25", "dense", "hybrid"]
+    assert {(row.file, row.passages, row.questions, row.embedder) for row in rows} == {
+        ("small.json", 34, 2, "topics")
+    }
+    # Words find "4711", and stems the horses.
+    assert (found["bm25"].recall_at_8, found["bm25"].mrr) == (1.0, 1.0)
+    # The passage of the first question has none of the topics: all of 34 are alike, or not found.
+    assert found["dense"].recall_at_8 >= 0.5
+    assert (found["hybrid"].recall_at_8, found["hybrid"].mrr) == (1.0, 1.0)
+    (alone,) = await recall.measure(tmp_path / "small.json", None)
+    assert (alone.mode, alone.recall_at_8, alone.embedder) == ("bm25", 1.0, "")
+
+
+def test_the_command_writes_a_row_a_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "build/recall.json"
+    monkeypatch.setattr("sys.argv", ["recall", str(write(tmp_path / "small.json")), "--json", str(out)])
+    assert recall.main() == 0
+    (row,) = json.loads(out.read_text())
+    assert {name: row[name] for name in ("file", "mode", "recall_at_8", "mrr")} == {
+        "file": "small.json",
+        "mode": "bm25",
+        "recall_at_8": 1.0,
+        "mrr": 1.0,
+    }
+    assert "recall@8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["no JSON", "[]", '[{"question": "q"}]', '[{"question": "q", "ctxs": [{}]}]'])
+def test_a_file_that_is_none_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: Any
+) -> None:
+    (tmp_path / "x.json").write_text(content)
+    monkeypatch.setattr("sys.argv", ["recall", str(tmp_path / "x.json"), "--json", str(tmp_path / "out.json")])
+    assert recall.main() == 1
+    assert capsys.readouterr().err.startswith(f"recall: {tmp_path}/x.json: ")

@@ -3,12 +3,9 @@
 import base64
 import hashlib
 import hmac
-import os
 import re
 import secrets
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,8 @@ import pytest
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
+from tests.commands import fusionkv
+from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 
@@ -47,20 +46,8 @@ def recorder() -> Iterator[tuple[Recorder, str]]:
     server.stop(None)
 
 
-def cli(*arguments: str, env: dict[str, str]) -> str:
-    """Everything that a command prints."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *arguments],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    return done.stdout + done.stderr
-
-
 def test_no_secret_is_in_a_log_a_trace_or_an_error(
-    launch: Callable[..., Any], authority: Any, recorder: tuple[Recorder, str], tiny_model: Path, tmp_path: Path
+    launch: Launch, authority: Any, recorder: tuple[Recorder, str], tiny_model: Path, tmp_path: Path
 ) -> None:
     kept, endpoint = recorder
     ours = authority("ours")
@@ -68,9 +55,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     salt = secrets.token_bytes(32)
     document, question = "Report Velnora. The code of Bervek is 535.", "Which code has Bervek?"
     digest = hashlib.sha256(token.encode()).hexdigest()
-    (tmp_path / "tokens").write_text(
-        f'[[token]]\nname = "x"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
-    )
+    tokens = token_flags(tmp_path, token_entry(token))
     (tmp_path / "token").write_text(token)
     (tmp_path / "tenant.key").write_bytes(salt)
     signing = secrets.token_bytes(32)
@@ -88,15 +73,11 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
         flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ours.ca))
         return flags if name == "cache" else (*flags, "--tls-ca", str(ours.ca))
 
-    here = ("--listen", "127.0.0.1:0")
-    own = (*here, "--data-dir", str(tmp_path / "kvcache"))
-    cache = launch("fusionkv.kvcache_service", *own, *secured("cache"), env=env)
-    own = (*here, "--model", str(tiny_model), "--threads", "1", "--cache", cache.address)
-    own = (*own, "--signing-keys", str(tmp_path / "signing.keys"))
-    worker = launch("fusionkv.fusion_worker", *own, *secured("worker"), env=env)
-    own = (*here, "--workers", worker.address, "--data-dir", str(tmp_path / "gateway"))
-    auth = ("--auth-tokens", str(tmp_path / "tokens"), "--tenant-key", str(tmp_path / "tenant.key"))
-    gateway = launch("fusionkv.gateway", *own, *auth, *secured("gateway"), env=env)
+    cache = start_cache(launch, tmp_path, *secured("cache"), env=env)
+    signed = ("--signing-keys", str(tmp_path / "signing.keys"))
+    worker = start_worker(launch, tiny_model, *signed, *secured("worker"), cache=cache, env=env)
+    auth = (*tokens, "--tenant-key", str(tmp_path / "tenant.key"))
+    gateway = start_gateway(launch, tmp_path, worker, *auth, *secured("gateway"), env=env)
 
     printed = []
     caller = identities["caller"]
@@ -119,12 +100,18 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     printed.append(str(raised.value))
     flags = ("--gateway", gateway.address, "--tls-ca", str(ours.ca), "--tls-cert", str(caller[0]))
     flags = (*flags, "--tls-key", str(caller[1]))
+
+    def cli(command: str, *more: str, **env: Any) -> str:
+        """Everything that a command prints."""
+        done = fusionkv(command, *flags, *more, status=None, **env)
+        return done.stdout + done.stderr
+
     for given in ({"FUSIONKV_TOKEN": token}, {"FUSIONKV_TOKEN_FILE": str(tmp_path / "token")}):
-        said = cli("list", *flags, env=given)
+        said = cli("list", env=given)
         assert re.search(r"c +1 +1 ", said), said
         printed.append(said)
-    printed += [cli("list", *flags, "--token", wrong, env={}), cli("list", *flags, "--token", "two words", env={})]
-    said = cli("stats", *flags, "--token-file", str(tmp_path / "token"), "--cache", cache.address, env={})
+    printed += [cli("list", "--token", wrong), cli("list", "--token", "two words")]
+    said = cli("stats", "--token-file", str(tmp_path / "token"), "--cache", cache.address)
     assert '"error"' not in said
     assert re.search(r"puts +\d", said)
     printed.append(said)

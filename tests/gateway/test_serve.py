@@ -1,13 +1,11 @@
 """`fusionkv serve` and the commands against it, each a process of its own."""
 
-import hashlib
 import json
 import os
 import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,9 +18,10 @@ from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.tls import ClientTLS
+from tests.commands import fusionkv, run_python
+from tests.services import Launch, start_cache, start_worker, token_entry, token_flags
 
 pytestmark = pytest.mark.system
-Launch = Callable[..., Any]
 
 
 def events(service: Any) -> list[dict[str, Any]]:
@@ -71,8 +70,7 @@ def all_services(
 @pytest.fixture(scope="module")
 def run(all_services: tuple[Any, str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     def run(command: str, *args: str, given: str = "") -> subprocess.CompletedProcess[str]:
-        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", command, *args, "--gateway", all_services[1]]
-        return subprocess.run(argv, capture_output=True, text=True, timeout=120, input=given)
+        return fusionkv(command, *args, "--gateway", all_services[1], input=given, status=None)
 
     return run
 
@@ -333,29 +331,17 @@ def test_serve_with_a_model_that_is_none_says_so_and_exits_1(launch: Launch, tmp
 def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"
-        argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", *command, "--listen", address]
         # No model: whoever loads one before says that instead.
-        flags = ["--model", str(tmp_path)] if command != ("serve", "gateway") else []
-        done = subprocess.run([*argv, *flags], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert done.returncode == 1
+        flags = ["--model", tmp_path] if command != ("serve", "gateway") else []
+        done = fusionkv(*command, "--listen", address, *flags, cwd=tmp_path, status=1)
     assert f"{address} is taken by another program: stop that one, or name another address by --listen" in done.stderr
 
 
-def test_a_gateway_that_is_not_there(tmp_path: Path) -> None:
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "list", "--gateway", f"unix:{tmp_path}/none"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    assert "is `fusionkv serve all` running?" in done.stderr
-
-
 def test_the_package_names_its_clients_and_its_version() -> None:
-    import fusionkv
-    from fusionkv import AsyncClient as Awaiting
-    from fusionkv import Client as Blocking
+    import fusionkv as package
 
-    assert (Awaiting.__name__, Blocking) == ("AsyncClient", Client)
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "--version"]
-    assert subprocess.check_output(argv, text=True) == f"fusionkv {fusionkv.__version__}\n"
+    assert (package.AsyncClient.__name__, package.Client) == ("AsyncClient", Client)
+    assert fusionkv("--version").stdout == f"fusionkv {package.__version__}\n"
 
 
 @pytest.mark.parametrize("running", [True, False])
@@ -366,21 +352,16 @@ def test_a_worker_finds_the_cache_of_its_machine(
     if running:
         folder = tmp_path / ".fusionkv/run"
         folder.mkdir(parents=True)
-        launch(
-            "fusionkv.kvcache_service", "--listen", f"unix:{folder}/kvcache.sock", "--data-dir", str(tmp_path / "d")
-        )
-    flags = ("--model", str(tiny_model), "--threads", "1", "--pool-bytes", "64MiB", "--listen", "127.0.0.1:0")
-    worker = launch("fusionkv.fusion_worker", *flags)
+        start_cache(launch, tmp_path, "--listen", f"unix:{folder}/kvcache.sock")
+    worker = start_worker(launch, tiny_model)
     told = "the cache service is that of this machine" if running else "there is no cache service at 127.0.0.1:7070"
     assert told in worker.log
 
 
 @pytest.mark.parametrize("name", ["kvcache", "worker", "gateway"])
 def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "serve", name, "--help"]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=180, check=True)
-    assert "--drain-seconds" in done.stdout
-    wrong = subprocess.run([*argv[:-1], "--config", "/none.toml"], capture_output=True, text=True, timeout=180)
+    assert "--drain-seconds" in fusionkv("serve", name, "--help").stdout
+    wrong = fusionkv("serve", name, "--config", "/none.toml", status=None)
     assert wrong.returncode != 0
     assert "can't read the configuration /none.toml" in wrong.stderr
 
@@ -388,16 +369,12 @@ def test_serve_runs_one_service_with_its_own_flags(name: str) -> None:
 def test_a_wrong_key_in_the_configuration_is_named(tmp_path: Path) -> None:
     file = tmp_path / "f.toml"
     file.write_text("[gateway]\nchunk_token = 5\n")
-    argv = [sys.executable, "-P", "-m", "fusionkv.gateway", "--config", str(file)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 1
+    done = run_python("-m", "fusionkv.gateway", "--config", file, status=1)
     assert "unknown key 'chunk_token' in [gateway]; known: " in done.stderr
 
 
 def test_the_example_of_the_python_client_runs(all_services: tuple[Any, str], root: Path) -> None:
-    argv = [sys.executable, "-P", str(root / "examples/python_client.py"), "--gateway", all_services[1]]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = run_python(root / "examples/python_client.py", "--gateway", all_services[1])
     assert "from: ballakmi-01.txt, ballakmi-02.txt" in done.stdout
     assert "as expected: gateway: no corpus 'no-such-corpus'" in done.stdout
     assert "Deleted(documents=2, chunks=2)" in done.stdout
@@ -408,10 +385,7 @@ def test_serve_all_with_tls_and_tokens(launch: Launch, authority: Any, tiny_mode
     """Only the gateway has a port; between the three are unix sockets, which need no certificates."""
     ours, token = authority("ours"), "a-token"
     cert, key = ours.issue("gateway")
-    digest = hashlib.sha256(token.encode()).hexdigest()
-    (tmp_path / "tokens").write_text(
-        f'[[token]]\nname = "x"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
-    )
+    token_flags(tmp_path, token_entry(token))
     (tmp_path / "config").write_text(
         f'[gateway]\ntls_cert = "{cert}"\ntls_key = "{key}"\nauth_tokens = "{tmp_path}/tokens"\n'
     )

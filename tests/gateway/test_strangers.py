@@ -1,12 +1,11 @@
 """Whatever strangers send to the three services: nothing of it is printed, and it does not fill the log."""
 
 import base64
-import hashlib
 import json
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ServiceError
 from tests.gateway.strangers import MARK, call, malformed, mark, reset, send
+from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
-Launch = Callable[..., Any]
 HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
 # Of a line: a time, a level, a service, a logger and what is said.
 _LINE = re.compile(r"\S+ \S+ ([A-Z]+) \S+ (\S+): (.*)")
@@ -36,27 +35,19 @@ class Running:
 
     def __init__(self, launch: Launch, folder: Path, model: Path, **more: Any) -> None:
         self.app, self.operator = (f"{mark(role)}.{secrets.token_urlsafe(32)}" for role in ("app", "operator"))
-        entries = [
-            f'[[token]]\nname = "{role}"\nrole = "{role}"\ntenant = "acme"\n'
-            f'sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"\n'
-            for role, token in (("app", self.app), ("operator", self.operator))
-        ]
         folder.mkdir(exist_ok=True)
-        (folder / "tokens").write_text("".join(entries))
+        tokens = token_flags(folder, token_entry(self.app, "app"), token_entry(self.operator))
         keys = {"keys": [{"kty": "oct", "kid": "x", "k": "AAAA"}]}
         (folder / "jwks").write_text(json.dumps(keys))
-        here = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
-        data = ("--data-dir", str(folder / "kvcache"))
-        cache = launch("fusionkv.kvcache_service", *here, *data, **more)
-        own = ("--model", str(model), "--cache", cache.address, "--threads", "1", "--pool-bytes", "64MiB")
-        worker = launch("fusionkv.fusion_worker", *here, *own, **more)
-        ports = ("--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--workers", worker.address)
-        auth = ("--auth-tokens", str(folder / "tokens"), "--auth-jwks", str(folder / "jwks"))
+        scraped = ("--metrics-listen", "127.0.0.1:0")
+        cache = start_cache(launch, folder, *scraped, **more)
+        worker = start_worker(launch, model, *scraped, cache=cache, **more)
+        ports = (*scraped, "--http-listen", "127.0.0.1:0", "--admin-listen", "127.0.0.1:0", "--chunk-tokens", "64")
+        auth = (*tokens, "--auth-jwks", str(folder / "jwks"))
         auth = (*auth, "--auth-issuer", "https://issuer", "--auth-audience", "fusionkv")
-        data = ("--data-dir", str(folder / "gateway"), "--chunk-tokens", "64")
         # So that what is sent in part only ends soon.
-        data = (*data, "--http-head-seconds", "1", "--http-body-seconds", "1", "--http-idle-seconds", "1")
-        front = launch("fusionkv.gateway", *here, *ports, *auth, *data, services=3, **more)
+        soon = ("--http-head-seconds", "1", "--http-body-seconds", "1", "--http-idle-seconds", "1")
+        front = start_gateway(launch, folder, worker, *ports, *auth, *soon, services=3, **more)
         self.services = {"gateway": front, "fusion": worker, "kvcache": cache}
         self.http, self.admin = front.addresses[HTTP][0], front.addresses[ADMIN][0]
         found = {name: re.search(r"metrics at http://(\S+)/metrics", s.log) for name, s in self.services.items()}

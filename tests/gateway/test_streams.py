@@ -1,11 +1,11 @@
 """Many streams at a gateway at once: each is answered, or refused with a hint when to try again; nothing is left."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_python
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.slow]
 STREAMS, PLACES = 80, 4
@@ -16,9 +16,7 @@ MOST_MB = 64
 
 
 def test_streams_are_held_or_refused(root: Path) -> None:
-    command = [sys.executable, "-P", str(root / "bench/services/streams.py"), str(STREAMS), str(PLACES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
+    done = run_python(root / "bench/services/streams.py", STREAMS, PLACES, timeout=280)
     few, all_wait = map(json.loads, done.stdout.splitlines())
     for found in (few, all_wait):
         assert set(found["statuses"]) <= {*ANSWERED, "RESOURCE_EXHAUSTED"}

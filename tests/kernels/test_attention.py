@@ -1,8 +1,6 @@
 """Sparse attention and attention scores against matrices built token by token from the definition."""
 
-import dataclasses
 import itertools
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +15,7 @@ from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from tests.examples import examples
+from tests.kernels.inputs import HAS_KERNEL, rotary, there
 from tests.kernels.interpreter import interpreted
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
@@ -24,22 +23,8 @@ torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting t
 TOLERANCES = [(torch.float32, 2e-5, 2e-5), (torch.float16, 4e-3, 4e-3), (torch.bfloat16, 3e-2, 2e-2)]
 DIMS = [32, 64, 80, 96, 128, 256]
 OPERATIONS = {"kernel": sparse_attention.sparse_attention, "reference": reference.sparse_attention}
-if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+if HAS_KERNEL:
     from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton
-
-    DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def there(x: Any) -> Any:
-        """A tensor, span or segment on the device that the kernels run on."""
-        if isinstance(x, torch.Tensor):
-            return x.to(DEVICE)
-        if isinstance(x, tuple):
-            return tuple(there(part) for part in x)
-        if isinstance(x, QuerySpan):
-            return QuerySpan(x.start, x.stop, there(x.positions), there(x.segments))
-        if isinstance(x, KVSegment):
-            return dataclasses.replace(x, positions=there(x.positions), hidden=there(x.hidden))
-        return x
 
     OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
         there(q), there(k), there(v), Spans(there(tuple(spans))), *rest
@@ -171,11 +156,6 @@ def rotation_matrix(rotation: Rotation, shift: int, dim: int) -> torch.Tensor:
     return matrix
 
 
-def rotary(dim: int, partial: bool, interleaved: bool) -> Rotation:
-    half = dim // (4 if partial else 2)
-    return Rotation(10000.0 ** (-torch.arange(half) / half), interleaved)
-
-
 @st.composite
 def requests(draw: st.DrawFn) -> Request:
     parts = draw(st.lists(st.tuples(st.integers(1, 40), st.integers(-300, 5000)), max_size=5))
@@ -248,7 +228,7 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     context = sum(length for length, _ in parts)
     fresh = {"everything selected": list(range(context)), "scattered": list(range(3, context, 5))}.get(kind, [])
     request = Request(parts, [*fresh, *range(context, context + rows)], [])
-    case = Case((4, 2), 64, rotary(64, False, False), window, rows, [request, Request([], [0], [])])
+    case = Case((4, 2), 64, rotary(64), window, rows, [request, Request([], [0], [])])
     check(case, dtype, atol, rtol)
 
 
@@ -261,13 +241,13 @@ def test_a_chunk_twice_in_one_prompt(rows: int) -> None:
     segments = request.segments(1)
     assert segments[1].start == segments[2].start == segments[3].start
     assert len({s.shift for s in segments[1:4]}) == 3
-    check(Case((6, 2), 32, rotary(32, False, False), None, 0, [request]), *TOLERANCES[0])
+    check(Case((6, 2), 32, rotary(32), None, 0, [request]), *TOLERANCES[0])
 
 
 def test_the_reference_in_double_precision() -> None:
     """The reference is the definition itself, but for the float32 in which angles and products of RoPE are kept."""
     request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
-    case = Case((4, 2), 64, rotary(64, False, False), None, 3, [request])
+    case = Case((4, 2), 64, rotary(64), None, 3, [request])
     q, k, v, spans = case.tensors(torch.float64)
     expected, _ = case.expected(q, k, v, spans)
     found = reference.sparse_attention(q, k, v, spans, case.rotation, 64**-0.5)
@@ -291,7 +271,7 @@ def test_rows_of_other_spans_are_not_touched_by_a_span(rows: int) -> None:
 
 def test_the_inputs_are_only_read() -> None:
     request = Request([(20, 0), (33, 41)], [5, 21, 22, *range(53, 60)], [])
-    case = Case((4, 2), 64, rotary(64, False, False), None, 3, [request])
+    case = Case((4, 2), 64, rotary(64), None, 3, [request])
     tensors = case.tensors(torch.float32)
     before = [t.clone() for t in tensors[:3]]
     sparse_attention.sparse_attention(*tensors[:3], tensors[3], case.rotation, 0.1)

@@ -6,12 +6,12 @@ import torch
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
 from fusionkv.kernels.gpu.segment_table import Spans
-from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sparse_attention import sparse_attention
+from tests.kernels.inputs import rotary
 
 CONTEXT, SHIFT, DIM = 900, 77, 64
-ROTATION = Rotation(10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2)), interleaved=False)
+ROTATION = rotary(DIM)
 SCALE = DIM**-0.5
 
 

@@ -1,9 +1,8 @@
 """Without a usable Triton a GPU computes by the reference, and says so once."""
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.commands import run_python
 
 SCRIPT = """
 import logging, sys
@@ -16,7 +15,6 @@ print([backend.has_triton() for _ in range(3)])
 
 @pytest.mark.parametrize("module", ["None", "type(sys)('triton')"], ids=["missing", "too old"])
 def test_no_triton(module: str) -> None:
-    command = [sys.executable, "-P", "-c", SCRIPT.format(module=module)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    run = run_python("-c", SCRIPT.format(module=module))
     assert run.stdout.strip() == "[False, False, False]"
     assert run.stderr.count("WARNING attention runs dense and slow: no Triton of version 3.6 or later") == 1

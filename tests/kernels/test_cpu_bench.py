@@ -1,12 +1,12 @@
 """The benchmark of the kernels on a CPU, at toy sizes."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.commands import run_python
 
 SCRIPT = Path(__file__).parent.parent.parent / "bench" / "kernels" / "cpu.py"
 
@@ -14,9 +14,7 @@ SCRIPT = Path(__file__).parent.parent.parent / "bench" / "kernels" / "cpu.py"
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU does not compute in bfloat16")
 def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
     out = tmp_path / "new" / "cpu.json"
-    command = [sys.executable, "-P", str(SCRIPT), "--tiny", "--json", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run_python(SCRIPT, "--tiny", "--json", out, timeout=240)
     written = json.loads(out.read_text())
     assert set(written["gflops"]) == {"bfloat16", "float32"}
     assert [row["what"].partition(",")[0] for row in written["rows"]] == ["attention"] * 5 + ["linear layers"] * 2

@@ -1,12 +1,12 @@
 """The benchmark of the kernels on a GPU, at toy sizes on the CPU."""
 
 import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.commands import run_python
 
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = str(ROOT / "bench/gpu/gpu.py")
@@ -31,15 +31,13 @@ sys.exit(gpu["main"]())
 """
 
 
-def run(*args: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([sys.executable, "-P", *args], capture_output=True, text=True, env=env, timeout=240)
+def run(*args: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    return run_python(*args, status=status, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=240)
 
 
 def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
     out = tmp_path / "new" / "gpu.csv"
-    done = run(SCRIPT, "--tiny", "--out", str(out), "--commit", "abc", "--budget-seconds", "10000")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(SCRIPT, "--tiny", "--out", out, "--commit", "abc", "--budget-seconds", "10000")
     assert out.read_text().splitlines()[0] == COLUMNS
     rows = list(csv.DictReader(out.read_text().splitlines()))
     assert {row["kind"] for row in rows} == {"rate", "prefill", "decode", "scores", "disk", "e2e"}
@@ -58,8 +56,7 @@ def test_every_part_at_toy_sizes(tmp_path: Path) -> None:
 def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
     out = tmp_path / "gpu.csv"
     out.write_text(f"{COLUMNS}\nolder\n")
-    done = run(SCRIPT, "--tiny", "--out", str(out), "--budget-seconds", "0")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = run(SCRIPT, "--tiny", "--out", out, "--budget-seconds", "0")
     lines = out.read_text().splitlines()
     assert lines[:2] == [COLUMNS, "older"]
     assert {row["kind"] for row in csv.DictReader(lines[:1] + lines[2:])} == {"rate"}
@@ -68,13 +65,12 @@ def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
 
 
 def test_a_failed_check_is_named_and_ends_with_1() -> None:
-    done = run("-c", WRONG, SCRIPT)
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = run("-c", WRONG, SCRIPT, status=1)
     assert "FAILED check of one query, float32" in done.stdout
     assert "Ceilings" in done.stdout
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    done = run(SCRIPT)
-    assert (done.returncode, done.stdout) == (2, "")
+    done = run(SCRIPT, status=2)
+    assert done.stdout == ""
     assert "no CUDA device" in done.stderr

@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from fusionkv.kernels.rope import Rotation
 from tests.examples import examples
+from tests.kernels.inputs import rotary
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -26,17 +27,13 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def rotation(interleaved: bool = False, dim: int = 64) -> Rotation:
-    return Rotation(10000.0 ** (-torch.arange(dim // 2) / (dim // 2)), interleaved)
-
-
 shifts = st.integers(-100_000, 100_000)
 
 
 @given(a=shifts, b=shifts, interleaved=st.booleans())
 @settings(max_examples=examples(50), deadline=None)
 def test_two_turns_are_one(a: int, b: int, interleaved: bool) -> None:
-    turn = rotation(interleaved).turn
+    turn = rotary(64, interleaved=interleaved).turn
     x = torch.randn(3, 2, 80, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(turn(turn(x, a), b), turn(x, a + b), atol=3e-6, rtol=1e-5)
     torch.testing.assert_close(turn(turn(x, a), -a), x, atol=3e-6, rtol=1e-5)
@@ -45,13 +42,13 @@ def test_two_turns_are_one(a: int, b: int, interleaved: bool) -> None:
 
 def test_no_shift_costs_nothing() -> None:
     x = torch.randn(3, 64)
-    assert rotation().turn(x, 0) is x
+    assert rotary(64).turn(x, 0) is x
 
 
 @given(shift=shifts)
 @settings(max_examples=examples(30), deadline=None)
 def test_turning_the_query_back_is_turning_the_key_on(shift: int) -> None:
-    r = rotation()
+    r = rotary(64)
     q, k = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(shift & 0xFFFF))
     ahead, back = q @ r.turn(k, shift).T, r.turn(q, -shift) @ k.T
     torch.testing.assert_close(ahead, back, atol=2e-5, rtol=1e-5)

@@ -1,6 +1,5 @@
 """Decoding requests that share chunks: keys are read once for all of them, and every row sees what it sees alone."""
 
-import os
 from collections.abc import Sequence
 
 import pytest
@@ -10,21 +9,15 @@ from hypothesis import strategies as st
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.gpu.segment_table import Grid, SegmentTable, Spans
-from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sharing import share
 from tests.examples import examples
+from tests.kernels.inputs import HAS_KERNEL, rotary, there
 from tests.kernels.interpreter import interpreted
 
 torch.set_num_threads(1)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HAS_KERNEL = DEVICE.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 DIM = 32
 CHUNKS = [70, 16, 300, 1, 64, 48]  # tokens of each
-
-
-def rotation(interleaved: bool = False) -> Rotation:
-    return Rotation(10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2)), interleaved)
 
 
 def batch(prompts: Sequence[Sequence[int]], rows: Sequence[int], hidden: float, seed: int = 0) -> tuple[Spans, int]:
@@ -56,25 +49,14 @@ def check(spans: Spans, slots: int, heads: tuple[int, int], window: int | None, 
     dice = torch.Generator().manual_seed(1)
     q = torch.randn(spans[-1].stop, heads[0], DIM, generator=dice)
     k, v = (torch.randn(slots, heads[1], DIM, generator=dice) for _ in range(2))
-    expected = reference.sparse_attention(q, k, v, spans, rotation(interleaved), DIM**-0.5, window)
-    there = Spans(
-        QuerySpan(s.start, s.stop, s.positions.to(DEVICE), tuple(moved(segment) for segment in s.segments))
-        for s in spans
-    )
+    expected = reference.sparse_attention(q, k, v, spans, rotary(DIM, interleaved=interleaved), DIM**-0.5, window)
+    moved = there(q), there(k), there(v), Spans(there(tuple(spans)))
     for shared in (None, Tile(32, 32, 4, 1)):
         found = sparse_attention_triton.attend(
-            q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), there, rotation(interleaved), DIM**-0.5, window,
+            *moved, rotary(DIM, interleaved=interleaved), DIM**-0.5, window,
             Tile(64, 32, 4, 1), shared,
         ).cpu()  # fmt: skip
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
-
-
-def moved(segment: KVSegment) -> KVSegment:
-    def there(x: torch.Tensor | None) -> torch.Tensor | None:
-        return None if x is None else x.to(DEVICE)
-
-    s = segment
-    return KVSegment(s.start, s.length, s.first, s.shift, there(s.positions), there(s.hidden))
 
 
 @pytest.mark.skipif(not HAS_KERNEL, reason="needs a GPU, or TRITON_INTERPRET=1 as test_in_the_interpreter sets it")
@@ -159,7 +141,7 @@ def test_shared_keys_are_read_once_a_tile(requests: int) -> None:
     walked = {}
     for together in (True, False):
         grid = Grid.of(28, 4, 128, 100, 64 if together else 0)
-        table = SegmentTable.of(spans, rotation(), grid, torch.device("cpu"))
+        table = SegmentTable.of(spans, rotary(DIM), grid, torch.device("cpu"))
         lengths = table.segments[:, 1]
         (launch,) = table.launches
         own = sum(int(lengths[first : first + n].sum()) for _, _, first, n, _, _ in launch.items.tolist())

@@ -10,6 +10,7 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.store import prefetcher
+from tests.kvcache_service import tools
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -30,7 +31,7 @@ class Slow:
         return await self.read(function, *args)
 
 
-async def stored(service: Any, tools: Any, *names: str) -> list[bytes]:
+async def stored(service: Any, *names: str) -> list[bytes]:
     """Entries of 900 kB on disk alone, and others that fill the memory."""
     digests = [tools.digest(name) for name in names]
     for name, digest in zip(names, digests, strict=True):
@@ -46,9 +47,9 @@ def in_memory(service: Any) -> set[bytes]:
     return {entry.record.chunk for entry in service.store.residents if "memory" in entry.places}
 
 
-async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any, tools: Any) -> None:
+async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
-    a, b, c = await stored(service, tools, *"abc")
+    a, b, c = await stored(service, *"abc")
     found = await service.find(a, b)
     assert [hit.entry.tier if hit.entry else None for hit in found.hits] == ["disk", None]
     await until(lambda: a in in_memory(service))
@@ -63,10 +64,10 @@ async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any
 
 
 async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
-    start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch
+    start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = await start(memory=8 * MIB, disk=32 * MIB)
-    digests = await stored(service, tools, *"abcdef")
+    digests = await stored(service, *"abcdef")
     slow = Slow(monkeypatch, service)
     found = [await service.find(digest) for digest in digests]
     assert all(there.hits[0].entry.tier == "disk" for there in found)
@@ -80,12 +81,12 @@ async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     assert service.store.counters.get("promotions", "memory") == prefetcher._MOST, "read once, by both"
 
 
-async def test_for_who_has_let_go_nothing_more_rises(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_for_who_has_let_go_nothing_more_rises(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     service = await start(memory=8 * MIB, disk=32 * MIB)
     s, a = tools.digest("s"), tools.digest("a")
     await service.put([s], tools.payload("s", 900_000))
     await service.put([s, a], tools.payload("a", 900_000))
-    await stored(service, tools)
+    await stored(service)
     slow = Slow(monkeypatch, service)
     found = await service.find(s, a)
     await until(lambda: slow.waiting == 1)
@@ -96,9 +97,9 @@ async def test_for_who_has_let_go_nothing_more_rises(start: Any, tools: Any, mon
     assert a not in in_memory(service)
 
 
-async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, tmp_path: Path) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
-    (a,) = await stored(service, tools, "a")
+    (a,) = await stored(service, "a")
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler(KVCacheServicer(service.store, service.config)),))
     server.add_insecure_port(f"unix:{tmp_path}/socket")
@@ -113,13 +114,13 @@ async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, 
 
 
 async def test_a_store_that_closes_waits_for_one_read_and_begins_no_other(
-    start: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with tools.serving(tmp_path / "more", memory=8 * MIB, disk=32 * MIB) as service:
         s, a = tools.digest("s"), tools.digest("a")
         await service.put([s], tools.payload("s", 900_000))
         await service.put([s, a], tools.payload("a", 900_000))
-        await stored(service, tools)
+        await stored(service)
         slow = Slow(monkeypatch, service)
         await service.find(s, a)
         await until(lambda: slow.waiting == 1)

@@ -21,6 +21,7 @@ from fusionkv.kvcache_service.local.segments import FdServer
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from tests.kvcache_service import tools
 
 MIB = 1 << 20
 
@@ -45,7 +46,7 @@ class Near:
 
 
 @asynccontextmanager
-async def nearby(service: Any, tools: Any, socket_path: Path, *, hand_over: bool = True) -> AsyncIterator[Near]:
+async def nearby(service: Any, socket_path: Path, *, hand_over: bool = True) -> AsyncIterator[Near]:
     """Serves an open service on a unix socket too, with its memory handed over beside it."""
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler(KVCacheServicer(service.store, service.config)),))
@@ -66,11 +67,11 @@ async def nearby(service: Any, tools: Any, socket_path: Path, *, hand_over: bool
 
 
 @pytest.mark.parametrize("size", [1, 3 * MIB + 5, 9 * MIB])
-async def test_a_leased_entry_in_memory_is_copied(start: Any, tools: Any, tmp_path: Path, size: int) -> None:
+async def test_a_leased_entry_in_memory_is_copied(start: Any, tmp_path: Path, size: int) -> None:
     service = await start(memory=16 * MIB, disk=64 * MIB)
     data, s = tools.payload("x", size), tools.digest("S")
     await service.put([s], data)
-    async with nearby(service, tools, tmp_path / "s") as near:
+    async with nearby(service, tmp_path / "s") as near:
         found = await near.find(s)
         entry = found.hits[0].entry
         assert await near.fetched(entry) == (data, 0)
@@ -83,7 +84,7 @@ async def test_a_leased_entry_in_memory_is_copied(start: Any, tools: Any, tmp_pa
         assert await near.fetched(entry) == (data, size), "without a lease the service sends what is there"
 
 
-async def test_who_is_handed_the_memory_can_not_change_it(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_who_is_handed_the_memory_can_not_change_it(start: Any, tmp_path: Path) -> None:
     """A descriptor that is read-only can be opened anew by its name in /proc."""
     service = await start()
     await service.put([tools.digest("S")], tools.payload("x", MIB))
@@ -102,12 +103,12 @@ async def test_who_is_handed_the_memory_can_not_change_it(start: Any, tools: Any
 
 
 async def test_what_is_copied_after_the_lease_may_be_another_entry_s_and_is_not_used(
-    start: Any, tools: Any, tmp_path: Path
+    start: Any, tmp_path: Path
 ) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     s, old, new = tools.digest("S"), tools.payload("old", MIB), tools.payload("new", MIB)
     await service.put([s], old)
-    async with nearby(service, tools, tmp_path / "s") as near:
+    async with nearby(service, tmp_path / "s") as near:
         entry = (await near.find(s, lease_ms=50)).hits[0].entry
         # Its place in memory goes to another entry once the lease is over.
         service.clock.now += 100_000
@@ -127,11 +128,11 @@ async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
     assert not await copying
 
 
-async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tmp_path: Path) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     s, data = tools.digest("S"), tools.payload("x", 2 * MIB)
     await service.put([s], data)
-    async with nearby(service, tools, tmp_path / "s") as near:
+    async with nearby(service, tmp_path / "s") as near:
         entry = (await near.find(s)).hits[0].entry
         assert (entry.tier, entry.shared) == ("disk", None)
         assert await near.fetched(entry) == (data, 2 * MIB)
@@ -139,14 +140,14 @@ async def test_what_is_on_disk_or_elsewhere_is_streamed(start: Any, tools: Any, 
     assert (await service.find(tools.digest("T"))).hits[0].entry.shared is None, "over TCP"
 
 
-async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tmp_path: Path) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     s, t = tools.digest("S"), tools.digest("T")
     first, second = tools.payload("first", MIB), tools.payload("second", MIB)
     await service.put([s], first)
     service.clock.now += 1000
     await service.put([t], second)
-    async with nearby(service, tools, tmp_path / "s") as near:
+    async with nearby(service, tmp_path / "s") as near:
         entry = (await near.find(s)).hits[0].entry
         assert (entry.tier, entry.shared) == ("disk", None)
         assert await near.fetched(entry) == (first, 0)
@@ -155,21 +156,21 @@ async def test_what_is_on_disk_rises_and_is_copied_then(start: Any, tools: Any, 
         assert await near.fetched(other) == (second, MIB), "no room: the first is leased"
 
 
-async def test_without_a_doorway_bytes_are_streamed(start: Any, tools: Any, tmp_path: Path, caplog: Any) -> None:
+async def test_without_a_doorway_bytes_are_streamed(start: Any, tmp_path: Path, caplog: Any) -> None:
     service = await start()
     s, data = tools.digest("S"), tools.payload("x", 1000)
     await service.put([s], data)
-    async with nearby(service, tools, tmp_path / "s", hand_over=False) as near:
+    async with nearby(service, tmp_path / "s", hand_over=False) as near:
         for _ in range(3):
             assert await near.fetched((await near.find(s)).hits[0].entry) == (data, 1000)
     assert caplog.text.count("are streamed") == 1
 
 
-async def test_a_service_started_anew_hands_over_anew(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_a_service_started_anew_hands_over_anew(start: Any, tmp_path: Path) -> None:
     s = tools.digest("S")
     first = await start()
     await first.put([s], b"first")
-    async with nearby(first, tools, tmp_path / "s") as near:
+    async with nearby(first, tmp_path / "s") as near:
         window = near.client._window
         old = (await near.find(s)).hits[0].entry
         assert bytes(old.shared) == b"first"
@@ -190,9 +191,9 @@ async def test_a_service_started_anew_hands_over_anew(start: Any, tools: Any, tm
     assert await window.open(b"m" * 16) is None, "nobody hands anything over any more"
 
 
-async def test_nobody_can_write_through_what_is_handed_over(start: Any, tools: Any, tmp_path: Path) -> None:
+async def test_nobody_can_write_through_what_is_handed_over(start: Any, tmp_path: Path) -> None:
     service = await start()
-    async with nearby(service, tools, tmp_path / "s"):
+    async with nearby(service, tmp_path / "s"):
         name, view = await asyncio.to_thread(receive, tmp_path / "s.arena")
         assert name == service.store.residents.tiers[0].arena
         assert view.readonly
@@ -212,7 +213,7 @@ async def test_nobody_can_write_through_what_is_handed_over(start: Any, tools: A
 
 @pytest.mark.parametrize("door", ["memory", "files"])
 async def test_a_door_opens_again_after_a_shortage_of_descriptors(
-    door: str, start: Any, tools: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    door: str, start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     service = await start(memory=1 * MIB, disk=64 * MIB)
     accept, refused = socket.socket.accept, []

@@ -10,20 +10,13 @@ from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import Index
 from tests.examples import examples
+from tests.kvcache_service.tools import path
 
 NAMESPACE = b"n" * 32
 
 
-def d(name: str) -> bytes:
-    return name.encode().ljust(32, b"\0")
-
-
-def path(names: str) -> list[bytes]:
-    return [d(name) for name in names]
-
-
 def entry(names: str, variant: str = "", namespace: bytes = NAMESPACE) -> record.Record:
-    return record.make(namespace, path(names), d(variant) if variant else b"", 100, 5, 0, b"c" * 16)
+    return record.make(namespace, path(names), variant.encode() * 32, 100, 5, 0, b"c" * 16)
 
 
 def index_of(*entries: record.Record) -> Index:
@@ -35,7 +28,7 @@ def index_of(*entries: record.Record) -> Index:
 
 
 def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
-    wanted = [[d(v) for v in (variants or {}).get(i, "")] for i in range(len(names))]
+    wanted = [[v.encode() * 32 for v in (variants or {}).get(i, "")] for i in range(len(names))]
     found = index.find(NAMESPACE, path(names), wanted)
     assert [key for _, _, key in found] == keys.path_keys(NAMESPACE, path(names))
     return [(kind.value, None if row is None else index.rows.record(row)) for kind, row, _ in found]
@@ -58,34 +51,12 @@ def test_an_entry_of_another_namespace_is_not_found() -> None:
     assert find(index, "SA") == [("miss", None), ("miss", None)]
 
 
-def test_longest_common_suffix_wins_at_any_depth() -> None:
-    short, long, other = entry("SC"), entry("SYABC"), entry("SXBC")
-    index = index_of(short, long, other)
-    assert find(index, "SABC")[3] == ("alternative", long)
-    assert find(index, "SQXBC")[4] == ("alternative", other)
-    assert find(index, "SQBC")[3][1] in (other, long)
-    assert find(index, "SQC")[2][0] == "alternative"
-
-
 def test_of_entries_that_share_the_chunk_alone_the_one_encoded_alone_wins() -> None:
     alone, before, after = entry("SC"), entry("SAC"), entry("SZC")
     index = index_of(before, alone, after)
     for other in "0BMz":
         assert find(index, f"S{other}C")[2] == ("alternative", alone)
     assert find(index, "SYZC")[3] == ("alternative", after)
-
-
-def test_a_deep_replica_serves_a_shallow_prompt() -> None:
-    deep = entry("SPQRABC")
-    assert find(index_of(deep), "SC")[1] == ("alternative", deep)
-
-
-def test_a_chunk_twice_in_a_path() -> None:
-    sa, saba = entry("SA"), entry("SABA")
-    index = index_of(sa)
-    assert find(index, "SABA") == [("miss", None), ("exact", sa), ("miss", None), ("alternative", sa)]
-    index.add(saba)
-    assert find(index, "SABA")[3] == ("exact", saba)
 
 
 def test_variants_in_the_order_asked_after_exact_before_plain() -> None:

@@ -4,7 +4,6 @@ import hashlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import lmdb
 import pytest
@@ -13,6 +12,7 @@ import xxhash
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from tests.conftest import Service
+from tests.kvcache_service import tools
 from tests.system.cache_process import flags
 
 MIB = 1 << 20
@@ -64,7 +64,7 @@ def everything(data: Path) -> dict[str, str]:
 @pytest.mark.parametrize("change", [later_record, later_database, later_lmdb])
 @pytest.mark.parametrize("started_on_another_boot", [False, True])
 async def test_it_is_refused_and_stays(
-    tools: Any, tmp_path: Path, change: Callable[[Path], None], started_on_another_boot: bool
+    tmp_path: Path, change: Callable[[Path], None], started_on_another_boot: bool
 ) -> None:
     async with tools.serving(tmp_path) as service:
         for n in range(20):
@@ -82,7 +82,7 @@ async def test_it_is_refused_and_stays(
     assert everything(tmp_path) == before
 
 
-async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tools: Any, tmp_path: Path) -> None:
+async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tmp_path: Path) -> None:
     """A record of another version number whose checksum is wrong is damage, and dropped as ever."""
     async with tools.serving(tmp_path) as service:
         await service.put([tools.digest("S"), tools.digest("a")], b"x" * 5000)
@@ -95,14 +95,5 @@ async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tools: Any
             txn.put(key, bytes([record.NEWEST + 1]) + value[1:], db=records)
 
     change_index(tmp_path, change)
-    async with tools.serving(tmp_path) as service:
-        assert len(service.store.residents) == 1
-
-
-async def test_a_directory_in_use_keeps_its_index(tools: Any, tmp_path: Path) -> None:
-    async with tools.serving(tmp_path) as service:
-        await service.put([tools.digest("S")], b"x" * 5000)
-        with pytest.raises(OSError, match="is in use by process"):
-            DiskTier(tmp_path, 16 * MIB)
     async with tools.serving(tmp_path) as service:
         assert len(service.store.residents) == 1

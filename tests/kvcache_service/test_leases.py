@@ -1,7 +1,6 @@
 """Leases hold what they name until they are released or their time is over."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index.leases import Leases
 from fusionkv.protos.runtime.errors import ResourceExhausted
+from tests.kvcache_service import tools
 
 
 @dataclass(eq=False)
@@ -16,7 +16,7 @@ class Thing:
     leases: int = 0
 
 
-def test_the_last_lease_to_end_is_reported(tools: Any) -> None:
+def test_the_last_lease_to_end_is_reported() -> None:
     clock, ended = tools.Clock(), []
     leases: Leases[Thing] = Leases(10, clock, ended.append)
     thing, other = Thing(), Thing()
@@ -33,7 +33,7 @@ def test_the_last_lease_to_end_is_reported(tools: Any) -> None:
     assert (ended, len(leases)) == ([other, thing], 0)
 
 
-def test_the_limit_counts_live_leases_only(tools: Any) -> None:
+def test_the_limit_counts_live_leases_only() -> None:
     clock = tools.Clock()
     leases: Leases[Thing] = Leases(2, clock, lambda _: None)
     leases.grant([Thing()], 1)

@@ -18,6 +18,7 @@ from fusionkv.kvcache_service.remote.tier import SLOTS, RemoteTier, _blocks, blo
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.protos.runtime.checksum import checksum
+from tests.kvcache_service.tools import path
 from tests.system.mooncake_process import MooncakeMaster
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
@@ -25,10 +26,6 @@ from tests.system.shared_services import REMOTES, Remote, made
 pytestmark = pytest.mark.system
 NAMESPACE, OTHER = b"n" * 32, b"m" * 32
 TTL = 600
-
-
-def path(names: str) -> list[bytes]:
-    return [name.encode() * 32 for name in names]
 
 
 def entry(names: str, data: bytes = b"data", variant: bytes = b"", namespace: bytes = NAMESPACE) -> Record:

@@ -18,13 +18,10 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.examples import examples
+from tests.kvcache_service.tools import path
 
 NAMESPACE = b"n" * 32
 BLOCK = 4096
-
-
-def path(names: str) -> list[bytes]:
-    return [name.encode() * 32 for name in names]
 
 
 class Replicas:
@@ -73,26 +70,6 @@ def replicas() -> Iterator[Replicas]:
     made.close()
 
 
-def test_the_first_replica_stays_whatever_its_depth_and_every_path_finds_it(replicas: Replicas) -> None:
-    assert replicas.put(path("SABC"), offered=True)
-    assert not replicas.put(path("SDEC"), offered=True), "as deep, and for another path"
-    assert not replicas.put(path("SDEFC"), offered=True)
-    for names in ("SC", "SDC", "SABDC", "SBC"):
-        kind, found = replicas.find(path(names))[-1]
-        assert kind is HitKind.ALTERNATIVE
-        assert found is not None
-        assert found.trail == b"".join(path("CBAS"))
-    assert replicas.find(path("SABC"))[-1][0] is HitKind.EXACT
-
-
-def test_one_with_fewer_chunks_before_it_replaces_what_was_offered(replicas: Replicas) -> None:
-    for names, left in [("SABC", {"SABC"}), ("SDC", {"SDC"}), ("SC", {"SC"})]:
-        replicas.now += 1
-        assert replicas.put(path(names), offered=True)
-        assert replicas.stored() == left
-    assert not replicas.put(path("SAC"), offered=True)
-
-
 def test_a_replica_takes_over_the_heat_of_those_that_it_replaces(replicas: Replicas) -> None:
     replicas.put(path("SABC"), offered=True)
     for _ in range(50):
@@ -115,13 +92,6 @@ def test_a_path_that_is_asked_for_again_gets_and_keeps_its_own(replicas: Replica
     assert found.depth == 2, "other paths go on with the one encoded alone"
     assert replicas.put(path("SDEC"))
     assert replicas.stored() == {"SC", "SABC", "SDEC"}
-
-
-def test_what_was_encoded_on_purpose_is_stored_and_never_replaced(replicas: Replicas) -> None:
-    for names in ("SABC", "SDEC", "SXC", "SC"):
-        assert replicas.put(path(names))
-    assert replicas.stored() == {"SABC", "SDEC", "SXC", "SC"}
-    assert not replicas.put(path("SQC"), offered=True)
 
 
 def test_a_leased_replica_is_replaced_and_its_bytes_stay_until_the_lease_ends(replicas: Replicas) -> None:

@@ -18,6 +18,7 @@ from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, SealedDiskTi
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from fusionkv.protos.runtime.key_ring import ID_BYTES
 from fusionkv.protos.runtime.watched import BadFile
+from tests.kvcache_service import tools
 from tests.waiting import wait_until
 
 MIB = 1 << 20
@@ -36,7 +37,7 @@ def opened(tmp_path: Path, *raw: bytes) -> SealedDiskTier:
     return SealedDiskTier(tmp_path / "data", 64 * MIB, keys(tmp_path / "keys", *raw))
 
 
-def fill(tier: SealedDiskTier, tools: Any) -> dict[int, bytes]:
+def fill(tier: SealedDiskTier) -> dict[int, bytes]:
     """Entries of all sizes; their bytes by offset."""
     stored = {}
     for size in SIZES:
@@ -79,9 +80,9 @@ def test_any_pieces_come_back_at_any_range(
     tier.close()
 
 
-def test_entries_outlive_a_restart_and_are_nowhere_in_the_clear(tmp_path: Path, tools: Any) -> None:
+def test_entries_outlive_a_restart_and_are_nowhere_in_the_clear(tmp_path: Path) -> None:
     tier = opened(tmp_path, FIRST)
-    stored = fill(tier, tools)
+    stored = fill(tier)
     tier.close()
     on_disk = b"".join(file.read_bytes() for file in (tmp_path / "data").rglob("*") if file.is_file())
     for data in stored.values():
@@ -107,9 +108,9 @@ def test_no_nonce_comes_twice_even_for_the_same_bytes_at_the_same_place(tmp_path
     tier.close()
 
 
-def test_keys_rotate(tmp_path: Path, tools: Any) -> None:
+def test_keys_rotate(tmp_path: Path) -> None:
     tier = opened(tmp_path, FIRST)
-    fill(tier, tools)
+    fill(tier)
     tier.close()
     tier = opened(tmp_path, SECOND, FIRST)
     assert unreadable(tier) == 0
@@ -128,7 +129,7 @@ def test_keys_rotate(tmp_path: Path, tools: Any) -> None:
 
 @pytest.mark.parametrize("ending", ["kv", "seal"])
 @pytest.mark.parametrize("damage", ["flip", "truncate", "zero", "swap"])
-def test_damage_is_met_when_it_is_read(tmp_path: Path, tools: Any, ending: str, damage: str) -> None:
+def test_damage_is_met_when_it_is_read(tmp_path: Path, ending: str, damage: str) -> None:
     tier = opened(tmp_path, FIRST)
     data = tools.payload("x", 2 * BLOCK_BYTES)
     place, _ = tier.reserve(len(data))
@@ -163,9 +164,7 @@ def test_a_bad_file_of_keys_is_refused_and_not_quoted(tmp_path: Path, text: str)
 
 @pytest.mark.system
 @pytest.mark.parametrize("before", ["other key", "plain", "same key"])
-async def test_a_service_with_another_key_misses_and_serves_on(
-    launch: Launch, tools: Any, tmp_path: Path, before: str
-) -> None:
+async def test_a_service_with_another_key_misses_and_serves_on(launch: Launch, tmp_path: Path, before: str) -> None:
     """Entries of a wrong key, or from before encryption, are found, then fail as damaged, then are gone."""
     flags = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB")
     (tmp_path / "old").write_text(FIRST.hex())
@@ -201,7 +200,7 @@ async def test_a_service_with_another_key_misses_and_serves_on(
 
 @pytest.mark.system
 @pytest.mark.parametrize("disk", ["256MiB", "24MiB"], ids=["room for all", "space given on all the time"])
-async def test_kill_9_tears_no_encrypted_entry(launch: Launch, tools: Any, tmp_path: Path, disk: str) -> None:
+async def test_kill_9_tears_no_encrypted_entry(launch: Launch, tmp_path: Path, disk: str) -> None:
     (tmp_path / "keys").write_text(FIRST.hex())
     flags = ("--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB", "--disk-bytes", disk)
     flags = (*flags, "--listen", "127.0.0.1:0", *with_keys(tmp_path / "keys"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, Entry
+from tests.kvcache_service import tools
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -47,7 +48,7 @@ class Near:
 
 
 @pytest.fixture
-async def near(launch: Any, tmp_path: Path, tools: Any) -> AsyncIterator[Callable[..., Near]]:
+async def near(launch: Any, tmp_path: Path) -> AsyncIterator[Callable[..., Near]]:
     started: list[Near] = []
 
     def start(*flags: str) -> Near:
@@ -60,7 +61,7 @@ async def near(launch: Any, tmp_path: Path, tools: Any) -> AsyncIterator[Callabl
 
 
 @pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 3])
-async def test_what_is_on_disk_is_read_there(near: Any, tools: Any, size: int) -> None:
+async def test_what_is_on_disk_is_read_there(near: Any, size: int) -> None:
     there = near()
     data, other = tools.payload("x", size), tools.payload("y", size)
     await there.put("S", data)
@@ -71,7 +72,7 @@ async def test_what_is_on_disk_is_read_there(near: Any, tools: Any, size: int) -
         assert await there.fetched(entry) == (expected, 0)
 
 
-async def test_without_a_lease_it_is_streamed(near: Any, tools: Any) -> None:
+async def test_without_a_lease_it_is_streamed(near: Any) -> None:
     there, data = near(), tools.payload("x", 2 * MIB)
     await there.put("S", data)
     entry = await there.find("S", lease_ms=1)
@@ -79,7 +80,7 @@ async def test_without_a_lease_it_is_streamed(near: Any, tools: Any) -> None:
     assert await there.fetched(entry) == (data, len(data))
 
 
-async def test_damaged_bytes_are_not_used(near: Any, tools: Any) -> None:
+async def test_damaged_bytes_are_not_used(near: Any) -> None:
     """What does not have its checksum comes by stream, and that finds it damaged."""
     there, data = near(), tools.payload("x", 2 * MIB)
     await there.put("S", data)
@@ -93,7 +94,7 @@ async def test_damaged_bytes_are_not_used(near: Any, tools: Any) -> None:
     assert (await there.client.stats()).checksum_failures == 1
 
 
-async def test_what_is_hot_rises_while_nobody_waits(near: Any, tools: Any) -> None:
+async def test_what_is_hot_rises_while_nobody_waits(near: Any) -> None:
     there, data = near(), tools.payload("x", MIB // 2)
     # Memory has room for two: the third, which is new, takes the first one's place.
     await there.put("S", data)
@@ -110,7 +111,7 @@ async def test_what_is_hot_rises_while_nobody_waits(near: Any, tools: Any) -> No
     assert await there.fetched(await there.find("S")) == (data, 0)
 
 
-async def test_encrypted_files_are_not_handed_over(near: Any, tools: Any, tmp_path: Path) -> None:
+async def test_encrypted_files_are_not_handed_over(near: Any, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(os.urandom(32).hex() + "\n")
     there, data = near("--disk-keys", str(keys)), tools.payload("x", 2 * MIB)

@@ -15,16 +15,12 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from tests.kvcache_service import tools
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def names(tools: Any) -> dict[str, bytes]:
-    return {name: tools.digest(name) for name in "SABCXYvw"}
-
-
-async def test_put_lookup_fetch(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_put_lookup_fetch(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     s, a = names["S"], names["A"]
     data = tools.payload("a", 2 * MIB + 12345)
@@ -43,7 +39,7 @@ async def test_put_lookup_fetch(start: Any, tools: Any, names: dict[str, bytes])
     assert len(service.store.leases) == 0
 
 
-async def test_hits_by_kind_in_one_prompt(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_hits_by_kind_in_one_prompt(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     s, a, b, c, v, w = (names[n] for n in "SABCvw")
     data = {name: tools.payload(name, 5000) for name in ("S", "SA", "SAB", "SB", "SBv", "SC")}
@@ -67,7 +63,7 @@ async def test_hits_by_kind_in_one_prompt(start: Any, tools: Any, names: dict[st
     assert {t.tier: t.entries for t in stats.tiers} == {pb.TIER_MEMORY: 5, pb.TIER_DISK: 5}
 
 
-async def test_an_entry_of_another_namespace_is_not_found(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_an_entry_of_another_namespace_is_not_found(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     await service.put([names["S"]], b"x", namespace=tools.digest("another tenant"))
     found = await service.find(names["S"])
@@ -84,7 +80,7 @@ async def test_put_of_what_exists_answers_without_the_bytes(start: Any, names: d
     assert (await service.client.stats()).puts_existing == 1
 
 
-async def test_delete_by_key_and_namespace(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_delete_by_key_and_namespace(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     other = tools.digest("another tenant")
     key, _ = await service.put([names["S"]], b"x" * 5000)
@@ -121,7 +117,7 @@ async def test_leases_expire_and_long_ones_are_cut(start: Any, names: dict[str, 
     assert (await service.client.stats()).active_leases == 0
 
 
-async def test_the_coldest_goes_first(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_the_coldest_goes_first(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=1 * MIB, disk=3 * MIB, half_life_seconds=100.0)
     s = names["S"]
     a, b, c, d, e = (tools.digest(name) for name in "abcde")
@@ -142,7 +138,7 @@ async def test_the_coldest_goes_first(start: Any, tools: Any, names: dict[str, b
     assert {r.record.chunk for r in service.store.residents} == {a, c, e}
 
 
-async def test_memory_holds_the_hottest(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_memory_holds_the_hottest(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=2 * MIB, disk=16 * MIB)
     s = names["S"]
     a, b, c = (tools.digest(name) for name in "abc")
@@ -173,7 +169,7 @@ async def test_memory_holds_the_hottest(start: Any, tools: Any, names: dict[str,
     assert stats[pb.TIER_DISK].entries == 3
 
 
-async def test_prefetch_brings_up_what_there_is_room_for(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_prefetch_brings_up_what_there_is_room_for(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=2 * MIB, disk=16 * MIB)
     keys = {}
     for name in "SABC":
@@ -204,7 +200,7 @@ async def test_prefetch_brings_up_what_there_is_room_for(start: Any, tools: Any,
 
 
 async def test_what_prefetch_finds_damaged_is_deleted(
-    start: Any, tools: Any, names: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Any, names: dict[str, bytes], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         reading, "_faults", logs.RateLimitedLog(logging.getLogger("fusionkv"))
@@ -225,7 +221,7 @@ async def test_what_prefetch_finds_damaged_is_deleted(
     assert f"entry {key.hex()} was damaged in the disk tier and is deleted: its checksum is another" in caplog.text
 
 
-async def test_without_a_disk_tier(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_without_a_disk_tier(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=1 * MIB, disk=0)
     s = names["S"]
     for name in ("a", "b", "c"):
@@ -237,9 +233,7 @@ async def test_without_a_disk_tier(start: Any, tools: Any, names: dict[str, byte
         await service.put([s, tools.digest("d")], tools.payload("d", MIB))
 
 
-async def test_stock_protobuf_clients_read_and_write_the_same_bytes(
-    start: Any, tools: Any, names: dict[str, bytes]
-) -> None:
+async def test_stock_protobuf_clients_read_and_write_the_same_bytes(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     data = tools.payload("stock", 3 * MIB + 77)
     checksum = checksum_of(data)
@@ -269,7 +263,7 @@ async def test_stock_protobuf_clients_read_and_write_the_same_bytes(
     assert await service.fetch(entry) == data
 
 
-async def test_sixteen_clients_at_once(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_sixteen_clients_at_once(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=2 * MIB, disk=64 * MIB)
     s = names["S"]
     sizes = [i * 70_001 + 1 for i in range(16)]

@@ -13,6 +13,7 @@ from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.remote.engine import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
+from tests.kvcache_service import tools
 from tests.waiting import until
 
 MIB = 1 << 20
@@ -67,7 +68,7 @@ def engine() -> Dictionary:
 
 
 @pytest.fixture
-async def serve(engine: Dictionary, tools: Any, tmp_path: Path) -> AsyncIterator[Any]:
+async def serve(engine: Dictionary, tmp_path: Path) -> AsyncIterator[Any]:
     """`await serve(memory=, disk=)` starts one more service over the engine."""
     async with AsyncExitStack() as stack:
         count = 0
@@ -84,7 +85,7 @@ async def shared(service: Any) -> None:
     await until(lambda: not service.sharing.waiting)
 
 
-async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictionary) -> None:
     service, path = await serve(), [tools.digest(name) for name in "SAB"]
     for n in (1, 2, 3):
         await service.put(path[:n], b"data")
@@ -96,7 +97,7 @@ async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictio
     assert engine.calls.count("get") == asked + 1
 
 
-async def test_it_is_copied_by_being_looked_up(serve: Any, tools: Any) -> None:
+async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
     a, b, s = await serve(), await serve(), tools.digest("S")
     data = tools.payload("x", 3 * MIB + 5)
     await a.put([s], data)
@@ -110,7 +111,7 @@ async def test_it_is_copied_by_being_looked_up(serve: Any, tools: Any) -> None:
     assert (await a.client.stats()).remote.written == 1
 
 
-async def test_many_fetch_what_is_copied_once(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_many_fetch_what_is_copied_once(serve: Any, engine: Dictionary) -> None:
     a, b, s = await serve(), await serve(), tools.digest("S")
     data = tools.payload("x", 2 * MIB)
     await a.put([s], data)
@@ -120,7 +121,7 @@ async def test_many_fetch_what_is_copied_once(serve: Any, engine: Dictionary, to
     assert (await b.client.stats()).remote.read == 1
 
 
-async def test_one_that_was_only_offered_is_kept_where_it_is_copied(serve: Any, tools: Any) -> None:
+async def test_one_that_was_only_offered_is_kept_where_it_is_copied(serve: Any) -> None:
     """Its path was asked for once, and another entry of the chunk is here: a Put would be superfluous."""
     a, b = await serve(), await serve()
     s, x, y = (tools.digest(name) for name in "SXY")
@@ -134,7 +135,7 @@ async def test_one_that_was_only_offered_is_kept_where_it_is_copied(serve: Any, 
 
 
 @pytest.mark.parametrize("how", ["changed", "short", "long", "gone", "another's"])
-async def test_damage_there_is_a_miss_and_is_deleted(serve: Any, engine: Dictionary, tools: Any, how: str) -> None:
+async def test_damage_there_is_a_miss_and_is_deleted(serve: Any, engine: Dictionary, how: str) -> None:
     a, b, s = await serve(), await serve(), tools.digest("S")
     data = tools.payload("x", 2 * MIB)
     await a.put([s], data)
@@ -164,7 +165,7 @@ async def test_damage_there_is_a_miss_and_is_deleted(serve: Any, engine: Diction
     assert await b.fetch((await b.find(s)).hits[0].entry) == data
 
 
-async def test_without_room_here_it_is_refused_and_nothing_is_held(serve: Any, tools: Any) -> None:
+async def test_without_room_here_it_is_refused_and_nothing_is_held(serve: Any) -> None:
     a, b = await serve(), await serve(memory=MIB, disk=2 * MIB)
     s, t = tools.digest("S"), tools.digest("T")
     await a.put([s], tools.payload("x", 3 * MIB // 2))
@@ -178,7 +179,7 @@ async def test_without_room_here_it_is_refused_and_nothing_is_held(serve: Any, t
     assert await b.fetch((await b.find(s)).hits[0].entry) == tools.payload("x", 3 * MIB // 2)
 
 
-async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engine: Dictionary) -> None:
     a, b, s = await serve(), await serve(), tools.digest("S")
     await a.put([s], b"before")
     await shared(a)
@@ -202,7 +203,7 @@ async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engi
     assert await b.fetch((await b.find(tools.digest("U"))).hits[0].entry) == b"meanwhile"
 
 
-async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary) -> None:
     a, b, s = await serve(), await serve(), tools.digest("S")
     await a.put([s], tools.payload("x", MIB))
     await shared(a)
@@ -216,7 +217,7 @@ async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Diction
     engine.away = False
 
 
-async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
     service, s = await serve(), tools.digest("S")
     engine.full = True
     await service.put([s], b"data")
@@ -232,7 +233,7 @@ async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionar
     await until(written)
 
 
-async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     for round in range(20):
         key, _ = await service.put([tools.digest(f"{round}")], tools.payload(round, 2 * MIB))
@@ -244,7 +245,7 @@ async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dict
         assert engine.values == {}, round
 
 
-async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary) -> None:
     a, b = await serve(), await serve()
     for round in range(20):
         s = tools.digest(f"{round}")
@@ -259,7 +260,7 @@ async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dicti
         assert engine.values == {}, round
 
 
-async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Dictionary) -> None:
     service, s = await serve(), tools.digest("S")
     key, _ = await service.put([s], b"data")
     await shared(service)
@@ -269,7 +270,7 @@ async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Diction
     assert engine.values == {}
 
 
-async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictionary, tools: Any) -> None:
+async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     for n in range(20):
         await service.put([tools.digest(f"{n}")], tools.payload(n, 300_000))

@@ -13,6 +13,7 @@ from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.kvcache_service import tools
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import Services
 
@@ -65,40 +66,40 @@ def test_rows_know_whose_signature_is_whose(changes: list[tuple[int, bytes]]) ->
         assert all(rows.record(row) == one for row, one in known.values())
 
 
-async def put(client: CacheClient, signature: bytes, tools: Any, name: str = "S") -> bool:
+async def put(client: CacheClient, signature: bytes, name: str = "S") -> bool:
     names: dict[str, Any] = {"namespace": NAMESPACE, "path": [tools.digest(name)], "tokens": 1, "base": 0}
     data = memoryview(tools.payload(name, 5000))
     return (await client.put(**names, data=data, signature=signature, timeout=30))[1]
 
 
-async def found(client: CacheClient, tools: Any, name: str = "S") -> Any:
+async def found(client: CacheClient, name: str = "S") -> Any:
     lookup = await client.lookup(NAMESPACE, [(tools.digest(name), ())], lease_ms=1, timeout=30)
     return lookup.hits[0].entry
 
 
-async def test_signatures_outlive_a_restart(tmp_path: Path, tools: Any) -> None:
+async def test_signatures_outlive_a_restart(tmp_path: Path) -> None:
     for restarted in (False, True):
         async with tools.serving(tmp_path) as service:
             for signature in SIGNATURES:
                 if not restarted:
-                    assert await put(service.client, signature, tools, signature.hex())
-                assert (await found(service.client, tools, signature.hex())).signature == signature
+                    assert await put(service.client, signature, signature.hex())
+                assert (await found(service.client, signature.hex())).signature == signature
 
 
-async def test_a_signature_is_of_bounded_size(start: Any, tools: Any) -> None:
+async def test_a_signature_is_of_bounded_size(start: Any) -> None:
     service = await start()
     with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are kept"):
-        await put(service.client, bytes(64), tools)
-    assert await found(service.client, tools) is None
+        await put(service.client, bytes(64))
+    assert await found(service.client) is None
 
 
-async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any, tools: Any) -> None:
+async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any) -> None:
     client = (await start()).client
-    assert await put(client, b"", tools)
-    assert not await put(client, b"signed", tools), "an entry that exists stays as it is"
-    assert await client.delete([(await found(client, tools)).key]) == 1
-    assert await put(client, b"signed", tools)
-    assert (await found(client, tools)).signature == b"signed"
+    assert await put(client, b"")
+    assert not await put(client, b"signed"), "an entry that exists stays as it is"
+    assert await client.delete([(await found(client)).key]) == 1
+    assert await put(client, b"signed")
+    assert (await found(client)).signature == b"signed"
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +110,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
 
 
 @pytest.mark.system
-async def test_the_remote_tier_keeps_signatures(launch: Any, server: RedisServer, tools: Any, tmp_path: Path) -> None:
+async def test_the_remote_tier_keeps_signatures(launch: Any, server: RedisServer, tmp_path: Path) -> None:
     services = Services(launch, tmp_path, server, "--disk-bytes", "0")
     services.start()
     services.start()
     await services.emptied()
-    assert await put(services.clients[0], b"signed", tools)
+    assert await put(services.clients[0], b"signed")
     await services.settled()
-    entry = await found(services.clients[1], tools)
+    entry = await found(services.clients[1])
     assert (entry.tier, entry.signature) == ("remote", b"signed")
     await services.close()

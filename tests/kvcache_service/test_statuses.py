@@ -11,19 +11,13 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from tests.kvcache_service import tools
 from tests.waiting import until
 
 MIB = 1 << 20
 
 
-@pytest.fixture
-def names(tools: Any) -> dict[str, bytes]:
-    return {name: tools.digest(name) for name in "SABCXYvw"}
-
-
-async def test_the_answer_arrives_when_it_comes_before_the_bytes(
-    start: Any, tools: Any, names: dict[str, bytes]
-) -> None:
+async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any, names: dict[str, bytes]) -> None:
     """An early answer to a large Put: grpc.aio turns it into INTERNAL if it meets a write of the client's."""
     service = await start(memory=1 * MIB, disk=64 * MIB, max_entry_bytes=40 * MIB)
     data = tools.payload("large", 32 * MIB)
@@ -44,9 +38,7 @@ async def test_the_answer_arrives_when_it_comes_before_the_bytes(
     disk._files[0] = writable
 
 
-async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(
-    start: Any, tools: Any, names: dict[str, bytes]
-) -> None:
+async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: Any, names: dict[str, bytes]) -> None:
     service = await start(memory=1 * MIB, disk=4 * MIB)
     s = names["S"]
     chunks = [tools.digest(str(i)) for i in range(4)]
@@ -155,7 +147,7 @@ async def test_every_bad_request_has_its_status(start: Any, names: dict[str, byt
         await service.find(names["S"])
 
 
-async def test_limits_on_calls_at_once(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_limits_on_calls_at_once(start: Any, names: dict[str, bytes]) -> None:
     service = await start(max_puts=1, max_fetches=1, memory=32 * MIB, disk=64 * MIB)
     data = tools.payload("big", 24 * MIB)
     key, _ = await service.put([names["S"]], data)
@@ -180,7 +172,7 @@ async def test_limits_on_calls_at_once(start: Any, tools: Any, names: dict[str, 
     assert await service.fetch(entry) == data
 
 
-async def test_client_errors_are_ours(start: Any, tools: Any, names: dict[str, bytes]) -> None:
+async def test_client_errors_are_ours(start: Any, names: dict[str, bytes]) -> None:
     service = await start()
     await service.put([names["S"]], b"abc")
     entry = (await service.find(names["S"])).hits[0].entry

@@ -19,6 +19,8 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.examples import examples
+from tests.kvcache_service import tools
+from tests.kvcache_service.tools import path
 from tests.waiting import until
 
 BLOCK = 4096
@@ -31,15 +33,7 @@ variants = st.sampled_from(["", "", "v", "w"])
 namespaces = st.sampled_from([NAMESPACES[0], *NAMESPACES])
 
 
-def d(name: str) -> bytes:
-    return name.encode().ljust(32, b"\0")
-
-
-def path(text: str) -> list[bytes]:
-    return [d(name) for name in text]
-
-
-def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachine]:
+def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
     class StoreMachine(RuleBasedStateMachine):
         def __init__(self) -> None:
             super().__init__()
@@ -65,7 +59,7 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
             data = tools.payload(self.count, size)
             variant = variant if len(text) > 1 else ""
             checksum = checksum_of(data)
-            return record.make(namespace, path(text), d(variant) if variant else b"", size, 1, 0, checksum), data
+            return record.make(namespace, path(text), variant.encode() * 32, size, 1, 0, checksum), data
 
         @rule(text=names, variant=variants, size=sizes, namespace=namespaces, finish=st.booleans())
         def put(self, text: str, variant: str, size: int, namespace: bytes, finish: bool) -> None:
@@ -104,7 +98,7 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
         @rule(text=names, namespace=namespaces, wanted=st.lists(st.sampled_from("vwx"), max_size=2))
         def lookup(self, text: str, namespace: bytes, wanted: list[str]) -> None:
             self.leased()
-            asked = [[d(v) for v in wanted] if i else [] for i in range(len(text))]
+            asked = [[v.encode() * 32 for v in wanted] if i else [] for i in range(len(text))]
             try:
                 found, lease = self.store.lookup(namespace, path(text), asked, 30.0)
             except ResourceExhausted:
@@ -127,7 +121,7 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
                 return HitKind.EXACT, exact
             same = [(r, text) for r, text in entries if len(text) > 1 and text[-1] == prefix[-1] and len(prefix) > 1]
             for variant in wanted:
-                hits = {r.key for r, _ in same if r.variant == d(variant)}
+                hits = {r.key for r, _ in same if r.variant == variant.encode() * 32}
                 if hits:
                     return HitKind.ALTERNATIVE, hits
             plain = [(r, text) for r, text in same if not r.variant]
@@ -227,9 +221,9 @@ def make_machine(tools: Any, memory: int, disk: int) -> type[RuleBasedStateMachi
 @pytest.mark.hypothesis
 @pytest.mark.slow
 @pytest.mark.parametrize(("memory", "disk"), [(8, 16), (12, 0), (16, 8)], ids=["memory+disk", "memory", "small disk"])
-def test_store_behaves_as_its_model(tools: Any, memory: int, disk: int) -> None:
+def test_store_behaves_as_its_model(memory: int, disk: int) -> None:
     run_state_machine_as_test(
-        make_machine(tools, memory * BLOCK, disk * BLOCK),
+        make_machine(memory * BLOCK, disk * BLOCK),
         settings=settings(
             max_examples=examples(100, few=8),
             stateful_step_count=40,

@@ -11,6 +11,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from fusionkv.kvcache_service import metrics
 from fusionkv.kvcache_service.store import reading
+from tests.kvcache_service import tools
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def points(reader: InMemoryMetricReader) -> dict[tuple[str, str], int]:
     }
 
 
-async def test_metrics_and_spans(start: Any, tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_metrics_and_spans(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     meters, tracers = MeterProvider([reader]), TracerProvider()
     tracers.add_span_processor(SimpleSpanProcessor(exporter))

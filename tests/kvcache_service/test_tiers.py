@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from tests.kvcache_service import tools
 
 BLOCK = 4096
 CAPACITY = 16 * BLOCK
@@ -45,7 +45,7 @@ def content(tier: Tier, place: Place) -> bytes:
     return bytes(tier.read(place, 0, place.size))
 
 
-def test_bytes_come_back_whatever_the_pieces(tier: Tier, tools: Any) -> None:
+def test_bytes_come_back_whatever_the_pieces(tier: Tier) -> None:
     data = tools.payload("a", 3 * BLOCK + 17)
     place, _ = tier.reserve(len(data))
     view = memoryview(data)
@@ -56,7 +56,7 @@ def test_bytes_come_back_whatever_the_pieces(tier: Tier, tools: Any) -> None:
     tier.check_integrity({place: None})
 
 
-def test_neighbours_don_t_touch(tier: Tier, tools: Any) -> None:
+def test_neighbours_don_t_touch(tier: Tier) -> None:
     sizes = [1, BLOCK, BLOCK + 1, 2 * BLOCK - 1]
     places = {store(tier, tools.payload(size, size)): size for size in sizes}
     for place, size in places.items():
@@ -78,7 +78,7 @@ def test_what_is_over_the_capacity_is_refused(tier: Tier) -> None:
     tier.check_integrity({})
 
 
-def test_victims_make_room_and_their_space_is_used_again(tier: Tier, tools: Any) -> None:
+def test_victims_make_room_and_their_space_is_used_again(tier: Tier) -> None:
     old = [store(tier, tools.payload(i, 4 * BLOCK)) for i in range(4)]
     place, freed = tier.reserve(8 * BLOCK, [old[3], old[1], old[2]])
     assert sorted(freed) == [old[1].offset, old[2].offset] or sorted(freed) == [old[2].offset, old[3].offset]
@@ -90,7 +90,7 @@ def test_victims_make_room_and_their_space_is_used_again(tier: Tier, tools: Any)
     tier.check_integrity(dict.fromkeys([place, *kept]))
 
 
-def test_refusal_frees_no_victim(tier: Tier, tools: Any) -> None:
+def test_refusal_frees_no_victim(tier: Tier) -> None:
     old = [store(tier, tools.payload(i, 4 * BLOCK)) for i in range(4)]
     with pytest.raises(NoSpace):
         tier.reserve(9 * BLOCK, [old[0], old[2], old[3]])
@@ -98,7 +98,7 @@ def test_refusal_frees_no_victim(tier: Tier, tools: Any) -> None:
     tier.check_integrity(dict.fromkeys(old))
 
 
-def test_commit_and_forget_of_entries(tier: Tier, tools: Any) -> None:
+def test_commit_and_forget_of_entries(tier: Tier) -> None:
     data = tools.payload("a", 5000)
     record = tools.record([tools.digest("S")], data)
     place = store(tier, data)
@@ -110,7 +110,7 @@ def test_commit_and_forget_of_entries(tier: Tier, tools: Any) -> None:
     assert content(tier, place) == data, "forgotten, but the place is still the owner's"
 
 
-def test_forget_leaves_a_key_that_is_at_another_place_now(tier: Tier, tools: Any) -> None:
+def test_forget_leaves_a_key_that_is_at_another_place_now(tier: Tier) -> None:
     data = tools.payload("a", 5000)
     record = tools.record([tools.digest("S")], data)
     first, second = store(tier, data), store(tier, data)

@@ -16,13 +16,11 @@ from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.ranker import HitRanker
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
+from tests.kvcache_service import tools
+from tests.kvcache_service.tools import path
 
 NAMESPACE = b"n" * 32
 THREE = keys.versions_variant(3)
-
-
-def path(names: str) -> list[bytes]:
-    return [name.encode() * 32 for name in names]
 
 
 def entry(names: str, variant: bytes = THREE) -> record.Record:
@@ -78,7 +76,7 @@ def test_an_exact_entry_comes_before_every_version() -> None:
     assert row == index.row(exact.key)
 
 
-async def test_no_more_are_kept_than_their_variant_allows(tools: Any, tmp_path: Path) -> None:
+async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> None:
     """Put at the same time, of several chunks and bounds; over a restart; and while one is leased."""
     bounds = {keys.versions_variant(most): most for most in (1, 3)}
 

@@ -9,6 +9,7 @@ import torch
 
 from fusionkv.models.crew import Crew, means
 from fusionkv.models.train import Run
+from tests.commands import run_python
 
 STEPS = 2
 
@@ -89,9 +90,6 @@ def test_means_by_name() -> None:
 @pytest.mark.slow
 def test_the_command_writes_a_model(tmp_path: Path) -> None:
     flags = ("--recipe", "eased", "--processes", "2", "--minutes", "0.02", "--out", str(tmp_path / "model"))
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "fusionkv.models.train", *flags], capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-m", "fusionkv.models.train", *flags, timeout=280)
     assert "saved" in done.stdout.splitlines()[-1]
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (tmp_path / "model").iterdir()}

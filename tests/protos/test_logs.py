@@ -4,8 +4,6 @@ import asyncio
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from opentelemetry import trace
 
 from fusionkv.protos.observe import logs
+from tests.commands import run_python
 
 SPAN = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
 
@@ -103,7 +102,7 @@ left = stream()
 contextvars.copy_context().run(next, left)
 left.close()
 """
-    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    ended = run_python("-c", program)
     assert not ended.stdout + ended.stderr
 
 
@@ -164,7 +163,7 @@ for _ in range(3):
     propagate.extract({"baggage": "zq7secret", "traceparent": "00-" + "1" * 32 + "-" + "1" * 16 + "-01",
                        "tracestate": "zq7secret==, a=" + "zq7secret" * 100})
 """
-    ended = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    ended = run_python("-c", program)
     (line,) = ended.stderr.splitlines()
     assert line.endswith("a caller's trace headers were malformed or too long")
     assert not ended.stdout

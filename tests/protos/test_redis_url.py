@@ -1,13 +1,12 @@
 """No part of a password is said where a Redis' URL is malformed, nor when a service starts with it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from redis import Redis
 
 from fusionkv.protos.runtime import redis_url
+from tests.commands import run_python
 
 # In each the parser takes some of the password for something else, a port for example.
 MALFORMED = [
@@ -43,8 +42,7 @@ def test_others_are_taken_as_they_are(url: str) -> None:
 
 def test_the_command_prints_none_of_it(tmp_path: Path) -> None:
     own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--remote-url", MALFORMED[0])
-    command = [sys.executable, "-P", "-m", "fusionkv.kvcache_service", *own]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = run_python("-m", "fusionkv.kvcache_service", *own, status=None)
     said = done.stdout + done.stderr
     assert done.returncode != 0
     assert "it is no URL of a Redis" in said

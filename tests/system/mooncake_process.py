@@ -1,6 +1,5 @@
 """A real Mooncake master for tests; without the package, or a library that it needs, the test is skipped."""
 
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -9,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
+from tests.system.redis_process import Killable
 from tests.waiting import wait_until
 
 # Of one service: the tests' entries are small, and memory is allocated as a whole.
 SEGMENT = "64MiB"
 
 
-class MooncakeMaster:
+class MooncakeMaster(Killable):
     """One master on a port that stays its own over restarts; what it knows of is in its clients' memory."""
 
     def __init__(self, folder: Path, *, port: int = 0, host: str = "127.0.0.1", before: Sequence[str] = ()) -> None:
@@ -54,13 +54,3 @@ class MooncakeMaster:
     def _listens(self) -> bool:
         with socket.socket() as probe:
             return probe.connect_ex((self._host, self.port)) == 0
-
-    def kill9(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)

@@ -25,7 +25,23 @@ def server() -> str:
     return found
 
 
-class RedisServer:
+class Killable:
+    """A process that a test kills, or has stand still."""
+
+    process: "subprocess.Popen[bytes]"
+
+    def kill9(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def pause(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+
+class RedisServer(Killable):
     """One server on a port that stays its own over restarts; it keeps nothing on disk."""
 
     flags: Sequence[str] = ()
@@ -84,16 +100,6 @@ class RedisServer:
         """It follows nobody any more."""
         with self.client() as client:
             client.execute_command("REPLICAOF", "NO", "ONE")
-
-    def kill9(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-
-    def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
 
 
 def _replication(client: "redis.Redis") -> dict[str, Any]:

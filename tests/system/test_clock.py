@@ -9,6 +9,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.chaos.process import Clock
+from tests.services import start_gateway
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, flags, payload, put
 from tests.waiting import until
 
@@ -86,8 +87,7 @@ async def _is(count: Any, wanted: int) -> bool:
 
 def test_quotas_are_of_minutes_that_pass(launch: Any, tmp_path: Path, wall: Clock) -> None:
     (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 2\n")
-    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--quotas", str(tmp_path / "quotas"))
-    gateway = launch("fusionkv.gateway", *own, env=wall.environment)
+    gateway = start_gateway(launch, tmp_path, None, "--quotas", str(tmp_path / "quotas"), env=wall.environment)
     with Client(gateway.address, timeout=20) as client:
         for _ in range(2):
             client.list()

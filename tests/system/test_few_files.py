@@ -14,6 +14,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
+from tests.services import start_gateway, start_worker
 from tests.system.cache_process import MIB, flags, get, payload, put
 from tests.waiting import until, wait_until
 
@@ -99,16 +100,13 @@ async def test_entries_stay_while_no_file_can_be_opened(
     assert "Traceback" not in service.log
 
 
-@pytest.mark.slow
 def test_a_worker_and_a_gateway_go_on_when_connections_close(
     launch: Any, tmp_path: Path, reference_model: Path, crowd: list[socket.socket]
 ) -> None:
     """Without a descriptor nobody new is let in, and who is in is answered, or refused as is right."""
-    files, listen = 64, ("--listen", "127.0.0.1:0")
-    model = ("--model", str(reference_model), "--threads", "1", "--pool-bytes", "64MiB")
-    worker = launch("fusionkv.fusion_worker", *listen, *model, before=limited(files))
-    data = ("--workers", worker.address, "--data-dir", str(tmp_path))
-    gateway = launch("fusionkv.gateway", *listen, *data, before=limited(files))
+    files = 64
+    worker = start_worker(launch, reference_model, before=limited(files))
+    gateway = start_gateway(launch, tmp_path, worker, before=limited(files))
     with Client(gateway.address, timeout=60) as client:
         client.ingest("c", "a", b"The tower is red.", media_type="text/plain")
         answer = client.ask("c", "What is red?", max_tokens=3).text

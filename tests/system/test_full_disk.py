@@ -1,7 +1,7 @@
 """Services on a file system that is full: they start, find what they have, and take more once there is room."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,21 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield made
 
 
-async def test_it_starts_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
-    def start() -> Service:
-        service: Service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
-        return service
+@pytest.fixture
+def start(launch: Any, disk: SmallDisk) -> Callable[..., Service]:
+    """`start(size)`: a cache service on the small disk; again, one after the other, over the same files."""
+    return lambda size: launch(*flags(disk.inside / "data", disk=size), before=disk.before)  # type: ignore[no-any-return]
 
-    first = start()
+
+async def test_it_starts_on_a_full_disk(start: Callable[..., Service], disk: SmallDisk) -> None:
+    first = start("3MiB")
     client = CacheClient(first.address)
     assert await put(client, "before", payload("before", MIB))
     disk.fill()
     await client.close()
     for killed in (True, False):
         first.kill9() if killed else first.stop()
-        first = start()
+        first = start("3MiB")
         client = CacheClient(first.address)
         assert await get(client, "before") == payload("before", MIB)
         with pytest.raises(errors.ResourceExhausted, match="No space left on device"):
@@ -49,14 +51,9 @@ async def test_it_starts_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
     assert first.stop() == 0
 
 
-async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: SmallDisk) -> None:
+async def test_it_evicts_and_deletes_on_a_full_disk(start: Callable[..., Service], disk: SmallDisk) -> None:
     """What could not be recorded is an error, or comes back with the next start; nothing is torn."""
-
-    def start() -> Service:
-        service: Service = launch(*flags(disk.inside / "data", disk="1MiB"), before=disk.before)
-        return service
-
-    service = start()
+    service = start("1MiB")
     client = CacheClient(service.address)
     old = [f"old {n}" for n in range(12)]
     for name in old:
@@ -80,7 +77,7 @@ async def test_it_evicts_and_deletes_on_a_full_disk(launch: Any, disk: SmallDisk
             assert await put(client, name, payload(name, MIB // 16))
     await client.close()
     service.kill9()
-    service = start()
+    service = start("1MiB")
     client = CacheClient(service.address)
     for name in (*old, *new):
         assert await get(client, name) in (None, payload(name, MIB // 16))

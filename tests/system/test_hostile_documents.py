@@ -6,7 +6,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import pytest
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, ServiceError
+from tests.services import Launch, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
-Launch = Callable[..., Any]
 # What expressions of the libraries take the square of; each held the interpreter's lock for a whole call.
 SPACES = b"<p>a" + b" " * 60_000 + b"b</p>"
 LINES = b"<pre>a" + b"\n " * 60_000 + b"b</pre>"
@@ -41,22 +40,15 @@ def used(gateway: Any) -> dict[int, float]:
 @pytest.fixture(scope="module")
 def flags(launch_module: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Of a gateway with two tenants, `acme` and `other`, whose tokens are their names."""
-    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
-    tokens.write_text(
-        "\n".join(
-            f'[[token]]\nname = "{t}"\nrole = "app"\ntenant = "{t}"\nsha256 = "{sha256(t.encode()).hexdigest()}"'
-            for t in ("acme", "other")
-        )
-    )
-    own = ("--listen", "127.0.0.1:0", "--model", str(reference_model), "--threads", "1")
-    worker = launch_module("fusionkv.fusion_worker", *own)
+    entries = (token_entry(tenant, "app", tenant) for tenant in ("acme", "other"))
+    worker = start_worker(launch_module, reference_model)
     limits = ("--parse-seconds", "3", "--max-document-chunks", "1000000")
-    return ["--listen", "127.0.0.1:0", "--workers", worker.address, "--auth-tokens", str(tokens), *limits]
+    return ["--workers", worker.address, *token_flags(tmp_path_factory.mktemp("tokens"), *entries), *limits]
 
 
 @pytest.fixture(scope="module")
 def gateway(launch_module: Launch, flags: list[str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return launch_module("fusionkv.gateway", *flags, "--data-dir", str(tmp_path_factory.mktemp("gateway")))
+    return start_gateway(launch_module, tmp_path_factory.mktemp("hostile"), None, *flags)
 
 
 @contextlib.contextmanager
@@ -106,7 +98,7 @@ def test_others_are_answered_meanwhile(gateway: Any, content: bytes) -> None:
 def test_its_sender_is_refused_in_time_and_pays(launch: Launch, flags: list[str], tmp_path: Path) -> None:
     quotas = tmp_path / "quotas"
     quotas.write_text("[tenants.acme]\ntokens_per_minute = 100\n")
-    gateway = launch("fusionkv.gateway", *flags, "--data-dir", str(tmp_path / "data"), "--quotas", str(quotas))
+    gateway = start_gateway(launch, tmp_path, None, *flags, "--quotas", str(quotas))
     with Client(gateway.address, token="acme", timeout=60) as acme, Client(gateway.address, token="other") as other:
         other.ingest("c", "d.txt", "x")
         began = time.monotonic()
@@ -123,7 +115,7 @@ def test_its_sender_is_refused_in_time_and_pays(launch: Launch, flags: list[str]
 
 @pytest.mark.parametrize("how", ["in order", "killed", "killed while it is idle"])
 def test_parsers_end_with_their_gateway(launch: Launch, flags: list[str], tmp_path: Path, how: str) -> None:
-    gateway = launch("fusionkv.gateway", *flags, "--data-dir", str(tmp_path / "data"))
+    gateway = start_gateway(launch, tmp_path, None, *flags)
     with Client(gateway.address, token="acme", timeout=60) as acme:
         acme.ingest("c", "d.txt", "x")
         running = used(gateway)

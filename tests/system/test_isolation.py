@@ -6,9 +6,8 @@ import random
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +22,13 @@ from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
+from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.waiting import until
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 PAIRS, MOST_ROUNDS = 30, 4
 TOKENS = {(tenant, role): secrets.token_urlsafe(32) for tenant in ("acme", "bolt") for role in ("app", "operator")}
 WORDS = ["harbour", "engine", "winter", "ledger", "copper", "meadow", "signal", "archive", "lantern", "bridge"]
-Launch = Callable[..., Any]
 
 
 class Services:
@@ -37,20 +36,12 @@ class Services:
 
     def __init__(self, launch: Launch, folder: Path, model: Path) -> None:
         self.folder = folder
-        here = ("--listen", "127.0.0.1:0")
-        self.cache = launch("fusionkv.kvcache_service", *here, "--data-dir", str(folder / "kvcache"))
-        own = ("--model", str(model), "--cache", self.cache.address, "--threads", "1", "--pool-bytes", "256MiB")
-        self.worker = launch("fusionkv.fusion_worker", *here, *own)
-        entries = [
-            f'[[token]]\nname = "{t}-{r}"\nrole = "{r}"\ntenant = "{t}"\n'
-            f'sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"'
-            for (t, r), token in TOKENS.items()
-        ]
-        (folder / "tokens").write_text("\n".join(entries))
+        self.cache = start_cache(launch, folder)
+        self.worker = start_worker(launch, model, "--pool-bytes", "256MiB", cache=self.cache)
+        tokens = token_flags(folder, *(token_entry(token, role, t) for (t, role), token in TOKENS.items()))
         (folder / "tenant.key").write_bytes(secrets.token_bytes(32))
-        secure = ("--auth-tokens", str(folder / "tokens"), "--tenant-key", str(folder / "tenant.key"))
-        data = ("--workers", self.worker.address, "--data-dir", str(folder / "gateway"))
-        self.gateway = launch("fusionkv.gateway", *here, *data, *secure, "--chunk-tokens", "512")
+        secure = (*tokens, "--tenant-key", str(folder / "tenant.key"), "--chunk-tokens", "512")
+        self.gateway = start_gateway(launch, folder, self.worker, *secure)
 
     def client(self, tenant: str, role: str = "app") -> Client:
         return Client(self.gateway.address, token=TOKENS[tenant, role])

@@ -7,8 +7,6 @@ import random
 import resource
 import signal
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime import errors
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
+from tests.commands import run_python
 from tests.ports import free_port
 from tests.system.cache_process import (
     MIB,
@@ -231,28 +230,20 @@ async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch:
     await client.close()
 
 
-def run_once(*more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", *more], capture_output=True, text=True, timeout=180, check=False
-    )
-
-
 async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(launch: Any, tmp_path: Path) -> None:
     path = tmp_path / "cache.sock"
     listen = ("--listen", f"unix:{path}")
     launch(*flags(tmp_path / "data"), *listen).kill9()
     assert stat.S_ISSOCK(os.stat(path).st_mode), "kill -9 leaves the socket file"
     service = launch(*flags(tmp_path / "data"), *listen)
-    second = run_once(*flags(tmp_path / "other"), *listen)
-    assert second.returncode == 1
+    second = run_python("-m", *flags(tmp_path / "other"), *listen, status=1)
     assert "another process serves there" in second.stderr
     client = CacheClient(service.address)
     assert await put(client, "x", b"abc")
     await client.close()
     service.stop()
     path.write_text("a file")
-    third = run_once(*flags(tmp_path / "data"), *listen)
-    assert third.returncode == 1
+    third = run_python("-m", *flags(tmp_path / "data"), *listen, status=1)
     assert "the file is no socket" in third.stderr
 
 
@@ -266,12 +257,10 @@ def test_clear_errors_at_start(launch: Any, tmp_path: Path) -> None:
         (flags(Path("/proc/nowhere")), 1, "/proc/nowhere"),
     ]
     for argv, status, text in cases:
-        done = run_once(*argv)
-        assert done.returncode == status, done.stderr
+        done = run_python("-m", *argv, status=status)
         assert text in done.stderr
         assert "Traceback" not in done.stderr
-    help = run_once(MODULE, "--help")
-    assert help.returncode == 0
+    help = run_python("-m", MODULE, "--help")
     assert "(default: 127.0.0.1:7070)" in " ".join(help.stdout.split())
 
 
@@ -305,8 +294,3 @@ async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path:
 
     await until(back)
     await client.close()
-
-
-def test_the_client_needs_no_lmdb() -> None:
-    code = "import sys, fusionkv.kvcache_service.client; sys.exit('lmdb' in sys.modules)"
-    assert subprocess.run([sys.executable, "-P", "-c", code], timeout=180, check=False).returncode == 0

@@ -1,6 +1,6 @@
 """Every field of variable length of every request: what is too long is refused as such, and nothing dies of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fusionkv.protos.fusion.v1 import fusion_pb2 as fusion
 from fusionkv.protos.gateway.v1 import gateway_pb2 as gateway
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as kvcache
 from fusionkv.protos.runtime import errors, rpc
+from tests.services import Launch, start_cache, start_gateway, start_worker
 
 pytestmark = pytest.mark.system
 LONG = "x" * 100_000
@@ -22,7 +23,6 @@ MANY_TOKENS = fusion.Tokens(ids=[1] * 100_000)
 TOKENS = fusion.Tokens(ids=[1])
 CHUNK = fusion.Chunk(ids=[1])
 USER = gateway.ROLE_USER
-Launch = Callable[..., Any]
 
 
 def ask(**given: Any) -> gateway.GenerateRequest:
@@ -195,12 +195,10 @@ def test_every_field_of_variable_length_is_here() -> None:
 def channels(
     launch_module: Launch, reference_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, grpc.Channel]]:
-    folder, here = tmp_path_factory.mktemp("limits"), ("--listen", "127.0.0.1:0")
-    cache = launch_module("fusionkv.kvcache_service", *here, "--data-dir", str(folder / "kvcache"))
-    own = ("--model", str(reference_model), "--cache", cache.address, "--threads", "1")
-    worker = launch_module("fusionkv.fusion_worker", *here, *own)
-    data = ("--workers", worker.address, "--data-dir", str(folder / "gateway"))
-    front = launch_module("fusionkv.gateway", *here, *data)
+    folder = tmp_path_factory.mktemp("limits")
+    cache = start_cache(launch_module, folder)
+    worker = start_worker(launch_module, reference_model, cache=cache)
+    front = start_gateway(launch_module, folder, worker)
     made = {
         name: rpc.dial_sync(service.address)
         for name, service in (("kvcache", cache), ("fusion", worker), ("gateway", front))

@@ -19,6 +19,7 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unauthenticated
 from tests.gateway import sentence_models
+from tests.services import start_cache, start_gateway, start_worker, token_entry, token_flags
 from tests.system.otlp import Receiver, attributes, points, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
@@ -59,9 +60,6 @@ def registry(root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder, token = tmp_path_factory.mktemp("telemetry"), secrets.token_urlsafe(32)
-    digest = hashlib.sha256(token.encode()).hexdigest()
-    known = f'[[token]]\nname = "n"\nrole = "operator"\ntenant = "acme"\nsha256 = "{digest}"\n'
-    (folder / "tokens").write_text(known)
     with receiving() as received:
         env = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint,
@@ -70,26 +68,14 @@ def run(launch_module: Any, reference_model: Path, tmp_path_factory: pytest.Temp
             "FUSIONKV_LOG_FORMAT": "json",
         }
 
-        def launch(module: str, *flags: str, **more: Any) -> Any:
-            ports = ("--listen", "127.0.0.1:0", "--metrics-listen", "127.0.0.1:0")
-            return launch_module(f"fusionkv.{module}", *ports, *flags, env=env, **more)
-
-        cache = launch("kvcache_service", "--data-dir", str(folder / "kvcache"))
-        model = ("--model", str(reference_model), "--threads", "1", "--shadow-share", "1", "--pool-bytes", "1MiB")
-        worker = launch("fusion_worker", "--cache", cache.address, *model)
-        flags = ("--data-dir", str(folder / "gateway"), "--auth-tokens", str(folder / "tokens"))
+        scraped_at = ("--metrics-listen", "127.0.0.1:0")
+        cache = start_cache(launch_module, folder, *scraped_at, env=env)
+        flags = (*scraped_at, "--shadow-share", "1", "--pool-bytes", "1MiB")
+        worker = start_worker(launch_module, reference_model, *flags, cache=cache, env=env)
+        flags = (*scraped_at, *token_flags(folder, token_entry(token)), "--http-listen", "127.0.0.1:0")
         flags += ("--embedder", str(sentence_models.write(folder / "tiny")), "--embedder-threads", "1")
-        gateway = launch(
-            "gateway",
-            "--workers",
-            worker.address,
-            "--http-listen",
-            "127.0.0.1:0",
-            *flags,
-            "--chunk-tokens",
-            "16",
-            services=2,
-        )
+        flags += ("--chunk-tokens", "16")
+        gateway = start_gateway(launch_module, folder, worker, *flags, services=2, env=env)
         services = (gateway, worker, cache)
         summaries: dict[str, Summary] = {}
         with Client(gateway.address, token=token) as client:
@@ -200,6 +186,7 @@ def test_errors_and_degraded_answers_are_marked(run: Run) -> None:
         attributes(s)["fusionkv.degraded"] for _, s in run.trace("degraded") if "fusionkv.degraded" in attributes(s)
     ]
     assert marked == [run.summaries["degraded"].degraded_reason] * 2  # the worker's RPC, and the gateway's chat
+    assert run.received.total("fusionkv-worker", "fusionkv.worker.degraded") >= 1
     failed = {span.name for _, span in run.trace("degraded") if span.status.code == 2}
     assert "fusionkv.lookup" in failed
     refused = [span for _, span in run.received.spans if span.name.endswith("/Generate") and span.status.code == 2]

@@ -2,8 +2,6 @@
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,8 @@ import numpy as np
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as pb
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span
+
+from tests.commands import run_python
 
 BENCH = "bench/services/telemetry_cost.py"
 
@@ -45,9 +45,7 @@ def test_spans_are_counted_by_trace(bench: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.system
 def test_a_run(root: Path) -> None:
-    done = subprocess.run([sys.executable, "-P", root / BENCH, "2"], capture_output=True, text=True, timeout=540)
-    assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads(done.stdout)
+    figures = json.loads(run_python(root / BENCH, 2, timeout=540).stdout)
     assert figures["pairs"] == 2
     # Those of one request that nothing has to be encoded for: of all three services, from its RPC to its last token.
     assert 15 <= figures["spans_each"] <= 25

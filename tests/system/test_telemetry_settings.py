@@ -9,10 +9,10 @@ import pytest
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.kvcache_service.client import CacheClient
+from tests.services import start_cache, start_gateway, start_worker
 from tests.system.otlp import Receiver, receiving
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
-CACHE = ("fusionkv.kvcache_service", "--listen", "127.0.0.1:0")
 PUTS = ("fusionkv-kvcache", "fusionkv.kvcache.puts")
 QUESTION = "Report Velkorda: code of Bervek?"
 PAGE = " ".join(f"Report Velkorda on page {i} says: the code of Bervek is {i}." for i in range(500, 506))
@@ -30,7 +30,7 @@ def told(launch: Any, tmp_path: Path) -> Callable[..., Receiver]:
 
         with receiving() as received:
             known = {f"OTEL_{name}": value.format(received.endpoint) for name, value in env.items()}
-            cache = launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
+            cache = start_cache(launch, tmp_path, env=known)
             asyncio.run(ask(cache.address))
             assert cache.stop() == 0
             assert "Traceback" not in cache.log
@@ -41,7 +41,7 @@ def told(launch: Any, tmp_path: Path) -> Callable[..., Receiver]:
 
 def test_nothing_is_sent_without_an_endpoint(launch: Any, tmp_path: Path) -> None:
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"}
-    cache = launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=env)
+    cache = start_cache(launch, tmp_path, env=env)
     assert cache.stop() == 0
     assert "otlp" not in cache.log.lower()
     assert "metrics at" not in cache.log
@@ -83,7 +83,7 @@ def test_a_service_can_be_named(told: Callable[..., Receiver], name: str) -> Non
 def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env: dict[str, str], says: str) -> None:
     known = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", **{f"OTEL_{k}": v for k, v in env.items()}}
     with pytest.raises(AssertionError, match=says):
-        launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=known)
+        start_cache(launch, tmp_path, env=known)
 
 
 @pytest.mark.parametrize("name", ["OTEL_EXPORTER_OTLP_HEADERS", "OTEL_EXPORTER_OTLP_METRICS_HEADERS"])
@@ -92,7 +92,7 @@ def test_headers_that_cannot_be_sent_are_refused(launch: Any, tmp_path: Path, na
     """And not quoted, as the SDK and gRPC would do in the log."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: header}
     with pytest.raises(AssertionError, match="what is no header") as refused:
-        launch(*CACHE, "--data-dir", str(tmp_path / "data"), env=env)
+        start_cache(launch, tmp_path, env=env)
     assert "ush" not in str(refused.value)
 
 
@@ -117,12 +117,9 @@ def test_all_follow_the_sampler_of_the_gateway(
     with receiving() as received:
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": received.endpoint, "OTEL_METRIC_EXPORT_INTERVAL": "200"}
         sampled = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": ratio}
-        cache = launch(*CACHE, "--data-dir", str(tmp_path / "kvcache"), env=env)
-        at = ("--listen", "127.0.0.1:0")
-        model = ("--model", str(reference_model), "--threads", "1")
-        worker = launch("fusionkv.fusion_worker", *at, "--cache", cache.address, *model, env=env)
-        flags = ("--workers", worker.address, "--data-dir", str(tmp_path / "gateway"), "--chunk-tokens", "16")
-        gateway = launch("fusionkv.gateway", *at, *flags, env=env | sampled)
+        cache = start_cache(launch, tmp_path, env=env)
+        worker = start_worker(launch, reference_model, cache=cache, env=env)
+        gateway = start_gateway(launch, tmp_path, worker, "--chunk-tokens", "16", env=env | sampled)
         with Client(gateway.address) as client:
             client.ingest("c", "page.md", PAGE)
             made = client.ask("c", QUESTION, recipe="full_reuse", max_tokens=2).summary.chunks_missed

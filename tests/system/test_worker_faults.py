@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.models import LAYOUT
@@ -20,6 +19,7 @@ from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import errors
+from tests.fusion_worker.oracle import byte_tokenizer
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -56,14 +56,8 @@ def network() -> Any:
 def directory(network: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model with a token for each byte."""
     folder = tmp_path_factory.mktemp("model")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    raw.decoder = decoders.ByteLevel()
     network.save_pretrained(folder)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="</s>").save_pretrained(
-        folder
-    )
+    byte_tokenizer().save_pretrained(folder)
     return folder
 
 

@@ -85,7 +85,8 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
             task = read(path, records, prompts or {})
             return [replace(task, library=Library(task.samples))]
     formats = "; ".join(f"{read.__name__[1:]} has {', '.join(needed)}" for needed, read in _FORMATS)
-    raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {_names(first)}")
+    has = ", ".join(first) or "nothing"
+    raise UnknownDataset(f"{first_place}: a record of none of the known formats ({formats}): it has {has}")
 
 
 def read_prompts(path: Path) -> dict[str, str]:
@@ -227,7 +228,3 @@ def _strings(place: str, record: Mapping[str, Any], name: str) -> tuple[str, ...
 
 def _name(path: Path) -> str:
     return path.parent.name if path.stem in _SUBSETS else path.stem
-
-
-def _names(record: Mapping[str, Any]) -> str:
-    return ", ".join(record) or "nothing"

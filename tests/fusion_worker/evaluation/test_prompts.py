@@ -10,17 +10,11 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.bench.quality.data import tasks
 from fusionkv.bench.quality.data.prompts import Prompter
 from fusionkv.bench.quality.data.samples import Sample
-from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.models import Model
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
 
 TEXT = "The lake is wide. Ada owns the lamp.\nBen chose the rope. The sky\u00e9 is calm.\n" * 9
-
-
-@pytest.fixture(scope="module")
-def model(reference_model: Path) -> Model:
-    return models.load(reference_model)
 
 
 def test_a_reference_prompt_is_as_in_training(model: Model, reference_model: Path) -> None:

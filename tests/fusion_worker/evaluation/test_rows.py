@@ -3,7 +3,6 @@
 import math
 import re
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 from io import StringIO
 
 import numpy as np
@@ -15,6 +14,7 @@ from fusionkv.bench.quality.report import charts, report, statistics
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
 from fusionkv.bench.quality.report.rows import Row, judged, rows
 from fusionkv.fusion_worker.recipes import modifiers
+from tests.pages import Page
 
 TASK = Task("chain2", (Sample("", ("p",), "q", ("a",)),) * 8)
 HARD = '<b>"1" & 2</b>'
@@ -157,40 +157,12 @@ def test_a_program_gets_the_same_table(figures: list[Row]) -> None:
     ]
 
 
-class Page(HTMLParser):
-    """Text and attributes, and whether every element that is opened is closed."""
-
-    VOID = ("meta", "br", "circle", "path", "line", "polyline")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.text: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.attributes += attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text.append(data)
-
-
 def test_the_page_is_whole_and_holds_everything(figures: list[Row]) -> None:
     found = [(model, TASK, table(shift)) for shift, model in enumerate(("a", "b"))]
     text = report.page(figures, {"chain2": "exact_match"}, found)
-    page = Page()
-    page.feed(text)
-    page.close()
+    page = Page(text)
     assert page.open == []
-    assert not {name for name, _ in page.attributes} & {"src", "href", "onload"}
+    assert not {name for _, attributes in page.seen for name in attributes} & {"src", "href", "onload"}
     assert "http" not in text
     assert "url(" not in text
     said = " ".join(page.text)

@@ -1,6 +1,5 @@
 """Cells against an independent forward pass, and against each other where they must agree."""
 
-import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,44 +11,14 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from fusionkv.bench.quality import metrics
 from fusionkv.bench.quality.data import tasks
-from fusionkv.bench.quality.data.samples import Block, Task
-from fusionkv.bench.quality.report.cells import Cell, Measured
-from fusionkv.bench.quality.runner import Runner
+from fusionkv.bench.quality.report.cells import Measured
 from fusionkv.fusion_worker import models
-from fusionkv.fusion_worker.config import WorkerConfig
-from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
+from tests.fusion_worker.evaluation.measuring import cells, measure
 
 TASK, COUNT = "chain2", 6
-
-
-def cells(*asked: tuple[str, float]) -> list[Cell]:
-    return [Cell(modifiers.find(name), r) for name, r in asked]
-
-
-@pytest.fixture(scope="module")
-def model(reference_model: Path) -> models.Model:
-    return models.load(reference_model)
-
-
-def measure(
-    model: models.Model,
-    task: Task,
-    asked: Sequence[Cell],
-    picture: bool = False,
-    pool_bytes: int = 64 << 20,
-    auxiliary: models.Model | None = None,
-) -> dict[Cell, Measured]:
-    async def run() -> list[Measured]:
-        runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512, auxiliary)
-        try:
-            return await runner.measure(Block(task, 0, len(task.samples)), asked, True, picture)
-        finally:
-            await runner.close()
-
-    return dict(zip(asked, asyncio.run(run()), strict=True))
 
 
 def same(a: Measured, b: Measured, samples: Sequence[int], others: Sequence[int]) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import Qwen2ForCausalLM
 
-from fusionkv.bench.quality import metrics, runner
+from fusionkv.bench.quality import metrics
 from fusionkv.bench.quality.data import tasks
 from fusionkv.bench.quality.data.prompts import Prompter
-from fusionkv.bench.quality.data.samples import Block, Library, Sample, Task
-from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.quality.data.samples import Library, Sample, Task
+from fusionkv.bench.quality.report.cells import NO_CONTEXT
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
@@ -23,36 +23,15 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 from fusionkv.fusion_worker.request import Piece
 from fusionkv.fusion_worker.servicer import FusionServicer
+from tests.fusion_worker.evaluation.measuring import cells, measure
 
 COUNT, LENGTH = 3, 6
-
-
-@pytest.fixture(scope="module")
-def model(reference_model: Path) -> models.Model:
-    return models.load(reference_model)
 
 
 @pytest.fixture(scope="module")
 def task() -> Task:
     made = tasks.reference("chain2", COUNT)
     return dataclasses.replace(made, metrics=("f1", "exact_match"), max_tokens=LENGTH, group=1)
-
-
-def cells(*asked: tuple[str, float]) -> list[Cell]:
-    return [Cell(modifiers.find(name), r) for name, r in asked]
-
-
-def measure(
-    model: models.Model, task: Task, asked: Sequence[Cell], timed: bool = True, pool_bytes: int = 64 << 20
-) -> dict[Cell, Measured]:
-    async def run() -> list[Measured]:
-        bench = runner.Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512)
-        try:
-            return await bench.measure(Block(task, 0, len(task.samples)), asked, timed, False)
-        finally:
-            await bench.close()
-
-    return dict(zip(asked, asyncio.run(run()), strict=True))
 
 
 @torch.inference_mode()

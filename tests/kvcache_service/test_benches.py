@@ -1,13 +1,83 @@
-"""The storage simulation: its workloads are what they say, its caches agree with plain counting."""
+"""The benches of the cache service, at small sizes, and its simulation: what they measure is what they say."""
 
 import asyncio
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from fusionkv.bench.cache import bench, scale
 from fusionkv.bench.cache.simulation import PAPER, SYSTEM, Baseline, Outcome, Service, compare, simulate
 from fusionkv.bench.cache.workload import Workload
+from tests.commands import run_python
+from tests.system import redis_process
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_every_row_has_its_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "SIZES", [(8 * bench.MIB, 2)])
+    server = Path(redis_process.server())
+    monkeypatch.setenv("PATH", str(server.parent), prepend=":")
+    assert shutil.which("redis-server")
+    assert bench.main(["--rounds", "1", "--json", str(tmp_path / "rows.json")]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    operations = ["put", "fetch memory", "fetch disk"]
+    expected = [(name, "tcp") for name in operations]
+    expected += [(name, "unix") for name in (*operations, "fetch shared", "fetch extent", "fetch cold")]
+    assert [(row["operation"], row["transport"]) for row in rows] == expected
+    for row in rows:
+        assert min(row["gb_per_s"], row["grpc_gb_per_s"], row["memcpy_gb_per_s"]) > 0
+        assert (row["redis_gb_per_s"] is not None) == (
+            (row["operation"], row["transport"]) == ("fetch memory", "tcp")
+        )
+
+
+@pytest.mark.system
+@pytest.mark.slow
+def test_every_system_is_measured(tmp_path: Path) -> None:
+    out = tmp_path / "new" / "peers.json"
+    done = run_python("-m", "fusionkv.bench.cache.peers", "--quick", "--json", out, timeout=240)
+    rows = json.loads(out.read_text())
+    assert set(rows[0]) == {"system", "operation", "bytes", "gb_s", "cpu_s_per_gb", "p99_ms"}
+    by_system = {row["system"]: row for row in rows}
+    assert len(rows) == 2 * len(by_system)
+    for engine in ("redis", "mooncake"):
+        assert (engine in by_system) == (f"{engine} is not measured" not in done.stderr)
+        assert (f"fusionkv over {engine}" in by_system) == (engine in by_system)
+    assert all(row["gb_s"] > 0 and row["p99_ms"] > 0 and row["cpu_s_per_gb"] > 0 for row in rows)
+
+
+def test_a_small_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "LOOKUPS", 20)
+    monkeypatch.setattr(scale, "ADDED", 100)
+    # It asserts itself that every path is found as meant, and that as many entries come back.
+    row = asyncio.run(scale.measure(tmp_path, 3000))
+    assert row.chunks == 3000
+    assert 0 < row.bytes_per_chunk < 10_000
+    assert set(row.lookup_us) == {"exact", "alternative", "miss"}
+    assert all(0 < median <= high for median, high in row.lookup_us.values())
+
+
+def test_the_store_that_it_opens_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "ADDED", 100)
+
+    async def check() -> None:
+        scale.write_files(tmp_path, 2000)
+        store = scale.make_store(tmp_path, 2000)
+        await store.open()
+        store.check_integrity()
+        assert len({entry.record.chunk for entry in store.residents}) == 2 * (scale.GROUP - 1)
+        scale.add(store, 2000)
+        store.check_integrity()
+        assert len(store.residents) == 2100
+        await store.close()
+
+    asyncio.run(check())
+
 
 SMALL = Workload(queries=200, chunks=4, knowledge=20, shared=16, zipf=0.8, topics=2)
 
