@@ -1,5 +1,6 @@
 # syntax=docker/dockerfile:1
-# One file, seven images: docker build --target kvcache|kvcache-mooncake|worker|worker-ray|worker-gpu|worker-gpu-ray|gateway .
+# One file, eight images:
+# docker build --target kvcache|kvcache-mooncake|worker|worker-ray|worker-gpu|worker-gpu-ray|gateway|vllm-connector .
 # The worker's torch comes from the package index that pip is told of: for a small CPU image name one that holds CPU
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
@@ -116,3 +117,14 @@ USER 0:0
 RUN pip install --no-cache-dir -c /wheels/constraints.txt "ray[default]"
 ENV RAY_USAGE_STATS_ENABLED=0
 USER 10001:10001
+
+# --- the connector for vLLM's own image, which an init container lays beside it: what is in /connector goes to /mnt.
+FROM wheel AS vllm-connector-packages
+# Beside the wheel what vLLM's image lacks; and gRPC and protobuf, which it may have older than our stubs were generated
+# for, and which run stubs of older versions too. They are compiled: PYTHON_IMAGE has to have vLLM's Python, 3.12.
+RUN pip install --no-cache-dir --no-deps --target /connector -c constraints.txt \
+    /wheels/*.whl grpcio grpcio-health-checking grpcio-reflection protobuf xxhash
+
+FROM runtime AS vllm-connector
+COPY --from=vllm-connector-packages /connector /connector
+ENTRYPOINT ["cp", "-R", "/connector/.", "/mnt"]

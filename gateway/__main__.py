@@ -151,8 +151,14 @@ def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
         from fusionkv.gateway.workers.vllm import VLLMEngine
     except ModuleNotFoundError as error:
         raise ValueError(f"decode = vllm needs the package {error.name}: pip install 'fusionkv[http]'") from error
-    seconds = config.vllm_prefill_seconds
-    return VLLMEngine(workers, config.vllm_url, config.vllm_model, config.vllm_token, seconds)
+    return VLLMEngine(
+        workers,
+        config.vllm_url,
+        config.vllm_model,
+        config.vllm_token,
+        config.tls_ca if config.vllm_url.startswith("https://") else None,
+        config.vllm_prefill_seconds,
+    )
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:

@@ -111,7 +111,9 @@ class GatewayConfig:
         "worker",
         "what decodes answers: worker, or vllm with FusionKV's connector; workers then prefill prompts for it",
     )
-    vllm_url: str = setting("", "URL of the vLLM server, such as http://127.0.0.1:8000")
+    vllm_url: str = setting(
+        "", "URL of the vLLM server, such as http://127.0.0.1:8000; over https, `tls_ca` is trusted if it is set"
+    )
     vllm_model: str = setting("", "model name sent to vLLM, if it serves several")
     vllm_token: Path | None = setting(None, "file with the API key of vLLM")
     vllm_prefill_seconds: float = setting(

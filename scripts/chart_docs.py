@@ -24,8 +24,9 @@ tested outside of a cluster.
 
     With a GPU it is the target `worker-gpu`. The target `worker` takes the torch that pip finds, from PyPI on x86-64
     the one that brings CUDA; `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` lets it find the
-    one for CPUs. Encoders on Ray (`encode.ray`) want `worker-ray` or `worker-gpu-ray` too. With kind,
-    `kind load docker-image` takes the place of the push.
+    one for CPUs. Encoders on Ray (`encode.ray`) want `worker-ray` or `worker-gpu-ray` too, and `vllm.enabled` wants
+    `vllm-connector` beside the official image of vLLM. With kind, `kind load docker-image` takes the place of the
+    push.
 
 2. Take the example that is nearest, and install:
 
@@ -52,6 +53,7 @@ tested outside of a cluster.
 | [gpu.yaml](../examples/gpu.yaml) | one node with a GPU, a 7B model, scraped by the Prometheus operator |
 | [replicas.yaml](../examples/replicas.yaml) | caches on all nodes over a Redis Cluster, two to eight workers |
 | [tensor-parallel.yaml](../examples/tensor-parallel.yaml) | a 32B model over four GPUs of one node |
+| [vllm.yaml](../examples/vllm.yaml) | workers that prefill and a vLLM that decodes, on a GPU each |
 | [milvus.yaml](../examples/milvus.yaml) | two to six gateways that share a Milvus |
 | [secured.yaml](../examples/secured.yaml) | TLS by cert-manager, tokens; the chart's own Redis and Milvus, plain |
 
@@ -65,10 +67,13 @@ tested outside of a cluster.
   starts; with a Milvus there may be many.
 - Pods of one service go to different nodes where there are some, and a disruption takes one at a time. Each has a
   service account without rights, and runs as user 10001 on a read-only root file system, as the Pod Security Standard
-  *restricted* wants it. Only Milvus, where it is the chart's own, has a root file system that it may write to: nobody
-  has run it yet, so whether it needs more than its volume and `/tmp` is not known.
-- Only the gateway calls workers, and only workers and encoders on Ray call caches (`networkPolicy`), in a network
-  that enforces policies.
+  *restricted* wants it. Only Milvus and vLLM, where they are the chart's own, have a root file system that they may
+  write to: nobody has run them yet, so whether they need more than their volumes is not known. vLLM runs as the user
+  2000, which its image brings.
+- vLLM is a Deployment of one pod in its official image; an init container copies the connector beside it, and
+  `PYTHONPATH` names the copy. An upgrade ends it before the next one starts; meanwhile questions fail.
+- Only the gateway and vLLM call workers, only workers, encoders on Ray and vLLM call caches, and only the gateway
+  calls vLLM (`networkPolicy`), in a network that enforces policies.
 
 ## More workers by how many requests wait
 

@@ -1,6 +1,6 @@
 """The KV connector that vLLM loads: `FusionKVConnector` at `kv_connector_module_path` fusionkv.vllm.connector.
 
-Written against vLLM 0.16 to 0.32. One that has sliding-window layers gives all layers all pages here, since the
+Written against vLLM 0.17 to 0.32. One that has sliding-window layers gives all layers all pages here, since the
 connector does not say that it supports vLLM's hybrid memory manager.
 """
 

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import ssl
 import struct
 import time
 from collections import OrderedDict
@@ -107,14 +108,26 @@ class _Answer:
 class VLLMEngine:
     """Answers by a vLLM server, which computes the prompt itself when no worker can, or when it can't use its KV."""
 
-    def __init__(self, workers: WorkerPool, url: str, model: str, token: Path | None, prefill_seconds: float) -> None:
-        """url: without /v1. Made in a running event loop. Raises OSError when the token can't be read."""
+    def __init__(
+        self,
+        workers: WorkerPool,
+        url: str,
+        model: str = "",
+        token: Path | None = None,
+        ca: Path | None = None,
+        prefill_seconds: float = 30.0,
+    ) -> None:
+        """url: without /v1. ca: whom to trust at an https URL, in place of the system's CAs.
+
+        Made in a running event loop. Raises OSError when token or CA can't be read.
+        """
         self._workers = workers
         self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
         self._model = {"model": model} if model else {}
         self._prefill_seconds = prefill_seconds
         headers = {"Authorization": f"Bearer {token.read_text().strip()}"} if token else {}
-        self._session = aiohttp.ClientSession(headers=headers)
+        trusted = ssl.create_default_context(cafile=ca) if ca else True
+        self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
         # Prompts whose KV vLLM was given, and has in its own prefix cache as long as nothing else needs the room. One
         # that comes again costs no prefill; if vLLM has evicted it, vLLM computes it, as any server would.

@@ -1,5 +1,6 @@
 """What the chart makes of values, and the versions of Kubernetes that it has to be valid for."""
 
+import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -30,6 +31,20 @@ def template(helm: str, folder: Path, values: Any, version: str = VERSIONS[-1]) 
     if done.returncode != 0:
         raise ValueError(done.stderr)
     return [document for document in yaml.safe_load_all(done.stdout) if document]
+
+
+def notes(helm: str, folder: Path, *flags: str) -> str:
+    """What helm tells after an installation, in one line: only with a cluster, so an object is made of it."""
+    chart = folder / "chart"
+    shutil.copytree(_CHART, chart)
+    text = chart / "templates/NOTES.txt"
+    defined = f'{{{{ define "notes" }}}}{text.read_text()}{{{{ end }}}}'
+    text.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
+    command = [helm, "template", "rel", str(chart), "--kube-version", VERSIONS[-1], *flags]
+    done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise ValueError(done.stderr)
+    return " ".join(yaml.safe_load(done.stdout)["text"].split())
 
 
 def validate(documents: Iterable[Any], version: str) -> None:

@@ -1,16 +1,14 @@
 """What the chart brings beside the services: certificates, a Redis, a Milvus, and the question of `helm test`."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Render, config_of, pod_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Render, config_of, notes, pod_of
 from tests.services import start_cache, start_gateway, start_worker
 from tests.system.redis_process import RedisServer
 
@@ -168,18 +166,10 @@ def test_that_redis_takes_its_command_line(render: Render, tmp_path: Path) -> No
     ],
 )
 def test_who_installs_them_without_policies_is_told_that_they_are_open(
-    helm: str, root: Path, tmp_path: Path, own: tuple[str, ...], policy: bool, told: str | None
+    helm: str, tmp_path: Path, own: tuple[str, ...], policy: bool, told: str | None
 ) -> None:
-    """Helm shows its notes only with a cluster at hand, so an object is made of them."""
-    shutil.copytree(root / "k8s/fusionkv", tmp_path / "chart")
-    notes = tmp_path / "chart/templates/NOTES.txt"
-    defined = f'{{{{ define "notes" }}}}{notes.read_text()}{{{{ end }}}}'
-    notes.with_name("notes.yaml").write_text(defined + 'kind: Notes\ntext: {{ include "notes" . | quote }}')
     flags = [f"--set=networkPolicy.enabled={str(policy).lower()}", *(f"--set={name}.enabled=true" for name in own)]
-    command = [helm, "template", "rel", str(tmp_path / "chart"), "--kube-version", VERSIONS[-1], *flags]
-    done = subprocess.run([*command, "-s", "templates/notes.yaml"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = " ".join(yaml.safe_load(done.stdout)["text"].split())
+    found = notes(helm, tmp_path, *flags)
     assert "fusionkv stats --gateway localhost:7072" in found
     assert ("every pod" in found) == (told is not None)
     assert told is None or f"change what is in {told} which" in found

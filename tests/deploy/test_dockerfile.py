@@ -1,5 +1,7 @@
 """The Dockerfile holds to hadolint's rules, and every image ends as it should."""
 
+import importlib.metadata
+import json
 import re
 import subprocess
 import sys
@@ -7,7 +9,24 @@ from pathlib import Path
 
 import pytest
 
-TARGETS = ("kvcache", "kvcache-mooncake", "worker", "worker-ray", "worker-gpu", "worker-gpu-ray", "gateway")
+SERVICES = ("kvcache", "kvcache-mooncake", "worker", "worker-ray", "worker-gpu", "worker-gpu-ray", "gateway")
+TARGETS = (*SERVICES, "vllm-connector")
+# What the connector uses, and vLLM 0.17 or later or (cryptography, cffi) a package that it requires brings along.
+OF_VLLM = {"cffi", "cryptography", "numpy", "opentelemetry-api", "torch"}
+# Prints what the connector imports. vLLM's own modules are as empty as they can be, and gRPC finds no compiler.
+IMPORTED = """
+import json, sys, types
+name = "vllm"
+for part in ("", ".distributed", ".kv_transfer", ".kv_connector", ".v1", ".base"):
+    name += part
+    module = sys.modules[name] = types.ModuleType(name)
+module.KVConnectorBase_V1 = module.KVConnectorMetadata = module.KVConnectorRole = object
+sys.modules["grpc_tools"] = None
+import numpy, torch
+there = set(sys.modules)
+import fusionkv.vllm.connector
+print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - there})))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +58,36 @@ def test_an_image_runs_as_nobody_and_hears_sigterm(text: str, target: str) -> No
     assert set(users) <= {"10001:10001", "0:0"}
     assert "STOPSIGNAL SIGTERM" in lines
     assert "org.opencontainers.image.licenses" in lines
-    assert re.search(r'^ENTRYPOINT \["python", "-P", "-m", "fusionkv\.\w+"\]$', lines, re.MULTILINE)
+    if target in SERVICES:
+        assert re.search(r'^ENTRYPOINT \["python", "-P", "-m", "fusionkv\.\w+"\]$', lines, re.MULTILINE)
     assert f"ARG {base[2:-1]}=" in text
     assert re.search(rf"^ARG {base[2:-1]}=\S+:\d\S+$", text, re.MULTILINE), "the base image is not pinned"
+
+
+def test_all_images_are_listed_at_the_top(text: str) -> None:
+    listed = re.search(r"--target (\S+) \.$", text, re.MULTILINE)
+    assert listed
+    assert set(listed[1].split("|")) == set(TARGETS)
+    assert "One file, eight images" in text
+    assert len(TARGETS) == 8
+
+
+@pytest.mark.slow
+def test_the_connector_finds_what_it_imports_in_vllms_image(text: str) -> None:
+    _, lines = stage(text, "vllm-connector-packages")
+    (packages,) = re.findall(r"/wheels/\*\.whl (.+)$", lines, re.MULTILINE)
+    brought = {"fusionkv", *packages.split()}
+    # Generated code refuses a gRPC or protobuf that is older than what it was generated with.
+    assert {"grpcio", "protobuf"} <= brought
+    done = subprocess.run([sys.executable, "-P", "-c", IMPORTED], capture_output=True, text=True, check=True)
+    owners = importlib.metadata.packages_distributions()
+    # Modules of no distribution are Python's, or made by compiled ones.
+    wanted = {
+        module: {name.lower() for name in owners[module]} for module in json.loads(done.stdout) if module in owners
+    }
+    assert {"grpc", "grpc_health", "grpc_reflection", "xxhash"} <= set(wanted)
+    lacking = {module for module, names in wanted.items() if not names & (brought | OF_VLLM)}
+    assert lacking == set()
 
 
 def test_every_file_that_is_copied_is_let_in_and_exists(root: Path, text: str) -> None:

@@ -68,6 +68,13 @@ http://{{ include "fusionkv.fullname" (dict "root" . "name" "milvus") }}:19530
 {{- end }}
 {{- end }}
 
+{{/* Where the chart's own vLLM answers; empty without one. */}}
+{{- define "fusionkv.vllm" -}}
+{{- if .Values.vllm.enabled -}}
+http://{{ include "fusionkv.fullname" (dict "root" . "name" "vllm") }}:8000
+{{- end }}
+{{- end }}
+
 {{/* Not empty where the service speaks TLS. */}}
 {{- define "fusionkv.speaksTLS" -}}
 {{- if .root.Values.certManager.enabled }}yes{{ else }}{{ (index .root.Values .name).config.tls_cert | default "" }}{{ end }}
@@ -336,7 +343,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* What pods of Redis and Milvus have in common. */}}
+{{/* What pods of Redis, Milvus and vLLM have in common. */}}
 {{- define "fusionkv.backendPod" -}}
 serviceAccountName: {{ include "fusionkv.fullname" . }}
 automountServiceAccountToken: false

@@ -1,0 +1,201 @@
+"""The chart's vLLM: its pod, what it is told of workers and caches, and who may call it."""
+
+import ast
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.deploy.rendering import COMPONENT, VERSIONS, Render, config_of, notes, pod_of
+
+pytestmark = pytest.mark.slow
+
+ON = {"vllm": {"enabled": True}}
+
+
+@pytest.fixture(scope="module")
+def options(root: Path) -> set[str]:
+    """Names of `kv_connector_extra_config` that the connector takes; it can't be imported without vLLM."""
+    tree = ast.parse((root / "vllm_connector/connector.py").read_text())
+    (made,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Options"]
+    return {
+        node.target.id for node in made.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+
+
+def flags(found: dict[str, dict[str, Any]]) -> dict[str, str]:
+    (container,) = pod_of(found, "vllm")["containers"]
+    assert container["command"][:2] == ["vllm", "serve"]
+    return dict(word.split("=", 1) for word in container["command"][3:])
+
+
+def transfer(found: dict[str, dict[str, Any]]) -> Any:
+    return json.loads(flags(found)["--kv-transfer-config"])
+
+
+def peers(rules: list[Any], key: str) -> dict[int, list[str]]:
+    """By port."""
+    return {
+        rule["ports"][0]["port"]: [peer["podSelector"]["matchLabels"][COMPONENT] for peer in rule.get(key, [])]
+        for rule in rules
+    }
+
+
+def test_nothing_of_it_is_made_by_default(render: Render) -> None:
+    found = render({})
+    assert not [name for objects in found.values() for name in objects if "vllm" in name]
+    assert "vllm" not in json.dumps(found)
+    assert config_of(found, "gateway").decode == "worker"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_gateway_has_it_decode(render: Render, root: Path, version: str) -> None:
+    """As the example has it."""
+    found = render(yaml.safe_load((root / "k8s/examples/vllm.yaml").read_text()), version)
+    gateway, worker = config_of(found, "gateway"), config_of(found, "worker")
+    service = found["Service"]["vllm"]["spec"]
+    assert gateway.decode == "vllm"
+    assert gateway.vllm_url == f"http://rel-vllm:{service['ports'][0]['port']}"
+    pod = found["Deployment"]["vllm"]["spec"]["template"]
+    assert service["selector"].items() <= pod["metadata"]["labels"].items()
+    (container,) = pod["spec"]["containers"]
+    (port,) = container["ports"]
+    assert (port["name"], port["containerPort"]) == (service["ports"][0]["targetPort"], 8000)
+    assert flags(found)["--port"] == "8000"
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    # KV of another model, or of another dtype, would be refused.
+    assert container["command"][2] == str(worker.model) == "/models/qwen2.5-7b-instruct"
+    assert flags(found)["--dtype"] == worker.dtype == "bfloat16"
+    assert worker.prefill_bytes == 8 << 30
+    claims = [
+        [v["persistentVolumeClaim"] for v in each["volumes"] if v["name"] == "models"]
+        for each in (pod["spec"], pod_of(found, "worker"))
+    ]
+    assert claims == [[{"claimName": "fusionkv-models", "readOnly": True}]] * 2
+    assert flags(found)["--max-model-len"] == "32768"
+
+
+def test_an_init_container_copies_the_connector_to_where_python_looks(render: Render, root: Path) -> None:
+    pod = pod_of(render({**ON, "image": {"registry": "registry.example/team"}}), "vllm")
+    (init,), (container,) = pod["initContainers"], pod["containers"]
+    assert init["image"] == "registry.example/team/fusionkv-vllm-connector:0.1.0"
+    assert container["image"].startswith("docker.io/vllm/vllm-openai:v0.")
+    (target,) = re.findall(r'^ENTRYPOINT \["cp", .+, "(.+)"\]$', (root / "Dockerfile").read_text(), re.MULTILINE)
+    assert "command" not in init
+    (copied,) = init["volumeMounts"]
+    assert copied["mountPath"] == target
+    env = {each["name"]: each["value"] for each in container["env"]}
+    (mount,) = [m for m in container["volumeMounts"] if m["name"] == copied["name"]]
+    assert (mount["mountPath"], mount["readOnly"]) == (env["PYTHONPATH"], True)
+    mounted = {m["name"] for m in (*container["volumeMounts"], *init["volumeMounts"])}
+    assert mounted == {v["name"] for v in pod["volumes"]}
+
+
+def test_its_pod_has_no_rights(render: Render) -> None:
+    found = render(ON)
+    pod = pod_of(found, "vllm")
+    assert pod["serviceAccountName"] == found["ServiceAccount"]["vllm"]["metadata"]["name"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["enableServiceLinks"] is False, "a Service called vllm would become VLLM_PORT, a setting of vLLM"
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["runAsUser"] == 2000
+    # Files of the claim and of Secrets are of the group that workers have.
+    assert pod["securityContext"]["fsGroup"] == pod_of(found, "worker")["securityContext"]["fsGroup"]
+    for container in (*pod["initContainers"], *pod["containers"]):
+        assert container["securityContext"]["allowPrivilegeEscalation"] is False
+        assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert "memory" in container["resources"]["limits"]
+
+
+def test_several_gpus_share_the_model(render: Render) -> None:
+    vllm = {"enabled": True, "gpu": {"count": 4, "resource": "amd.com/gpu"}, "startupSeconds": 3600}
+    found = render({"vllm": vllm})
+    pod = pod_of(found, "vllm")
+    (container,) = pod["containers"]
+    assert flags(found)["--tensor-parallel-size"] == "4"
+    assert container["resources"]["limits"]["amd.com/gpu"] == 4
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 3600
+
+
+def test_the_connector_takes_what_it_is_told(render: Render, root: Path, options: set[str]) -> None:
+    found = render(ON)
+    told = transfer(found)
+    extra = told.pop("kv_connector_extra_config")
+    assert told == {
+        "kv_connector": "FusionKVConnector",
+        "kv_connector_module_path": "fusionkv.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    assert f"class {told['kv_connector']}(" in (root / "vllm_connector/connector.py").read_text()
+    assert extra == {"cache": config_of(found, "worker").cache}
+    alone = transfer(render({"vllm": {"enabled": True, "prefixes": False}}))["kv_connector_extra_config"]
+    assert alone == {}
+    secured = transfer(render({**ON, "certManager": {"enabled": True}}))["kv_connector_extra_config"]
+    assert secured.keys() == {"cache", "tls_ca", "tls_cert", "tls_key"}
+    assert secured.keys() <= options
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_it_shows_a_certificate_to_workers_and_caches(render: Render, version: str) -> None:
+    found = render({**ON, "certManager": {"enabled": True}}, version)
+    certificate = found["Certificate"]["vllm"]["spec"]
+    assert certificate["issuerRef"] == found["Certificate"]["worker"]["spec"]["issuerRef"]
+    assert "client auth" in certificate["usages"]
+    pod = pod_of(found, "vllm")
+    (volume,) = [v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == certificate["secretName"]]
+    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
+    extra = transfer(found)["kv_connector_extra_config"]
+    assert {Path(extra[name]).parent for name in ("tls_ca", "tls_cert", "tls_key")} == {Path(mount["mountPath"])}
+    assert "vllm" not in render({"certManager": {"enabled": True}})["Certificate"]
+
+
+@pytest.mark.parametrize("prefixes", [True, False])
+def test_only_the_gateway_calls_it_and_it_calls_workers_and_caches(render: Render, prefixes: bool) -> None:
+    policies = {
+        name: policy["spec"]
+        for name, policy in render({"vllm": {"enabled": True, "prefixes": prefixes}})["NetworkPolicy"].items()
+    }
+    assert policies["vllm"]["podSelector"]["matchLabels"][COMPONENT] == "vllm"
+    assert policies["vllm"]["policyTypes"] == ["Ingress", "Egress"]
+    shared = {7070: ["kvcache"]} if prefixes else {}
+    assert peers(policies["vllm"]["ingress"], "from") == {8000: ["gateway"]}
+    assert peers(policies["vllm"]["egress"], "to") == {53: [], 7071: ["worker"], **shared}
+    assert peers(policies["gateway"]["egress"], "to") == {53: [], 7071: ["worker"], 8000: ["vllm"]}
+    assert peers(policies["worker"]["ingress"], "from") == {7071: ["gateway", "vllm"]}
+    assert peers(policies["kvcache"]["ingress"], "from") == {7070: ["worker", *(["vllm"] if prefixes else [])]}
+    assert "NetworkPolicy" not in render({**ON, "networkPolicy": {"enabled": False}})
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_who_installs_it_is_told_what_it_lets_in(helm: str, tmp_path: Path, policy: bool) -> None:
+    flag = f"--set=networkPolicy.enabled={str(policy).lower()}"
+    found = notes(helm, tmp_path, "--set=vllm.enabled=true", flag)
+    assert "decoded by vLLM, which is ready once it has loaded that model too." in found
+    assert ("every pod of the cluster's network may have it answer: it asks for no key." in found) == (not policy)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"gateway": {"config": {"decode": "vllm"}}}, "vllm.enabled sets decode itself"),
+        ({"gateway": {"config": {"vllm_url": "http://other:8000"}}}, "vllm.enabled sets vllm_url itself"),
+        ({"worker": {"config": {"tls_cert": "/etc/fusionkv/tls.crt"}}}, "needs certManager .* worker.config"),
+        ({"kvcache": {"config": {"tls_cert": "/etc/fusionkv/tls.crt"}}}, "needs certManager .* kvcache.config"),
+        ({"vllm": {"gpu": {"count": 0}}}, "schema"),
+        ({"vllm": {"image": "vllm/vllm-openai"}}, "schema"),
+        ({"vllm": {"args": "--max-model-len=4096"}}, "schema"),
+        ({"vllm": {"replicas": 2}}, "schema"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_go_with_it_are_refused(render: Render, values: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        render({**values, "vllm": {"enabled": True, **values.get("vllm", {})}})
