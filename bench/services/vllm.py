@@ -189,7 +189,7 @@ class Servers:
         own = (
             *("--model", str(self._model), "--port", str(port), "--host", "127.0.0.1"),
             *("--max-model-len", str(_MODEL_TOKENS), "--max-num-batched-tokens", str(_MODEL_TOKENS)),
-            *("--enforce-eager", "--max-num-seqs", "16", *more),
+            *("--enforce-eager", "--max-num-seqs", "16", "--enable-prompt-tokens-details", *more),
         )
         env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1"}
         command = (str(VLLM), "-P", "-m", "vllm.entrypoints.openai.api_server", *own, *flags)

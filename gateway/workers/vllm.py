@@ -179,11 +179,11 @@ class VLLMEngine:
             except _ABSENT as error:
                 why = str(error)
                 _faults.warning("vLLM computes a prompt itself", error)
-            decoding = time.monotonic()
+            decoding, usage = time.monotonic(), _Usage()
             if not answer.finish and answer.tokens < most:
                 left = None if timeout is None else max(0.001, timeout - (decoding - began))
                 body = self._body(request, prompt, most - answer.tokens, salt, prefilled)
-                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, left)))
+                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, left, usage)))
                 async for token, finish in tokens:
                     yield answer.token(token, finish)
                     if answer.finish:
@@ -194,8 +194,12 @@ class VLLMEngine:
                 if answer.tokens > 1 and not summary.degraded:
                     self._remember(same, _Known(salt, summary))
             elif known is not None:
-                summary.CopyFrom(known.summary)
-                summary.ClearField("seconds")
+                if usage.evicted:
+                    del self._known[same]
+                    summary.degraded_reason = "vLLM has evicted the prompt's KV"
+                else:
+                    summary.CopyFrom(known.summary)
+                    summary.ClearField("seconds")
             if not summary.recipe:  # nobody says what became of the prompt
                 summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
                 summary.prompt_tokens = context + len(request.system.ids) + len(request.question.ids)
@@ -225,6 +229,7 @@ class VLLMEngine:
             "top_p": sampling.top_p or 1.0,
             "top_k": sampling.top_k,
             "stream": True,
+            "stream_options": {"include_usage": True},
             "return_token_ids": True,
             "cache_salt": salt,
             **self._model,
@@ -235,21 +240,27 @@ class VLLMEngine:
             body["kv_transfer_params"] = {"fusionkv": prefilled.parameters()}
         return body
 
-    async def _tokens(self, body: dict[str, Any], timeout: float | None) -> AsyncGenerator[tuple[int, str]]:
-        """Ids as they come, with what ended the answer beside the last. Raises as `generate` does."""
+    async def _tokens(
+        self, body: dict[str, Any], timeout: float | None, usage: "_Usage"
+    ) -> AsyncGenerator[tuple[int, str]]:
+        """Ids as they come, with what ended the answer beside the last. Fills usage. Raises as `generate` does."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.post(self._url, json=body, timeout=limits) as response:
                 if response.status != 200:
                     _refuse(self._url, response.status, (await response.text(errors="replace"))[:300])
-                async for choice in _events(self._url, response.content):
-                    ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
-                    for token in ids[:-1]:
-                        yield token, ""
-                    if ids:
-                        yield ids[-1], _FINISHED.get(ended, ended)
-                    if ended:
-                        return
+                last: tuple[int, str] | None = None
+                async for event in _events(self._url, response.content):
+                    usage.read(event)
+                    for choice in event.get("choices", ()):
+                        ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
+                        for token in ids[:-1] if ended else ids:
+                            yield token, ""
+                        if ids and ended:
+                            last = ids[-1], _FINISHED.get(ended, ended)
+                if last is not None:
+                    yield last  # behind the usage, so that it is known with the answer
+                    return
         except TimeoutError as error:
             raise DeadlineExceeded(f"vLLM at {self._url} took longer than the time that was left") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -258,15 +269,29 @@ class VLLMEngine:
 
 
 async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The one choice of each server-sent event. Raises Unavailable, and ValueError for what is no event."""
+    """The server-sent events. Raises Unavailable, and ValueError for what is none."""
     async for line in lines:
         if not line.startswith(b"data: {"):
             continue
         event = json.loads(line[len("data: ") :])
         if "error" in event:
             raise Unavailable(f"vLLM at {url}: {str(event['error'])[:300]}")
-        for choice in event.get("choices", ()):
-            yield choice
+        yield event
+
+
+@dataclass(slots=True)
+class _Usage:
+    """What vLLM says of a prompt, where it was started with --enable-prompt-tokens-details.
+
+    evicted: whether it had less than half of it in its prefix cache.
+    """
+
+    evicted: bool = False
+
+    def read(self, event: dict[str, Any]) -> None:
+        said = event.get("usage") or {}
+        if (details := said.get("prompt_tokens_details")) is not None:
+            self.evicted = 2 * (details.get("cached_tokens") or 0) < said.get("prompt_tokens", 0)
 
 
 class _Same(NamedTuple):

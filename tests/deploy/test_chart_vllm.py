@@ -29,7 +29,7 @@ def options(root: Path) -> set[str]:
 def flags(found: dict[str, dict[str, Any]]) -> dict[str, str]:
     (container,) = pod_of(found, "vllm")["containers"]
     assert container["command"][:2] == ["vllm", "serve"]
-    return dict(word.split("=", 1) for word in container["command"][3:])
+    return {name: value for name, _, value in (word.partition("=") for word in container["command"][3:])}
 
 
 def transfer(found: dict[str, dict[str, Any]]) -> Any:

@@ -21,7 +21,8 @@ class Decoder:
     """Serves a model directory. bodies: what it was asked; loaded: of how many prompts it used the KV.
 
     status: what it answers in place of an answer; early: ends streams before their last token; refuses: why it
-    computes prompts itself; ended: streams that their caller left. pause: seconds before each token.
+    computes prompts itself; left: streams that their caller left. pause: seconds before each token. cached: tokens
+    that it says it had in a prefix cache.
     """
 
     model: Path
@@ -32,6 +33,7 @@ class Decoder:
     refuses: str = ""
     left: int = 0
     pause: float = 0.0
+    cached: int | None = None
     url: str = ""
 
     async def __aenter__(self) -> "Decoder":
@@ -73,6 +75,9 @@ class Decoder:
         except (ConnectionResetError, asyncio.CancelledError):
             self.left += 1
             raise
+        if self.cached is not None and body["stream_options"]["include_usage"]:
+            usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": self.cached}}
+            await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n".encode())
         await response.write(b"data: [DONE]\n\n")
         return response
 

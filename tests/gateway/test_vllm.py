@@ -115,6 +115,12 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
     assert decoder.bodies[1]["max_tokens"] == 8
     assert again.summary.tokens_recomputed == first.summary.tokens_recomputed
     assert again.summary.seconds.prefill == 0
+    decoder.cached = 4
+    evicted = await ask(client, PASSAGES)
+    assert evicted.summary.degraded_reason == "vLLM has evicted the prompt's KV"
+    assert evicted.summary.tokens_recomputed == evicted.summary.context_tokens
+    assert not (await ask(client, PASSAGES)).summary.degraded
+    assert "kv_transfer_params" in decoder.bodies[-1]
     events = [e async for e in client.stream("", "What is white?", passages=PASSAGES, max_tokens=2, explain=True)]
     assert any(isinstance(e, Explanation) for e in events)  # which only a worker can give
 
