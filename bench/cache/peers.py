@@ -211,7 +211,11 @@ class Process:
 
     def stop(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:  # a peer that stands still
+            self._process.kill()
+            self._process.wait()
 
     def _wait(self, ready: Callable[[], bool], seconds: float = _START_SECONDS) -> None:
         end = time.monotonic() + seconds
