@@ -165,15 +165,15 @@ class Answerer:
         """
         if not recipe.portable:
             raise FailedPrecondition(f"an answer by {recipe.name} is decoded by the fusion worker alone")
-        params = replace(params, max_tokens=1)
+        most, params = params.max_tokens, replace(params, max_tokens=1)
         with self.handover.room(prompt.tokens) as held:
             async with self._begun(prompt, recipe, ratio, params, corpus, left) as begun:
                 summary = begun.summary
                 if explained:
                     yield self._explain(begun)
-                text = TextStream(self._model.tokenizer, ())
+                text = TextStream(self._model.tokenizer, params.stop)
                 piece = self._read(begun.result, text, summary, params)
-                more = summary.finish == "max_tokens"
+                more = summary.finish == "max_tokens" and most > 1
                 yield FirstPiece(piece, "" if more else summary.finish, lossless=not summary.reused)
                 kv = await self.handover.fill(held, begun.plan, prompt) if more else None
             meters.context(summary)

@@ -195,7 +195,7 @@ class VLLMEngine:
                     self._remember(same, _Known(salt, summary))
             elif known is not None:
                 if usage.evicted:
-                    del self._known[same]
+                    self._known.pop(same, None)
                     summary.degraded_reason = "vLLM has evicted the prompt's KV"
                 else:
                     summary.CopyFrom(known.summary)

@@ -97,7 +97,7 @@ async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: s
 async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
     rig = await start("qwen2")
     async with client(rig) as worker:
-        async with aclosing(worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))) as events:
+        async with aclosing(worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))) as events:
             _, kv = await anext(events), (await anext(events)).kv
             whole = numbers(kv, mapped(kv.path))
             size = whole.numel() * whole.itemsize
@@ -125,7 +125,7 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
 async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
     rig = await start("llama", prefill_seconds=0.3)
     async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
+        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
         _, kv = await anext(events), (await anext(events)).kv
         for _ in range(3):  # longer together than the time of one
             await asyncio.sleep(0.2)
@@ -141,7 +141,7 @@ async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
 async def test_why_kv_was_not_used(start: Any, parts: Any) -> None:
     rig = await start("llama")
     async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
+        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
         _, kv = await anext(events), (await anext(events)).kv
         await worker.release_prefill(kv.handle, ranks=4, error="another dtype")
         summary = (await anext(events)).summary
@@ -152,7 +152,7 @@ async def test_why_kv_was_not_used(start: Any, parts: Any) -> None:
 async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Any) -> None:
     rig = await start("llama")
     async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts)))
+        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
         _, kv = await anext(events), (await anext(events)).kv
         await events.aclose()
         await rig.until(lambda: rig.servicer.answerer.handover.bytes == 0)
@@ -163,7 +163,8 @@ async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Any) -> None
 async def test_an_answer_of_one_token_has_no_kv(start: Any, parts: Any) -> None:
     told = await (await start("llama")).ask(*parts)
     rig = await start("llama", replace=lambda model: dataclasses.replace(model, ends=frozenset(told.ids)))
-    events = [e async for e in rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts)), None)]
+    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
+    events = [e async for e in rig.servicer.Prefill(request, None)]
     assert [e.WhichOneof("event") for e in events] == ["first", "summary"]
     assert events[0].first.finish_reason == "end"
     assert events[1].summary.finish_reason == "end"
@@ -180,7 +181,7 @@ async def test_room(start: Any, parts: Any) -> None:
     tokens = len(parts[0]) + sum(map(len, parts[1])) + len(parts[2])
     each = tokens * (await start("llama")).model.token_bytes
     rig = await start("llama", prefill_bytes=2 * each - 1)
-    request = pb.PrefillRequest(prompt=rig.request(*parts))
+    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
     first = rig.servicer.Prefill(request, None)
     await anext(first)
     with pytest.raises(ResourceExhausted, match="try again, or raise prefill_bytes"):
@@ -189,3 +190,13 @@ async def test_room(start: Any, parts: Any) -> None:
     again = rig.servicer.Prefill(request, None)
     await anext(again)
     await again.aclose()
+
+
+async def test_an_answer_of_one_token_is_not_handed_over(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=1))
+    async with asyncio.timeout(20):
+        events = [e async for e in rig.servicer.Prefill(request, None)]
+    assert [e.WhichOneof("event") for e in events] == ["first", "summary"]
+    assert events[0].first.finish_reason == "max_tokens"
+    assert not events[1].summary.degraded

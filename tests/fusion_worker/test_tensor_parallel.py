@@ -210,7 +210,9 @@ async def test_a_prompt_is_handed_over_with_the_heads_of_both(pairs: Pairs, star
     found = []
     for rig in (await together(ranks, start), alone):
         await rig.ask(*parts)
-        async with aclosing(rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts)), None)) as events:
+        async with aclosing(
+            rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)), None)
+        ) as events:
             _, kv = await anext(events), (await anext(events)).kv
             data = rig.servicer.answerer.handover.read(kv.handle, 0, 1)
             shape = kv.layers, 2, kv.tokens, kv.kv_heads, kv.head_dim
