@@ -39,6 +39,17 @@ class KVShape:
     head_dim: int
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> "KVShape":
+        """One rank's part of what a model of this configuration caches."""
+        heads = config.num_attention_heads
+        return cls(
+            layers=config.num_hidden_layers,
+            kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=dtype,
+        )
+
     @property
     def token_bytes(self) -> int:
         return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
@@ -96,7 +107,7 @@ def load(
         FailedPrecondition: the directory is no model, or of a kind that is not served; the message says why.
     """
     transformers_logging.disable_progress_bar()
-    config = _configuration(directory)
+    config = configuration(directory)
     if not (directory / "tokenizer.json").is_file():
         raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
     if not any(directory.glob("*.safetensors")):
@@ -118,7 +129,7 @@ def load(
 
 def check_shareable(directory: Path, count: int) -> None:
     """Raises FailedPrecondition when `count` ranks can't have equal parts of the model of a directory."""
-    name, config = directory.name, _configuration(directory)
+    name, config = directory.name, configuration(directory)
     if not config.base_model_tp_plan:
         raise FailedPrecondition(
             f"{name} can't be shared by ranks: transformers has no tp_plan for {config.model_type}"
@@ -133,7 +144,8 @@ def check_shareable(directory: Path, count: int) -> None:
             )
 
 
-def _configuration(directory: Path) -> Any:
+def configuration(directory: Path) -> Any:
+    """transformers' configuration of the model in a directory. Raises FailedPrecondition as `load` does."""
     if not (directory / "config.json").is_file():
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
     try:
@@ -199,7 +211,6 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
     """
     check_supported(network.config)
     config = network.config
-    heads = config.num_attention_heads
     parameter = next(network.parameters())
     ends = getattr(network.generation_config, "eos_token_id", None) or config.eos_token_id
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -214,12 +225,7 @@ def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens
         bos=tokenizer.bos_token_id,
         ends=frozenset(ends),
         rotations=_rotations(network),
-        kv=KVShape(
-            layers=config.num_hidden_layers,
-            kv_heads=(getattr(config, "num_key_value_heads", None) or heads) // ranks.count,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            dtype=parameter.dtype,
-        ),
+        kv=KVShape.of(config, parameter.dtype, ranks.count),
         windowed=getattr(config, "sliding_window", None) is not None
         and "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"]),
         links=_links(tokenizer.backend_tokenizer),

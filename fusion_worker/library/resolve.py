@@ -35,12 +35,18 @@ def resolve(name: str | Path) -> Path:
         if not directory.is_dir():
             raise FailedPrecondition(f"{text} was not fetched yet: run `fusionkv model get {text}`")
         return directory
-    if not path.is_absolute() and text.count("/") == 1:
+    if is_hub_id(text):
         return _from_hub(text)
     raise FailedPrecondition(
         f"{text} is no model: give the directory of a Hugging Face model, a *{_GGUF} file, a Hugging Face hub id "
         f"(ORG/NAME), or one of {', '.join(name for name, model in KNOWN.items() if not model.embeds)}"
     )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can only be a Hugging Face hub id, ORG/NAME."""
+    path = Path(name)
+    return not (path.is_absolute() or path.is_dir() or path.suffix == _GGUF) and name.count("/") == 1
 
 
 def _converted(file: Path) -> Path:

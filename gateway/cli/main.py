@@ -22,6 +22,7 @@ APART = {
     "eval": "fusionkv.bench.quality",
     "check": "fusionkv.bench.quality.check",
     "model": "fusionkv.fusion_worker.library",
+    "size": "fusionkv.fusion_worker.library.sizing",
 }
 _CHECK_CORPUS = f"{__package__}.check_corpus"
 _USAGE = 2
@@ -226,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help="what every recipe answers right and costs, on tasks, datasets and models")
     commands.add_parser("check", help="holds a model to the oracles and says which recipes are safe on it")
     commands.add_parser("model", help="fetches models by name, and lists them")
+    commands.add_parser("size", help="bytes of KV that a model and a corpus take")
     return parser
 
 

@@ -1,0 +1,184 @@
+"""`fusionkv size`: bytes of KV that a model and a corpus take in memory, on disk and on the network."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError
+from fusionkv.protos.runtime.settings import positive
+
+if TYPE_CHECKING:
+    from fusionkv.fusion_worker.models import KVShape
+
+# What tests/system/test_footprint.py holds the services to, beside what is counted here.
+ENTRY_BYTES = 300
+CACHE_BYTES, WORKER_BYTES = 150_000_000, 500_000_000
+LINKS = (10, 25, 100)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is stored and asked: documents of so many tokens, cut into chunks, and prompts of so many chunks."""
+
+    documents: int
+    document_tokens: int
+    chunk_tokens: int
+    prompt_chunks: int
+    prompts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Bytes, except chunks. disk, index: for the corpus. pool: for the prompts at once, each with its own chunks."""
+
+    weights: int
+    token: int
+    chunk: int
+    prompt: int
+    stored_prompt: int
+    chunks: int
+    disk: int
+    index: int
+    pool: int
+    worker: int
+    cache: int
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        report(args)
+    except (ServiceError, OSError) as error:
+        print(f"fusionkv size: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="fusionkv size", description=__doc__)
+    parser.add_argument("model", metavar="MODEL", help="model directory, *.gguf file, hub id, or a name of a model")
+    parser.add_argument("--documents", type=positive, default=1000, metavar="N", help="(default: %(default)s)")
+    parser.add_argument(
+        "--document-tokens", type=positive, default=1000, metavar="N", help="tokens in a document (%(default)s)"
+    )
+    parser.add_argument(
+        "--chunk-tokens", type=positive, default=256, metavar="N", help="tokens in a chunk (%(default)s)"
+    )
+    parser.add_argument("--chunks", type=positive, default=8, metavar="N", help="chunks in a prompt (%(default)s)")
+    parser.add_argument("--prompts", type=positive, default=8, metavar="N", help="prompts at a time (%(default)s)")
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16 or float16 (default: the checkpoint's)")
+    parser.add_argument(
+        "--store", default="plain", choices=("plain", "int8", "fp8"), help="storage format (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def report(args: argparse.Namespace) -> None:
+    """Prints the sizes. Raises FailedPrecondition when the model is unknown or of a kind that is not served."""
+    shape, parameters = measure(args.model, args.dtype)
+    load = Load(args.documents, args.document_tokens, args.chunk_tokens, args.chunks, args.prompts)
+    size = of(shape, parameters, load, args.store)
+    if args.json:
+        print(json.dumps({"model": args.model, "dtype": _name(shape), "store": args.store, **asdict(size)}))
+        return
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    for row in _rows(shape, size, load, args.store):
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+def measure(model: str, dtype: str = "auto") -> tuple["KVShape", int]:
+    """What a model caches of a token, and how many parameters it has; reads its configuration, not its weights.
+
+    Raises:
+        FailedPrecondition: the model or the dtype is unknown, or the model is of a family that is not served.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from fusionkv.fusion_worker.models import DTYPES, KVShape
+
+    config = _configuration(model)
+    kind = DTYPES.get(dtype) if dtype != "auto" else getattr(config, "dtype", None) or torch.float32
+    if kind is None:
+        raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    return KVShape.of(config, kind), sum(parameter.numel() for parameter in network.parameters())
+
+
+def _configuration(model: str) -> Any:
+    from transformers import AutoConfig
+
+    from fusionkv.fusion_worker.library.resolve import is_hub_id, resolve
+    from fusionkv.fusion_worker.models import check_supported, configuration
+
+    if not is_hub_id(model):
+        return configuration(resolve(model))
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except (ValueError, OSError, KeyError) as error:
+        raise FailedPrecondition(f"can't read the configuration of {model}: {str(error).splitlines()[0]}") from error
+    check_supported(config)
+    return config
+
+
+def of(shape: "KVShape", parameters: int, load: Load, store: str = "plain") -> Size:
+    """The bytes of a load, counted; see `Size`."""
+    from fusionkv.kernels.quantised import GROUP
+
+    token = shape.token_bytes
+    heads = shape.layers * shape.kv_heads
+    # int8 and fp8: a byte a number, a 16-bit scale for each value vector and for each channel of GROUP keys.
+    stored = token if store == "plain" else heads * 2 * (shape.head_dim + 1 + shape.head_dim / GROUP)
+    prompt = load.prompt_chunks * load.chunk_tokens
+    tokens = load.documents * load.document_tokens
+    chunks = load.documents * -(-load.document_tokens // load.chunk_tokens)
+    weights = parameters * shape.dtype.itemsize
+    pool = load.prompts * prompt * token
+    return Size(
+        weights=weights,
+        token=token,
+        chunk=round(load.chunk_tokens * stored),
+        prompt=prompt * token,
+        stored_prompt=round(prompt * stored),
+        chunks=chunks,
+        disk=round(tokens * stored),
+        index=chunks * ENTRY_BYTES,
+        pool=pool,
+        worker=weights + pool + WORKER_BYTES,
+        cache=CACHE_BYTES + chunks * ENTRY_BYTES,
+    )
+
+
+def _rows(shape: "KVShape", size: Size, load: Load, store: str) -> list[tuple[str, str]]:
+    over = ", ".join(f"{size.stored_prompt * 8 / (gigabits * 1e6):,.0f} ms at {gigabits}" for gigabits in LINKS)
+    parts = f"{shape.layers} layers x 2 x {shape.kv_heads} KV heads x {shape.head_dim}, {_name(shape)}"
+    return [
+        ("KV of a token", f"{decimal(size.token)}  ({parts})"),
+        (f"stored chunk of {load.chunk_tokens} tokens", f"{decimal(size.chunk)}  ({store})"),
+        (f"prompt of {load.prompt_chunks} chunks", f"{decimal(size.prompt)} in the pool of a worker"),
+        ("the same over a network", f"{decimal(size.stored_prompt)}: {over} Gbit/s"),
+        (f"corpus of {load.documents:,} documents", f"{decimal(size.disk)} on disk, {size.chunks:,} chunks"),
+        ("cache service", f"{decimal(size.cache)} of memory, and its memory tier"),
+        ("worker", f"{decimal(size.worker)}: {decimal(size.weights)} of weights, {decimal(size.pool)} of pool"),
+        ("", f"for {load.prompts} prompts at a time that share no chunk"),
+    ]
+
+
+def _name(shape: "KVShape") -> str:
+    return str(shape.dtype).removeprefix("torch.")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
