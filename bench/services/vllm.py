@@ -27,7 +27,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.cache.peers import Process, free_port
-from fusionkv.bench.quality.data import datasets
+from fusionkv.bench.worker.passages import questions
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.gateway.client.client import AsyncClient
@@ -39,7 +39,6 @@ from fusionkv.protos.runtime.errors import ServiceError
 ROOT = Path(__file__).parent.parent.parent
 VLLM = ROOT / "build/vllm/bin/python"
 CASES = ("cold", "same order", "other order", "other neighbours")
-_WORLD = ROOT / "examples/world"
 _PASSAGES, _ANSWER = 8, 16
 _START_SECONDS, _ANSWER_SECONDS = 300.0, 120.0
 _MODEL_TOKENS = 4096
@@ -72,20 +71,6 @@ class Row:
     ttft_s: list[float]
     agreement: float
     prompts: int
-
-
-def questions(files: Sequence[Path]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Questions with passages, of files as `fusionkv eval` reads them; or those of the demo, over its documents."""
-    for file in files:
-        for task in datasets.load(file):
-            for sample in task.samples:
-                yield sample.question, [text.strip() for text in sample.passages]
-    if not files:
-        documents = [file.read_text(encoding="utf-8").strip() for file in sorted(_WORLD.glob("*/*.md"))]
-        random.Random(1).shuffle(documents)
-        asked = json.loads((_WORLD / "questions.json").read_text(encoding="utf-8"))
-        for number, question in enumerate(asked):
-            yield question["question"], documents[number * _PASSAGES : (number + 1) * _PASSAGES]
 
 
 def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[dict[str, Prompt]]:
@@ -313,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not VLLM.exists():
             raise OSError(f"there is no {VLLM}: make vllm installs it")
-        asked = list(prompts(questions(options.data or []), options.prompts))
+        asked = list(prompts(questions(options.data or [], _PASSAGES), options.prompts))
         if len(asked) < 2:
             raise ValueError(f"no two questions with {_PASSAGES} passages each that no other one has")
         with Progress(console=console, transient=True) as progress:

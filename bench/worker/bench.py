@@ -1,11 +1,13 @@
-"""TTFT on a real shape with random weights: recipes against full attention in the same run, and the FLOP-ideal.
+"""TTFT by length of the prompt: recipes against full attention in the same run, and the ideal by operations.
 
-Speed does not read the weights, so a model of the shape of Qwen2.5-0.5B stands for it. Chunks come from a real cache
-service over a unix socket, and the pool is emptied before every timed request, so fetching is part of each figure.
+A real model is asked over real passages; `--model shape` takes random weights of the shape of Qwen2.5-0.5B and random
+tokens instead. Chunks come from a real cache service over a unix socket, and the pool is emptied before every timed
+request, so fetching is part of each figure.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -25,20 +27,27 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation
+from fusionkv.protos.runtime.errors import ServiceError
 
-SYSTEM, QUESTION, CHUNK = 32, 32, 512
+CHUNK = 512
+SHAPE = "shape"
+# A recipe with corrections learns from so many prompts.
+_LESSONS = 4
 # A busy machine makes a run slow, and nothing more: only a cache that is gone counts as one that failed.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
-ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), ("fusionrag", 0.15))
+ROWS = (("full_reuse", 0.0), ("epic", 0.15), ("prophetkv", 0.15), (DEFAULT_RECIPE, 0.15))
 
 
 def qwen_half_billion(dtype: torch.dtype) -> models.Model:
@@ -96,27 +105,32 @@ def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
         return 2 * weights * rows + attention + 2 * config.vocab_size * config.hidden_size
 
     full = operations(prompt.tokens, prompt.tokens / 2)
-    question = operations(QUESTION, prompt.tokens)
+    question = operations(len(prompt.question), prompt.tokens)
     recomputed = operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
     return full / (recomputed + question)
 
 
-async def bench(model: models.Model, contexts: list[int], repeats: int, console: Console) -> list[dict[str, object]]:
+async def bench(
+    model: models.Model, passages: Passages, contexts: list[int], repeats: int, console: Console
+) -> list[dict[str, object]]:
     """One row for each context length and recipe."""
     rows: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as directory:
         pool_bytes = 3 * max(contexts) * model.kv.token_bytes
+        stored = 2 * passages.tokens * model.kv.token_bytes
         async with (
-            cache_process(Path(directory), 2 * pool_bytes) as (address, _),
+            cache_process(Path(directory), max(stored, 1 << 20)) as (address, _),
             _servicer(model, address, pool_bytes) as servicer,
         ):
             with Progress(console=console) as progress:
                 task = progress.add_task("ttft", total=len(contexts) * (1 + repeats * (1 + len(ROWS))))
+                await passages.store(servicer)
                 for context in contexts:
-                    prompt = _prompt(context)
-                    await _ttft(servicer, prompt, "full_reuse", 0.0)  # encodes and stores every chunk
+                    for lesson in range(_LESSONS):
+                        await _ttft(servicer, _prompt(passages, context, 1 + lesson), DEFAULT_RECIPE, 0.15)
                     await servicer.settle()
                     progress.advance(task)
+                    prompt = _prompt(passages, context, 0)
                     chosen = {row: await _chosen(servicer, prompt, *row) for row in ROWS}
                     pairs: dict[tuple[str, float], list[_Pair]] = {row: [] for row in ROWS}
                     for _ in range(repeats):
@@ -194,12 +208,13 @@ async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: floa
     raise RuntimeError("no summary")
 
 
-def _prompt(context: int) -> Prompt:
-    """Chunks in an order of their own, so that no chunk but the first is where it was encoded."""
-    chance = random.Random(context)
-    chunks = [Chunk(tuple(chance.randrange(1000) for _ in range(CHUNK))) for _ in range(context // CHUNK)]
-    system = Chunk(tuple(chance.randrange(1000) for _ in range(SYSTEM)))
-    return Prompt(system, tuple(chunks), tuple(chance.randrange(1000) for _ in range(QUESTION)))
+def _prompt(passages: Passages, context: int, seed: int) -> Prompt:
+    """Whole chunks in an order of their own, at least as many tokens as asked for, and the first question."""
+    order = list(range(len(passages.chunks)))
+    random.Random(seed).shuffle(order)
+    lengths = itertools.accumulate(len(passages.chunks[n].ids) for n in order)
+    count = next(i for i, tokens in enumerate(lengths, 1) if tokens >= context)
+    return passages.prompt(order[:count], 0)
 
 
 @asynccontextmanager
@@ -231,8 +246,8 @@ async def cache_process(
         await process.wait()
 
 
-def _table(rows: list[dict[str, object]], seconds: float) -> Table:
-    table = Table(title=f"TTFT, Qwen2.5-0.5B shape, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)")
+def _table(model: str, rows: list[dict[str, object]], seconds: float) -> Table:
+    table = Table(title=f"TTFT, {model}, {torch.get_num_threads()} CPU threads ({seconds:.0f} s)")
     columns = ("name", "context", "r", "baseline_s", "value_s", "ratio", "mean_position", "ideal")
     for column in (*columns, "of ideal", "lookup", "load", "select", "prefill"):
         table.add_column(column, justify="right")
@@ -264,19 +279,45 @@ def write(rows: list[dict[str, object]], path: Path | None) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.bench", description=__doc__)
-    parser.add_argument("--contexts", default="2048,4096,8192", help="context lengths, a comma between (%(default)s)")
+    parser.add_argument(
+        "--model", default="smollm2", help="as for `fusionkv serve worker`, or `shape` (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="questions with passages (default: the demo's)",
+    )
+    parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
     parser.add_argument(
         "--repeats", type=int, default=3, help="runs of each; that of the median ratio counts (%(default)s)"
     )
-    parser.add_argument("--dtype", choices=sorted(models.DTYPES), default="bfloat16")
+    parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
     args = parser.parse_args()
-    console, started = Console(stderr=True), time.perf_counter()
-    contexts = [int(part) for part in args.contexts.split(",")]
-    rows = asyncio.run(bench(qwen_half_billion(models.DTYPES[args.dtype]), contexts, args.repeats, console))
-    Console(width=None if sys.stdout.isatty() else 140).print(_table(rows, time.perf_counter() - started))
+    started = time.perf_counter()
+    try:
+        rows = asyncio.run(_run(args))
+    except (ServiceError, ValueError, OSError) as error:
+        print(f"ttft: {error}", file=sys.stderr)
+        return 1
+    table = _table(args.model, rows, time.perf_counter() - started)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     write(rows, args.json)
     return 0
+
+
+async def _run(args: argparse.Namespace) -> list[dict[str, object]]:
+    contexts = [int(part) for part in args.contexts.split(",")]
+    if args.model == SHAPE:
+        model = qwen_half_billion(torch.bfloat16 if args.dtype == "auto" else models.DTYPES[args.dtype])
+        passages = Passages.random(max(contexts) // CHUNK, CHUNK)
+    else:
+        model = models.load(resolve(args.model), "cpu", args.dtype)
+        passages = await Passages.of(model, args.data, max(contexts) // 100)
+    return await bench(model, passages, contexts, args.repeats, Console(stderr=True))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Requests a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
+"""Questions a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
 
-Questions arrive at random (Poisson), whatever is still being answered. Each has chunks of its own choice and order,
-drawn by Zipf's law from a knowledge base that the cache service holds; the worker's pool holds a part of it. Each
-system has a worker and a cache service of its own; a prefix cache stores all that it computes, behind whatever path.
-The rate begins at half of what a system answers one after another and rises until p99 of the time to the first token
-is over a bound: four times what full attention takes with nobody else there. Capacity is the rate where that happens.
+A real model is asked over real passages. Questions arrive at random (Poisson), whatever is still being answered. Each
+has chunks of its own choice and order, drawn by Zipf's law from passages that the cache service holds; the worker's
+pool holds a part of them. Each system has a worker and a cache service of its own; a prefix cache stores all that it
+computes, behind whatever path. The rate begins at half of what a system answers one after another and rises until p99
+of the time to the first token is over a bound: four times what full attention takes with nobody else there. Capacity
+is the rate where that happens.
 """
 
 import argparse
@@ -15,32 +16,34 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from fusionkv.bench.worker.bench import PATIENT, cache_process, random_model, show
+from fusionkv.bench.worker.bench import PATIENT, cache_process, show
+from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import SamplingParams
-from fusionkv.fusion_worker.prompt import Chunk, Prompt
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.request import Piece
 from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.fusion_worker.summary import Summary
-from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
+from fusionkv.protos.runtime.errors import ServiceError
 
-SYSTEM, QUESTION, ANSWER = 32, 32, 16
+ANSWER = 16
 Systems = Sequence[tuple[str, float]]
 # Name of a recipe, and the share of tokens that it recomputes.
-SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), ("prophetkv", 0.15))
+SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, 0.15))
 _BOUND = 4.0
 # A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
 _LASTING = 5.0
@@ -49,52 +52,25 @@ _FIRST, _RISE, _MOST_RATES = 0.5, 1.5, 8
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """A knowledge base of `base` chunks and questions over it."""
+    """Questions over passages, so many chunks each."""
 
-    base: int
-    chunk_tokens: int
+    passages: Passages
     chunks: int
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
         """Questions over different chunks each, the first of the base most often (Zipf, exponent 1)."""
         chance = random.Random(seed)
-        weights = [1 / (n + 1) for n in range(self.base)]
+        weights = [1 / (n + 1) for n in range(len(self.passages.chunks))]
 
         def prompt() -> Prompt:
             drawn: dict[int, None] = {}
             while len(drawn) < self.chunks:
-                drawn[chance.choices(range(self.base), weights)[0]] = None
+                drawn[chance.choices(range(len(weights)), weights)[0]] = None
             numbers = list(drawn)
             chance.shuffle(numbers)
-            return self.prompt(numbers, chance.randrange(1 << 30))
+            return self.passages.prompt(numbers, chance.randrange(1 << 30))
 
         return [prompt() for _ in range(count)]
-
-    def prompt(self, numbers: Iterable[int], question: int) -> Prompt:
-        """A question over these chunks."""
-        return Prompt(_text(-1, SYSTEM), tuple(self.chunk(n) for n in numbers), _text(question, QUESTION).ids)
-
-    def chunk(self, number: int) -> Chunk:
-        return _text(number, self.chunk_tokens)
-
-
-def small_model() -> models.Model:
-    """25 million parameters with random weights: large enough that computing takes longer than passing messages."""
-    return random_model(
-        "qwen2-25m-shape",
-        torch.bfloat16,
-        vocab_size=8192,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-    )
-
-
-def _text(seed: int, tokens: int) -> Chunk:
-    chance = random.Random(seed)
-    return Chunk(tuple(chance.randrange(1000) for _ in range(tokens)))
 
 
 @dataclass(slots=True)
@@ -144,9 +120,16 @@ class Station:
         raise RuntimeError("no summary")
 
     async def alone(self, traffic: Traffic, recipe: str, ratio: float) -> tuple[float, float]:
-        """Seconds to the first token and to the last of a request with nobody beside it: the mean of a few."""
+        """Seconds to the first token and to the last of a request with nobody beside it: the mean of a few.
+
+        As many before them warm up; a recipe with corrections learns from these.
+        """
+        warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
+        for prompt in warming:
+            await self.ask(prompt, recipe, ratio)
+        await self._servicer.settle()
         times = []
-        for prompt in traffic.prompts(4, seed=1 << 20):
+        for prompt in measured:
             started = time.perf_counter()
             first, _ = await self.ask(prompt, recipe, ratio)
             times.append((first, time.perf_counter() - started))
@@ -177,11 +160,10 @@ async def bench(
     with Progress(console=console) as progress:
         task = progress.add_task("throughput", total=len(systems))
         for name, ratio in systems:
-            async with _worker(model, traffic) as servicer:
+            async with worker(model, traffic.passages) as servicer:
                 if name == "prefix_cache":
                     store_at_once(servicer)
                 station = Station(servicer)
-                await fill(servicer, traffic)
                 alone = await station.alone(traffic, name, ratio)
                 bound = bound or _BOUND * alone[0]
                 for number in range(_MOST_RATES):
@@ -197,9 +179,9 @@ async def bench(
 
 
 @asynccontextmanager
-async def _worker(model: models.Model, traffic: Traffic) -> AsyncIterator[FusionServicer]:
-    """A worker beside a cache service of its own, so that no system finds what another one stored."""
-    base_bytes = traffic.base * traffic.chunk_tokens * model.kv.token_bytes
+async def worker(model: models.Model, passages: Passages) -> AsyncIterator[FusionServicer]:
+    """A worker, and a cache service of its own that holds the passages: no system finds what another one stored."""
+    base_bytes = passages.tokens * model.kv.token_bytes
     with tempfile.TemporaryDirectory() as directory:
         async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
             # Half the base, and what the requests in flight need of their own.
@@ -208,6 +190,7 @@ async def _worker(model: models.Model, traffic: Traffic) -> AsyncIterator[Fusion
             )
             servicer = FusionServicer(config, model)
             try:
+                await passages.store(servicer)
                 yield servicer
             finally:
                 await servicer.close()
@@ -225,14 +208,6 @@ def store_at_once(servicer: FusionServicer) -> None:
         return await put(**{**entry, "offered": False})
 
     servicer.cache.put = stored  # type: ignore[method-assign]
-
-
-async def fill(servicer: FusionServicer, traffic: Traffic) -> None:
-    """Has every chunk of the base encoded and stored, as an ingestion would."""
-    for number in range(traffic.base):
-        system, chunk = pb.Tokens(ids=_text(-1, SYSTEM).ids), pb.Tokens(ids=traffic.chunk(number).ids)
-        request = pb.EncodeRequest(system=system, chunk=chunk, mode=pb.EncodeRequest.MODE_EXACT)
-        await servicer.Encode(request, None)
 
 
 def _row(name: str, ratio: float, rate: float, load: Load, bound: float) -> dict[str, object]:
@@ -275,10 +250,18 @@ def _capacities(rows: Sequence[dict[str, object]]) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.throughput", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="questions with passages (default: the demo's)",
+    )
     parser.add_argument("--requests", type=int, default=40, help="at each rate, at least (%(default)s)")
-    parser.add_argument("--base", type=int, default=64, help="chunks of the knowledge base (%(default)s)")
+    parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
     parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
-    parser.add_argument("--chunk-tokens", type=int, default=512, help="(%(default)s)")
     names = [name for name, _ in SYSTEMS[1:]]
     parser.add_argument(
         "--against", nargs="+", choices=names, default=names, help="what to compare full attention to (all)"
@@ -287,12 +270,21 @@ def main() -> int:
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
-    traffic = Traffic(args.base, args.chunk_tokens, args.chunks)
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
-    rows = asyncio.run(bench(small_model(), traffic, systems, args.requests, Console(stderr=True)))
-    show("TTFT and tokens a second under load", rows, args.json)
+    try:
+        rows = asyncio.run(_run(args, systems))
+    except (ServiceError, ValueError, OSError) as error:
+        print(f"throughput: {error}", file=sys.stderr)
+        return 1
+    show(f"TTFT and tokens a second under load, {args.model}", rows, args.json)
     Console(width=None if sys.stdout.isatty() else 140).print(_capacities(rows))
     return 0
+
+
+async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, object]]:
+    model = models.load(resolve(args.model), "cpu")
+    traffic = Traffic(await Passages.of(model, args.data, args.base), args.chunks)
+    return await bench(model, traffic, systems, args.requests, Console(stderr=True))
 
 
 if __name__ == "__main__":
