@@ -1,0 +1,168 @@
+"""Draws the pictures of the concepts in docs/img, in one style that follows the reader's light or dark scheme."""
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+IMAGES = Path(__file__).parent.parent / "docs/img"
+WIDTH, SIZE, ROW = 640, 20, 52
+# Of a letter, in ems: system fonts are a little narrower.
+_LETTER = 0.53
+# Fill and border of each kind of box, light and dark.
+KINDS = {
+    "plain": ("#f1f5f9", "#64748b", "#1e293b", "#94a3b8"),
+    "reused": ("#ccfbf1", "#0f766e", "#134e4a", "#2dd4bf"),
+    "lossless": ("#dbeafe", "#1d4ed8", "#1e3a8a", "#60a5fa"),
+    "computed": ("#ffedd5", "#c2410c", "#7c2d12", "#fb923c"),
+    "stale": ("#f5f3ff", "#7c3aed", "#4c1d95", "#a78bfa"),
+}
+
+
+class Drawing:
+    """Boxes, arrows and words on a page that is 640 wide; the words of a box must fit it."""
+
+    def __init__(self, title: str, height: int) -> None:
+        self._height = height
+        self._parts = [f"<title>{escape(title)}</title>"]
+
+    def box(self, x: int, y: int, width: int, label: str, kind: str = "plain", height: int = 40) -> None:
+        """Raises ValueError when the label does not fit."""
+        if len(label) * SIZE * _LETTER > width - 8 or x + width > WIDTH:
+            raise ValueError(f"{label!r} is too long for a box of {width} at {x}")
+        self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
+        if label:
+            middle = y + height // 2 + 7
+            self._parts.append(f'<text x="{x + width // 2}" y="{middle}" text-anchor="middle">{escape(label)}</text>')
+
+    def text(self, x: int, y: int, words: str, weak: bool = False, anchor: str = "start") -> None:
+        """Raises ValueError when the words do not fit the page."""
+        length = len(words) * (SIZE - 3 * weak) * _LETTER
+        left = x - {"start": 0, "middle": length / 2, "end": length}[anchor]
+        if left < 0 or left + length > WIDTH:
+            raise ValueError(f"{words!r} is too long for the page at {x}")
+        of = ' class="weak"' if weak else ""
+        self._parts.append(f'<text{of} x="{x}" y="{y}" text-anchor="{anchor}">{escape(words)}</text>')
+
+    def arrow(self, *points: tuple[int, int]) -> None:
+        path = "M" + "L".join(f"{x} {y}" for x, y in points)
+        self._parts.append(f'<path class="arrow" d="{path}"/>')
+
+    def row(self, y: int, cells: "list[tuple[int, str, str]]", x: int = 20, gap: int = 6) -> None:
+        """Boxes beside each other: their widths, labels and kinds."""
+        for width, label, kind in cells:
+            self.box(x, y, width, label, kind)
+            x += width + gap
+
+    def save(self, name: str) -> None:
+        light = "".join(f".{k}{{fill:{v[0]};stroke:{v[1]}}}" for k, v in KINDS.items())
+        dark = "".join(f".{k}{{fill:{v[2]};stroke:{v[3]}}}" for k, v in KINDS.items())
+        style = (
+            f".page{{fill:#fff}}text{{fill:#0f172a}}.weak{{fill:#475569;font-size:{SIZE - 3}px}}"
+            f".arrow{{fill:none;stroke:#475569;stroke-width:2;marker-end:url(#to)}}.head{{fill:#475569}}{light}"
+            "@media(prefers-color-scheme:dark){.page{fill:#0f172a}text{fill:#f1f5f9}.weak{fill:#cbd5e1}"
+            f".arrow{{stroke:#cbd5e1}}.head{{fill:#cbd5e1}}{dark}}}"
+        )
+        head = (
+            '<defs><marker id="to" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="6" markerHeight="6" '
+            'orient="auto-start-reverse"><path class="head" d="M0 0 10 5 0 10z"/></marker></defs>'
+        )
+        page = f'<rect class="page" width="{WIDTH}" height="{self._height}" rx="8"/>'
+        svg = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self._height}" '
+            f'font-family="system-ui, sans-serif" font-size="{SIZE}" stroke-width="1.5">'
+        )
+        body = "\n".join([f"<style>{style}</style>", self._parts[0], head, page, *self._parts[1:]])
+        text = body.replace("<text", '<text stroke="none"')
+        (IMAGES / f"{name}.svg").write_text(f"{svg}\n{text}\n</svg>\n", encoding="utf-8")
+
+
+def chunk() -> None:
+    d = Drawing("Two prompts over the same chunks in another order", 260)
+    d.text(20, 34, "Question 1")
+    d.row(48, [(90, "system", "plain"), (90, "A", "computed"), (90, "B", "computed"), (90, "C", "computed")])
+    d.box(404, 48, 130, "question 1", "plain")
+    d.text(20, 122, "Question 2, a minute later")
+    d.row(136, [(90, "system", "lossless"), (90, "C", "reused"), (90, "A", "reused"), (90, "D", "computed")])
+    d.box(404, 136, 130, "question 2", "plain")
+    d.text(20, 212, "A prefix cache finds the system prompt. FusionKV also finds A and C,", weak=True)
+    d.text(20, 238, "turns their keys to the new positions, and computes D.", weak=True)
+    d.save("concept-chunk")
+
+
+def path() -> None:
+    d = Drawing("An entry's path, an exact hit and an alternative hit", 270)
+    d.text(20, 34, "Stored entries of chunk B")
+    d.row(48, [(90, "system", "plain"), (60, "A", "plain"), (60, "B", "lossless")])
+    d.text(270, 75, "path: system, A", weak=True)
+    d.row(100, [(90, "system", "plain"), (60, "B", "reused")])
+    d.text(270, 127, "path: system (encoded alone)", weak=True)
+    d.text(20, 178, "Prompts")
+    d.row(192, [(90, "system", "plain"), (60, "A", "plain"), (60, "B", "lossless")])
+    d.text(20, 258, "exact hit", weak=True)
+    d.row(192, [(90, "system", "plain"), (60, "C", "plain"), (60, "B", "reused")], x=330)
+    d.text(330, 258, "alternative hit", weak=True)
+    d.save("concept-path")
+
+
+def stale() -> None:
+    d = Drawing("What a chunk that was encoded alone has not seen", 250)
+    d.text(20, 34, "Full attention: every token has seen all text before it")
+    d.row(48, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "lossless")])
+    d.arrow((330, 90), (330, 112), (60, 112), (60, 92))
+    d.text(20, 160, "Reused: the second chunk was encoded alone")
+    d.row(174, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "stale")])
+    d.text(20, 240, "The KV of She knows no Ann: it is stale.", weak=True)
+    d.save("concept-stale")
+
+
+def recipe() -> None:
+    d = Drawing("A recipe chooses tokens; the ratio says how many", 250)
+    d.text(20, 34, "Reused tokens, and those that the question makes critical")
+    chosen = {3, 4, 11, 17}
+    for n in range(20):
+        d.box(20 + 30 * n, 50, 26, "", "computed" if n in chosen else "reused")
+    d.arrow((20 + 30 * 3 + 13, 132), (20 + 30 * 3 + 13, 96))
+    d.arrow((20 + 30 * 11 + 13, 132), (20 + 30 * 11 + 13, 96))
+    d.arrow((20 + 30 * 17 + 13, 132), (20 + 30 * 17 + 13, 96))
+    d.box(110, 134, 440, "attention of the question's tokens", "plain")
+    d.text(20, 212, "Recipe: how tokens are chosen.  Ratio: 4 of 20 = 0.2", weak=True)
+    d.text(20, 238, "Ratio 1 equals full attention; ratio 0 is full reuse.", weak=True)
+    d.save("concept-recipe")
+
+
+def lease() -> None:
+    d = Drawing("A lease keeps entries in place while they are fetched", 230)
+    d.box(20, 30, 130, "worker")
+    d.box(490, 30, 130, "cache")
+    d.arrow((150, 42), (488, 42))
+    d.text(320, 34, "look up 8 chunks", weak=True, anchor="middle")
+    d.arrow((490, 62), (152, 62))
+    d.text(320, 84, "hits, under a lease of 30 s", weak=True, anchor="middle")
+    d.arrow((556, 74), (556, 106))
+    d.box(390, 108, 230, "leased: not evicted", "reused")
+    d.arrow((390, 128), (152, 128))
+    d.text(270, 120, "KV bytes", weak=True, anchor="middle")
+    d.box(20, 108, 130, "pool", "reused")
+    d.text(20, 190, "A worker that dies holds nothing: its leases expire,", weak=True)
+    d.text(20, 214, "and the entries can be evicted again.", weak=True)
+    d.save("concept-lease")
+
+
+def tiers() -> None:
+    d = Drawing("Where KV lies: worker's pool, memory, disk, shared tier", 250)
+    d.box(20, 24, 600, "worker: pool of pages on the GPU", "computed")
+    d.arrow((320, 90), (320, 66))
+    d.box(20, 92, 290, "cache service: memory", "reused")
+    d.box(330, 92, 290, "disk: segments + LMDB", "reused")
+    d.arrow((320, 158), (320, 134))
+    d.box(20, 160, 600, "shared by services: Redis Cluster or Mooncake Store", "lossless")
+    d.text(20, 236, "Evicted from a tier, an entry stays in the ones below.", weak=True)
+    d.save("concept-tiers")
+
+
+def main() -> None:
+    for draw in (chunk, path, stale, recipe, lease, tiers):
+        draw()
+
+
+if __name__ == "__main__":
+    main()
