@@ -131,8 +131,8 @@ recall: setup ## What retrieval finds, by words, by embeddings and by both: ARGS
 	@$(PY) -m fusionkv.bench.quality.retrieval.recall $(ARGS)
 
 .PHONY: quality
-quality: setup ## Writes the tables of docs/quality.md from the report of `make eval`
-	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/quality.md
+quality: setup ## Writes the tables of docs/journal/quality.md from the report of `make eval`
+	@$(PY) scripts/quality_docs.py $(ARGS) > build/quality.md && mv build/quality.md docs/journal/quality.md
 
 .PHONY: plots
 plots: setup ## Draws the plots of docs/performance.md from build/bench/

@@ -292,8 +292,8 @@ async def _write(call: Any, header: pb.PutHeader, data: memoryview) -> None:
     A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a
     write that meets the end of its call makes grpc.aio report INTERNAL, whatever the server's status was.
     """
-    # InvalidStateError: the call has ended; its status says why.
-    with contextlib.suppress(asyncio.InvalidStateError):
+    # The call has ended, and its status says why. InternalError: it did so right before the half-close.
+    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
         await call.write(pb.PutRequest(header=header))
         if RESERVED in await call.initial_metadata():
             for frame in frames.split(data):

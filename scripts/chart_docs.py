@@ -18,8 +18,8 @@ tested outside of a cluster.
 1. No images are published. Build them from the repository's root, and push them to a registry that the cluster reads:
 
         for service in kvcache worker gateway; do
-          docker build --target $service -t REGISTRY/fusionkv-$service:0.1.0 .
-          docker push REGISTRY/fusionkv-$service:0.1.0
+          docker build --target $service -t REGISTRY/fusionkv-$service:0.2.0 .
+          docker push REGISTRY/fusionkv-$service:0.2.0
         done
 
     With a GPU it is the target `worker-gpu`. The target `worker` takes the torch that pip finds, from PyPI on x86-64

@@ -1,4 +1,4 @@
-"""Prints docs/quality.md: its text up to the heading "Tables", then tables from build/eval/report.json or another."""
+"""Prints docs/journal/quality.md: its text up to the heading "Tables", then tables from build/eval/report.json or another."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs/quality.md"
+PAGE = ROOT / "docs/journal/quality.md"
 HEADING = "## Tables\n"
 # What answers are judged by, best first; a task has the first of these that was measured on it.
 JUDGED = (

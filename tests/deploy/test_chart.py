@@ -105,7 +105,7 @@ def test_workloads(render: Render, variant: dict[str, Any]) -> None:
 
 
 def test_the_gpu_comes_with_its_image(render: Render) -> None:
-    for count, image in ((0, "fusionkv-worker:0.1.0"), (1, "fusionkv-worker-gpu:0.1.0")):
+    for count, image in ((0, "fusionkv-worker:0.2.0"), (1, "fusionkv-worker-gpu:0.2.0")):
         container = workloads(render(values_of({"gpu": count, "replicas": 1, "otlp": False, "policy": False})))[
             "worker"
         ]
@@ -119,7 +119,7 @@ def test_several_gpus_share_the_model(render: Render, root: Path) -> None:
     documents = render(yaml.safe_load((root / "k8s/examples/tensor-parallel.yaml").read_text()))
     pod = workloads(documents)["worker"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["image"] == "fusionkv-worker-gpu:0.1.0"
+    assert container["image"] == "fusionkv-worker-gpu:0.2.0"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 4
     assert {"name": "FUSIONKV_WORKER_TENSOR_PARALLEL", "value": "4"} in container["env"]
     (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]

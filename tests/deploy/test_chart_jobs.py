@@ -92,7 +92,7 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     found = render({"worker": {"model": {"claim": "weights", "path": "q", "download": download}}})
     ((name, job),) = found["Job"].items()
     fetching = container(job)
-    assert fetching["image"] == "fusionkv-worker:0.1.0"
+    assert fetching["image"] == "fusionkv-worker:0.2.0"
     wanted = ["hf", "download", "Qwen/Qwen2.5-0.5B", "--revision", "v1", "--local-dir", "/models/q"]
     assert fetching["command"] == wanted
     env = {e["name"]: e for e in fetching["env"]}
@@ -145,7 +145,7 @@ def on_ray(render: Render) -> Render:
     return run
 
 
-@pytest.mark.parametrize(("gpus", "image"), [(0, "fusionkv-worker-ray:0.1.0"), (2, "fusionkv-worker-gpu-ray:0.1.0")])
+@pytest.mark.parametrize(("gpus", "image"), [(0, "fusionkv-worker-ray:0.2.0"), (2, "fusionkv-worker-gpu-ray:0.2.0")])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version: str, gpus: int, image: str) -> None:
     config = {"store": "int8", "signing_keys": "/etc/fusionkv/signing.keys"}

@@ -82,7 +82,7 @@ def test_the_gateway_has_it_decode(render: Render, root: Path, version: str) -> 
 def test_an_init_container_copies_the_connector_to_where_python_looks(render: Render, root: Path) -> None:
     pod = pod_of(render({**ON, "image": {"registry": "registry.example/team"}}), "vllm")
     (init,), (container,) = pod["initContainers"], pod["containers"]
-    assert init["image"] == "registry.example/team/fusionkv-vllm-connector:0.1.0"
+    assert init["image"] == "registry.example/team/fusionkv-vllm-connector:0.2.0"
     assert container["image"].startswith("docker.io/vllm/vllm-openai:v0.")
     (target,) = re.findall(r'^ENTRYPOINT \["cp", .+, "(.+)"\]$', (root / "Dockerfile").read_text(), re.MULTILINE)
     assert "command" not in init

@@ -69,7 +69,7 @@ def test_tables_hold_the_worst_model_and_keep_the_text(root: Path, tmp_path: Pat
     report.write_text(json.dumps(rows))
     page = run_python(root / "scripts/quality_docs.py", report).stdout
     text, heading, tables = page.partition("## Tables\n")
-    assert (root / "docs/quality.md").read_text().startswith(text + heading)
+    assert (root / "docs/journal/quality.md").read_text().startswith(text + heading)
     assert "500 samples a cell" in tables
     assert tables.index("Worst case over `a`, `b`") < tables.index("### `a`") < tables.index("### `b`")
     assert "| `epic` | 0.15 | 30.0 (20-40) |\n" in tables

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import random
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
-from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime import errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.kvcache_service import tools
 from tests.waiting import until
@@ -203,3 +205,21 @@ async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any, s: b
     disk._files[0] = writable
     assert (await service.put([s, tools.digest("new")], tools.payload("new", 9 * MIB)))[1]
     assert (await service.client.stats()).puts_refused == 2
+
+
+async def test_a_deadline_between_the_last_byte_and_the_half_close(
+    start: Any, s: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC's threads have ended the call, and the event loop has not heard of it yet."""
+    service = await start()
+    whole = frames.split
+
+    def split(data: memoryview) -> Iterator[memoryview]:
+        yield from whole(data)
+        time.sleep(1.2)
+
+    monkeypatch.setattr(frames, "split", split)
+    with pytest.raises(errors.DeadlineExceeded):
+        await service.client.put(
+            namespace=tools.digest("namespace"), path=[s], tokens=1, base=0, data=memoryview(b"data"), timeout=1
+        )
