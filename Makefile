@@ -76,6 +76,7 @@ docs: setup ## Writes what follows from the code, and the site of the documentat
 	  $(PY) scripts/$${page}_docs.py > build/$$page.md && mv build/$$page.md docs/$$page.md || exit 1; done
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 	@$(PY) scripts/chart_docs.py > build/chart.md && mv build/chart.md k8s/fusionkv/README.md
+	@$(PY) scripts/drawings.py
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f scripts/site.yml
 
 .PHONY: observe

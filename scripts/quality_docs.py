@@ -1,4 +1,4 @@
-"""Prints docs/journal/quality.md: its text up to the heading "Tables", then tables from build/eval/report.json or another."""
+"""Prints docs/journal/quality.md: its text up to the heading "Tables", then tables from a report."""
 
 import json
 import sys

@@ -7,75 +7,79 @@ from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe, SimilarityGu
 HEAD = f"""# Recipes
 
 A recipe decides how the context of a prompt is made: how chunks are encoded, which tokens are recomputed, and how many.
-This page lists them and shows how to combine them.
+This page lists recipes and modifiers, and says which one to take.
 
     fusionkv ask CORPUS QUESTION --recipe prophetkv --ratio 0.3
 
-Without a recipe, or with `default`, a request gets the gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a
-real model with chunks encoded alone ([quality](quality.md#real-models)). The ratio is the share of context tokens that is
-recomputed. A ratio of 1 equals full attention for every recipe without `snapkv`.
+The ratio is the share of context tokens that is recomputed. Without a recipe, or with `default`, a request gets the
+gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model with chunks encoded alone
+([quality](quality.md#real-models)).
 
-Take another recipe when
-- answers must be exact: `full_attention`, or `prefix_cache` where whole prompts repeat;
-- you can encode ahead of time for quality: run `fusionkv encode CORPUS --recipe fusionrag`. The default then chooses tokens
-  among the chunks that were encoded behind similar ones, and the reply names `{DEFAULT_RECIPE}+similarity_guided(10)`;
-- time matters more than quality: a smaller ratio, or `full_reuse+corrected`.
+| you want | take |
+|---|---|
+| the best answers for the time | the default |
+| less time, at some loss | a smaller ratio, or `full_reuse+corrected` |
+| better answers, for more work ahead of time | `fusionkv encode CORPUS --recipe fusionrag`, then the default |
+| exact answers | `full_attention`, or `prefix_cache` if whole prompts repeat |
+
+After `fusionkv encode CORPUS --recipe fusionrag` the default chooses tokens among chunks that were encoded behind similar
+ones, and the reply names `{DEFAULT_RECIPE}+similarity_guided(10)`.
+
+## All recipes
 """
 MODIFIED = """
+A request can't change a fixed ratio. A ratio of 1 equals full attention for every recipe without `snapkv`.
+
 ## Modifiers
 
-A modifier changes one part of a recipe, and several are joined by `+`: `a3+window`,
-`prophetkv+similarity_guided(5)+window`. Numbers in brackets may be left out.
+A modifier changes one part of a recipe. Join up to 8 of them with `+`, as in `a3+window` or
+`prophetkv+similarity_guided(5)+window`. The table shows the default numbers; numbers in brackets may be left out.
 """
 VERSIONS = """
-`full_attention` and `prefix_cache` take no modifier. SnapKV over full attention is a recipe with `snapkv` at a ratio of 1:
-`fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`.
+`full_attention` and `prefix_cache` take no modifier. For SnapKV over full attention, take a recipe with `snapkv` at a
+ratio of 1: `fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`.
 
 ## Versions of a chunk
 
 With `versions(N)` a chunk is reused as it was computed behind other chunks, if some of those stand before it now
-(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)).
+(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays where the same chunks
+come together again; otherwise it costs as much as full attention.
 
 - An exact hit comes first, then the version whose earlier chunks are most like the prompt's.
-- A chunk without such a version is computed in full in this prompt, and stored as a new version.
-- It pays where the same chunks come together again. With chunks that always meet others it costs as much as full
-  attention. A chunk takes up to N times its bytes.
-- `fusionkv eval` refuses it, since what versions are worth depends on the questions before.
+- A chunk without such a version is computed in full, and stored as a new version.
+- `fusionkv eval` refuses it, because its worth depends on the questions asked before.
 """
 ADAPTIVE = """
 ## Adaptive ratio
 
 `adaptive(N,M)` recomputes N% of the ratio first. When a token of the answer has a probability below M per mille, the rest
-is recomputed, and the answer goes on from there; the reply says `ratio_raised`. The time to the first token is that of the
-small ratio, unless the first token itself is in doubt.
+is recomputed, and the answer goes on from there. The reply then says `ratio_raised`.
 """
 LINKED = """
 ## Link tokens
 
 `kvlink`, and any recipe with `linked(N)`, puts N trained tokens behind every chunk (KVLink 2.3). They are computed for each
-request, see everything before them, and are seen by the question and the answer.
+request, see everything before them, and are seen by the question and the answer. At a ratio of 1 there are none.
 
-- The model's tokenizer must have the added tokens `<|link_1_1|>`, `<|link_1_2|>`, ... for the first chunk, `<|link_2_1|>`,
-  ... for the second, and so on. Other models are refused with FAILED_PRECONDITION. No such model is shipped;
-  [models/README.md](../models/README.md) trains one.
-- Link tokens are never stored, and `tokens_recomputed` does not count them.
-- Where no token is stale there are none, so a ratio of 1 is full attention here too.
+The model's tokenizer must have the added tokens `<|link_1_1|>`, `<|link_1_2|>`, ... for the first chunk, `<|link_2_1|>`, ...
+for the second, and so on; other models are refused with FAILED_PRECONDITION. No such model is shipped:
+[models/README.md](../models/README.md#fine-tuning-for-link-tokens) trains one. `tokens_recomputed` does not count link
+tokens.
 """
 ANCHORED = """
 ## Compressed chunks
 
 `full_reuse+anchored(50)`, `kvlink+anchored(75)` and `ape` with either keep only the KV of trained anchor tokens of every
-chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer bytes in the cache, on the network and in the pool.
+chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer bytes everywhere.
 
-- A chunk is cut into segments, each followed by its anchor tokens; then the text is dropped. Link tokens, question and answer
-  see anchor tokens and nothing else of a chunk.
-- The tokenizer must have the added tokens `<|anchor_50_1|>`, `<|anchor_50_2|>`, ...: as many as stand behind a segment. Other
-  models and percentages are refused with FAILED_PRECONDITION.
-- Nothing can be recomputed, so the ratio is 0, or 1 for full attention of the text.
+- Link tokens, question and answer see only the anchor tokens of a chunk.
+- The tokenizer must have the added tokens `<|anchor_50_1|>`, `<|anchor_50_2|>`, ... Other models and percentages are
+  refused with FAILED_PRECONDITION. No such model is shipped:
+  [models/README.md](../models/README.md#fine-tuning-for-anchor-tokens) trains one.
+- The ratio is 0, or 1 for full attention of the text.
 - Entries are made when they are first asked for; `fusionkv encode` makes none.
 
-[models/README.md](../models/README.md#fine-tuning-for-anchor-tokens) trains such a model; what it costs in answers is in the
-[notes on quality](journal/quality.md#compressed-chunks).
+What compression costs in answers: [notes on quality](journal/quality.md#compressed-chunks).
 """
 
 

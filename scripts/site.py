@@ -20,7 +20,7 @@ ELSEWHERE = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
     "security-policy.md": "SECURITY.md",
-    "models.md": "models/README.md",
+    "reference-models.md": "models/README.md",
     "chart.md": "k8s/fusionkv/README.md",
 }
 # Whose docstrings are the interface to Python.
