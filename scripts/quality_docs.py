@@ -125,12 +125,16 @@ def page(report: Path) -> str:
     models, parts = names(rows, 0), [before, HEADING]
     sizes = sorted({row["n"] for key, row in rows.items() if key[4] == metric_of(rows, key[1])})
     parts.append(f"\nPercent, with the interval of 95%; {' to '.join(map(str, sizes))} samples a cell.\n")
-    groups = [("Worst case over " + ", ".join(f"`{m}`" for m in models), models)] if len(models) > 1 else []
-    for title, group in [*groups, *((f"`{model}`", [model]) for model in models)]:
-        parts.append(f"\n### {title}\n")
-        for r in ratios(rows):
-            parts += [f"\nr = {r:g}\n\n", *table(rows, group, r)]
     middle = min(ratios(rows), key=lambda r: abs(r - 0.15))
+    groups = [(f"`{model}`", [model], ratios(rows)) for model in models]
+    if len(models) > 1:
+        # Then each model is shown at one ratio: the report has the others.
+        worst_of = "Worst case over " + ", ".join(f"`{m}`" for m in models)
+        groups = [(worst_of, models, ratios(rows)), *((title, group, [middle]) for title, group, _ in groups)]
+    for title, group, asked in groups:
+        parts.append(f"\n### {title}\n")
+        for r in asked:
+            parts += [f"\nr = {r:g}\n\n", *table(rows, group, r)]
     parts += ["\n### Cost, mean over models and tasks\n\n", *costs(rows, middle)]
     parts += ["\n### Against full attention\n\nFirst tokens that are full attention's, in percent; KL of the first "]
     parts += ["token's distribution from full attention's, in nats. The lowest and the highest over the models.\n\n"]

@@ -6,8 +6,8 @@ from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe, SimilarityGu
 
 HEAD = f"""# Recipes
 
-A recipe decides how the context of a prompt is made: how chunks are encoded, which tokens are recomputed, and how many.
-This page lists recipes and modifiers, and says which one to take.
+A recipe decides how the context of a prompt is made: how chunks are encoded, which tokens are recomputed, and how
+many. This page says which recipe to take, lists them all, and shows how to combine them with modifiers.
 
     fusionkv ask CORPUS QUESTION --recipe prophetkv --ratio 0.3
 
@@ -22,8 +22,8 @@ gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model wit
 | better answers, for more work ahead of time | `fusionkv encode CORPUS --recipe fusionrag`, then the default |
 | exact answers | `full_attention`, or `prefix_cache` if whole prompts repeat |
 
-After `fusionkv encode CORPUS --recipe fusionrag` the default chooses tokens among chunks that were encoded behind similar
-ones, and the reply names `{DEFAULT_RECIPE}+similarity_guided(10)`.
+After `fusionkv encode CORPUS --recipe fusionrag` the default uses the chunks that were encoded with similar ones, and
+the reply names `{DEFAULT_RECIPE}+similarity_guided(10)`.
 
 ## All recipes
 """
@@ -33,7 +33,7 @@ A request can't change a fixed ratio. A ratio of 1 equals full attention for eve
 ## Modifiers
 
 A modifier changes one part of a recipe. Join up to 8 of them with `+`, as in `a3+window` or
-`prophetkv+similarity_guided(5)+window`. The table shows the default numbers; numbers in brackets may be left out.
+`prophetkv+similarity_guided(5)+window`. Numbers in brackets may be left out; the table shows their defaults.
 """
 VERSIONS = """
 `full_attention` and `prefix_cache` take no modifier. For SnapKV over full attention, take a recipe with `snapkv` at a
@@ -42,8 +42,8 @@ ratio of 1: `fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`.
 ## Versions of a chunk
 
 With `versions(N)` a chunk is reused as it was computed behind other chunks, if some of those stand before it now
-(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays where the same chunks
-come together again; otherwise it costs as much as full attention.
+(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays where the same
+chunks come together again; otherwise it costs as much as full attention.
 
 - An exact hit comes first, then the version whose earlier chunks are most like the prompt's.
 - A chunk without such a version is computed in full, and stored as a new version.
@@ -52,25 +52,24 @@ come together again; otherwise it costs as much as full attention.
 ADAPTIVE = """
 ## Adaptive ratio
 
-`adaptive(N,M)` recomputes N% of the ratio first. When a token of the answer has a probability below M per mille, the rest
-is recomputed, and the answer goes on from there. The reply then says `ratio_raised`.
+`adaptive(N,M)` recomputes N% of the ratio first. When a token of the answer has a probability below M per mille, the
+rest is recomputed, and the answer goes on from there. The reply then says `ratio_raised`.
 """
 LINKED = """
 ## Link tokens
 
-`kvlink`, and any recipe with `linked(N)`, puts N trained tokens behind every chunk (KVLink 2.3). They are computed for each
-request, see everything before them, and are seen by the question and the answer. At a ratio of 1 there are none.
+`kvlink`, and any recipe with `linked(N)`, puts N trained tokens behind every chunk (KVLink 2.3). They are computed
+for each request and see everything before them; the question and the answer see them. A ratio of 1 uses none.
 
-The model's tokenizer must have the added tokens `<|link_1_1|>`, `<|link_1_2|>`, ... for the first chunk, `<|link_2_1|>`, ...
-for the second, and so on; other models are refused with FAILED_PRECONDITION. No such model is shipped:
-[models/README.md](../models/README.md#fine-tuning-for-link-tokens) trains one. `tokens_recomputed` does not count link
-tokens.
+The model's tokenizer must have the added tokens `<|link_1_1|>`, `<|link_1_2|>`, ... for the first chunk,
+`<|link_2_1|>`, ... for the second, and so on. Other models are refused with FAILED_PRECONDITION. No such model is
+shipped: [models/README.md](../models/README.md#fine-tuning-for-link-tokens) trains one.
 """
 ANCHORED = """
 ## Compressed chunks
 
-`full_reuse+anchored(50)`, `kvlink+anchored(75)` and `ape` with either keep only the KV of trained anchor tokens of every
-chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer bytes everywhere.
+`full_reuse+anchored(50)`, `kvlink+anchored(75)` and `ape` with either keep only the KV of trained anchor tokens of
+every chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer bytes.
 
 - Link tokens, question and answer see only the anchor tokens of a chunk.
 - The tokenizer must have the added tokens `<|anchor_50_1|>`, `<|anchor_50_2|>`, ... Other models and percentages are
@@ -79,7 +78,7 @@ chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer bytes ever
 - The ratio is 0, or 1 for full attention of the text.
 - Entries are made when they are first asked for; `fusionkv encode` makes none.
 
-What compression costs in answers: [notes on quality](journal/quality.md#compressed-chunks).
+The [notes on quality](journal/quality.md#compressed-chunks) say what compression costs in answers.
 """
 
 
@@ -89,6 +88,11 @@ def encoded(recipe: Recipe) -> str:
     if recipe.in_place:
         return "in place"
     return f"with {recipe.neighbours} similar" if isinstance(recipe.encode, SimilarityGuided) else "alone"
+
+
+def linked(description: str) -> str:
+    """With the pages that it names as links."""
+    return description.replace("(docs/correction.md)", "([corrections](correction.md))")
 
 
 def main() -> None:
@@ -103,7 +107,7 @@ def main() -> None:
     print("|---|---|---|")
     for modifier in MODIFIERS.values():
         numbers = ", ".join(map(str, modifier.defaults)) or "-"
-        print(f"| `{modifier.name}` | {numbers} | {modifier.description} |")
+        print(f"| `{modifier.name}` | {numbers} | {linked(modifier.description)} |")
     print(VERSIONS, end="")
     print(ADAPTIVE, end="")
     print(LINKED, end="")
