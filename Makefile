@@ -77,7 +77,7 @@ docs: setup ## Writes what follows from the code, and the site of the documentat
 	@$(PY) scripts/chart_schema.py > build/schema.json && mv build/schema.json k8s/fusionkv/values.schema.json
 	@$(PY) scripts/chart_docs.py > build/chart.md && mv build/chart.md k8s/fusionkv/README.md
 	@$(PY) scripts/drawings.py
-	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q -f scripts/site.yml
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -f scripts/site.yml 2>&1 | grep -v '^INFO'; exit $${PIPESTATUS[0]}
 
 .PHONY: observe
 observe: setup ## The services beside Phoenix and Prometheus, traffic, pictures in docs/img/; ARGS=--stay leaves them up

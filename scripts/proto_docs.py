@@ -68,11 +68,13 @@ def _part(file: pb.FileDescriptorProto) -> Iterator[str]:
 
 
 def _fields(message: pb.DescriptorProto, comments: Sequence[str]) -> list[tuple[str, str, str]]:
-    rows = []
+    rows, maps = [], {inner.name for inner in message.nested_type if inner.options.map_entry}
     for field, comment in zip(message.field, comments, strict=True):
         plain = _TYPES.Name(field.type).removeprefix("TYPE_").lower()
         kind = _linked(field.type_name) if field.type_name else plain
-        if field.label == _REPEATED:
+        if field.type_name.rpartition(".")[2] in maps:
+            kind = "map of string to string"
+        elif field.label == _REPEATED:
             kind = f"repeated {kind}"
         elif field.proto3_optional:
             kind = f"optional {kind}"
@@ -93,9 +95,9 @@ def _table(name: str, kind: str, rows: Sequence[tuple[str, str, str]]) -> Iterat
 
 
 def _linked(type_name: str) -> str:
-    """`.gateway.v1.Sources` as a link to its heading; all types of a file are of its own package."""
-    name = type_name.rpartition(".")[2]
-    return f"[{name}](#{name.lower()})"
+    """`.gateway.v1.Sources` as a link to its heading on the page of its package."""
+    package, version, *_, name = type_name[1:].split(".")
+    return f"[{name}]({package}.{version}.md#{name.lower()})"
 
 
 def _markdown(comment: str) -> str:

@@ -134,9 +134,8 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
 def site(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """--strict: a link or an anchor that leads nowhere, and a page that is in no list, is an error."""
     folder = tmp_path_factory.mktemp("site")
-    flags = ("--strict", "-q", "-f", "scripts/site.yml", "-d", folder)
-    done = run_python("-m", "mkdocs", "build", *flags, cwd=root, env={"NO_MKDOCS_2_WARNING": "1"})
-    assert done.stderr == ""
+    flags = ("--strict", "-f", "scripts/site.yml", "-d", folder)  # -q would hide warnings from --strict too
+    run_python("-m", "mkdocs", "build", *flags, cwd=root, env={"NO_MKDOCS_2_WARNING": "1"})
     return folder
 
 
