@@ -97,7 +97,7 @@ bench: setup ## Speed of the cache service and of the worker, storage that it sa
 	@$(PY) -m fusionkv.bench.worker.throughput --json build/bench/throughput.json
 
 .PHONY: figures
-figures: setup ## Lines of the product and of its tests, and how many files answer a question
+figures: setup ## Lines of the product and its tests, words of the docs, files that answer a question
 	@$(PY) bench/figures.py $(ARGS)
 
 .PHONY: soak

@@ -28,6 +28,7 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
+REFERENCE = ("configuration", "structure", "kernels")
 START_SECONDS = 60
 PAGES = 4
 
@@ -85,6 +86,12 @@ def lines(*folders: str) -> int:
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
+def words() -> int:
+    """Words of the pages that users read: neither the generated reference, nor what is for contributors."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in REFERENCE]
+    return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="(default: %(default)s)")
@@ -100,6 +107,7 @@ def main() -> int:
         "product_lines": lines(*PRODUCT),
         "bench_lines": lines("bench"),
         "test_lines": lines("tests"),
+        "words_for_users": words(),
         "files_of_a_question": len(files),
     }
     if args.json:

@@ -246,7 +246,12 @@ async def run(
                 answers = [await ask(client, question, recipe) for recipe in RECIPES]
                 show(console, answers)
                 rows += answers
-            await explain(address, questions[0], out.with_suffix(".html"))
+            # The first that both answer right, if there is one.
+            right = [
+                all(row.right for row in rows[at : at + len(RECIPES)]) for at in range(0, len(rows), len(RECIPES))
+            ]
+            shown = questions[right.index(True) if True in right else 0]
+            await explain(address, shown, out.with_suffix(".html"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return rows
@@ -300,7 +305,7 @@ def main() -> int:
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         conclude(console, made)
         console.print(f"\n{time.monotonic() - started:.0f} s in all; every answer is in {flags.out}")
-        console.print(f"what became of each token of the first prompt: {flags.out.with_suffix('.html')}")
+        console.print(f"what became of each token of one prompt: {flags.out.with_suffix('.html')}")
         check(setting, rows)
     except (Failed, ServiceError, TimeoutError, OSError) as error:
         console.print(f"[red]demo failed:[/] {escape(str(error) or type(error).__name__)}")

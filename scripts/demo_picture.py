@@ -1,0 +1,27 @@
+"""Takes README's picture of the page that `make demo` leaves in build/demo.html: needs Chromium."""
+
+import asyncio
+import shutil
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))
+
+from browser import browsing
+
+ROOT = Path(__file__).parent.parent
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+async def main() -> None:
+    chromium = next(filter(None, map(shutil.which, NAMES)), None)
+    if chromium is None:
+        raise SystemExit(f"no browser found: install one of {', '.join(NAMES)}")
+    async with browsing(chromium) as page:
+        await page.size(1100, 670)
+        await page.open((ROOT / "build/demo.html").as_uri())
+        await page.picture(ROOT / "docs/img/answer.png")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
