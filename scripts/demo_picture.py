@@ -18,7 +18,7 @@ async def main() -> None:
     if chromium is None:
         raise SystemExit(f"no browser found: install one of {', '.join(NAMES)}")
     async with browsing(chromium) as page:
-        await page.size(1100, 670)
+        await page.size(1100, 690)
         await page.open((ROOT / "build/demo.html").as_uri())
         await page.picture(ROOT / "docs/img/answer.png")
 
