@@ -37,8 +37,8 @@ class Rotation:
         In memory the tokens of a channel lie next to each other.
         """
         different, which = shifts.unique(return_inverse=True)
-        pairs = [self._factors(shift, shifts.device) for shift in different.tolist()]
-        cos, sin = (torch.stack(list(column), 1).index_select(1, which).t() for column in zip(*pairs, strict=True))
+        angle = self.inv_freq.to(shifts.device).double()[:, None] * different
+        cos, sin = (part.float().index_select(1, which).t() for part in (angle.cos(), angle.sin()))
         return cos, sin
 
     def apply(
