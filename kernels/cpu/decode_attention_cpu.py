@@ -74,8 +74,8 @@ def attention(
     # [1, kv_heads, turned * groups, dim]: the heads of a group, and of all requests, share one pass over the keys.
     turned = turned.unflatten(1, (kv_heads, groups)).transpose(0, 1).flatten(1, 2)[None]
     k, v = (pool.transpose(0, 1)[None] for pool in (k_pool, v_pool))
-    # A first turned row that is none, and weighs nothing. What follows runs for every chunk, layer and token: one view less for
-    # each of 8 chunks is 1% of SmolLM2's time for a token.
+    # The first row is empty and has no weight. The loop runs for every chunk, layer and token: with 8 chunks, one
+    # view fewer in it is 1% of SmolLM2's time for a token.
     means, sums = [turned.new_zeros(1, kv_heads, groups, q.shape[2])], [q.new_zeros(1, kv_heads, groups).float()]
     for first, count, start, length, bias in plan.runs:
         rows, keys, values = turned.narrow(2, first, count), k.narrow(2, start, length), v.narrow(2, start, length)

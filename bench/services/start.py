@@ -1,0 +1,119 @@
+"""How long `fusionkv serve all` takes to be ready, and the memory of its services, each beside its goal."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from fusionkv.bench.services.footing import Footing
+from fusionkv.bench.worker.bench import show
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.protos.runtime.errors import ServiceError
+
+_SETTLING_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
+_CLI = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main")
+_LIBRARIES = (sys.executable, "-P", "-c", "import fusionkv.fusion_worker, torch, transformers.modeling_utils")
+_CACHE_BYTES, _ENTRY_BYTES, _POOL_BYTES = 64 << 20, 300, 256 << 20
+MODULES = {"kvcache_service": "kvcache", "fusion_worker": "worker", "gateway": "gateway"}
+
+
+def _seconds(*command: str, repeats: int = 3) -> float:
+    """The least of several runs of a command."""
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        taken.append(time.perf_counter() - started)
+    return min(taken)
+
+
+def _children(parent: int) -> dict[str, int]:
+    """The services that a process has started, by name."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            argv = (folder / "cmdline").read_text().split("\0")
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != parent:
+                continue
+        except OSError:  # ended meanwhile
+            continue
+        for module, name in MODULES.items():
+            if f"fusionkv.{module}" in argv:
+                found[name] = int(folder.name)
+    return found
+
+
+def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
+    """Seconds until the services are ready, and what each has some seconds later."""
+    settings = {
+        "FUSIONKV_KVCACHE_MEMORY_BYTES": str(_CACHE_BYTES),
+        "FUSIONKV_WORKER_POOL_BYTES": str(_POOL_BYTES),
+        "FUSIONKV_GATEWAY_EMBEDDER": "none",
+    }
+    command = [*_CLI, "serve", "all", "--model", model, "--data-dir", directory, "--listen", "127.0.0.1:0"]
+    started = time.perf_counter()
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | settings
+    )
+    try:
+        assert running.stdout is not None
+        lines = []
+        for line in running.stdout:
+            lines.append(line)
+            if line.startswith("ready"):
+                break
+            if time.perf_counter() - started > _PATIENCE_SECONDS:
+                raise RuntimeError("the services are not ready:\n" + "".join(lines))
+        else:
+            raise RuntimeError("the services ended:\n" + "".join(lines))
+        seconds = time.perf_counter() - started
+        time.sleep(_SETTLING_SECONDS)
+        return seconds, {name: Footing.of(pid) for name, pid in _children(running.pid).items()}
+    finally:
+        running.terminate()
+        running.communicate()
+
+
+def measure(model: str) -> list[dict[str, object]]:
+    """Rows of what is measured, its floor or 0 where there is none, and the goal; megabytes or seconds."""
+    directory = resolve(model)
+    known = models.load(directory, "cpu")
+    weights = sum(tensor.nbytes for tensor in known.network.parameters())
+    del known
+    with tempfile.TemporaryDirectory() as folder:
+        ready, held = _serve(str(directory), folder)
+    libraries = _seconds(*_LIBRARIES)
+    rows = [
+        ("serve all: ready", "s", ready, libraries, 4.0),
+        ("fusionkv --help", "s", _seconds(*_CLI, "--help"), _seconds(sys.executable, "-c", ""), 0.3),
+    ]
+    goals = {"worker": (weights, weights / 1e6 + 500), "gateway": (0, 300.0), "kvcache": (0, 150.0)}
+    for name, (floor, goal) in goals.items():
+        # Nothing has been asked: of pool and memory tier only what was written to is resident.
+        rows.append((f"{name}: memory", "MB", held[name].bytes / 1e6, floor / 1e6, goal))
+    return [
+        {"figure": figure, "unit": unit, "value": round(value, 2), "floor": round(floor, 2), "goal": round(goal, 2)}
+        for figure, unit, value, floor, goal in rows
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.start", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    args = parser.parse_args()
+    try:
+        rows = measure(args.model)
+    except (ServiceError, RuntimeError, OSError) as error:
+        print(f"start: {error}", file=sys.stderr)
+        return 1
+    show(f"Start and memory, {args.model}", rows, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

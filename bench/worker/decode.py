@@ -1,0 +1,104 @@
+"""Time of a decoding step over reused chunks, beside one piece of as many tokens, which is the floor.
+
+Whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, as with the default
+recipe, 15% of each chunk's keys are hidden, and each request holds these tokens in a piece of its own.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from fusionkv.bench.worker.bench import show
+from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.compute.attention import forward, install
+from fusionkv.fusion_worker.compute.batch import Batch
+from fusionkv.fusion_worker.library.resolve import resolve
+from fusionkv.kernels.gpu.segment_table import Spans
+from fusionkv.kernels.segments import KVSegment, QuerySpan
+from fusionkv.protos.runtime.errors import ServiceError
+
+CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
+
+
+def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVSegment, ...]:
+    """What one request sees: shared chunks that were written for another place, and its own tokens behind them."""
+    each, own = tokens // chunks, tokens + request * (tokens + 1)
+    if chunks == 1 and not ratio:
+        return KVSegment(0, tokens, 0), KVSegment(own, 1, tokens)
+    recomputed = torch.rand(chunks * each, generator=torch.Generator().manual_seed(request)) < ratio
+    positions = recomputed.nonzero()[:, 0]
+    stale = [
+        KVSegment(at, each, at, shift=at + 1, hidden=recomputed[at : at + each] if ratio else None)
+        for at in range(0, chunks * each, each)
+    ]
+    if not ratio:
+        return *stale, KVSegment(own, 1, tokens)
+    return *stale, KVSegment(own, len(positions) + 1, 0, positions=torch.cat([positions, torch.tensor([tokens])]))
+
+
+def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, tokens: int, ratio: float) -> float:
+    """Seconds of a step that decodes a token of each request."""
+    position, rows = torch.tensor([tokens]), range(requests)
+    seen = [_segments(row, chunks, tokens // chunks * chunks, ratio) for row in rows]
+    spans = Spans([QuerySpan(row, row + 1, position, segments) for row, segments in zip(rows, seen, strict=True)])
+    slots = torch.tensor([segments[-1].stop - 1 for segments in seen])
+    ids = torch.ones(requests, dtype=torch.int64)
+    batch = Batch(ids, position.expand(requests), slots, spans, pool, model.rotations, wanted=[1] * requests)
+    started = time.perf_counter()
+    forward(model, batch)
+    return time.perf_counter() - started
+
+
+def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, object]]:
+    """One row for each count of chunks and requests, with and without recomputed tokens."""
+    install(model)
+    shape = model.kv
+    slots = tokens + max(REQUESTS) * (tokens + 1)
+    pool = torch.randn(shape.layers, 2, slots, shape.kv_heads, shape.head_dim).to(shape.dtype)
+    rows: list[dict[str, object]] = []
+    for requests in REQUESTS:
+        cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]
+        seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
+        # In turns: a machine that others use is faster in one minute than in another.
+        for _ in range(repeats):
+            for chunks, ratio in cases:
+                seconds[chunks, ratio].append(_step(model, pool, chunks, requests, tokens, ratio))
+        floor = statistics.median(seconds[1, 0.0])
+        for (chunks, ratio), taken in seconds.items():
+            found = statistics.median(taken)
+            rows.append(
+                {
+                    "requests": requests,
+                    "chunks": chunks,
+                    "recomputed": ratio,
+                    "tokens": tokens,
+                    "step_ms": round(1e3 * found, 2),
+                    "one_piece_ms": round(1e3 * floor, 2),
+                    "ratio": round(found / floor, 3),
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.decode", description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2560, help="of context (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="of which the median counts (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    args = parser.parse_args()
+    try:
+        rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)
+    except (ServiceError, ValueError, OSError) as error:
+        print(f"decode: {error}", file=sys.stderr)
+        return 1
+    show(f"A decoding step, {args.model}", rows, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
