@@ -4,6 +4,12 @@ from typing import Any
 
 import torch
 
+from fusionkv.kernels.cpu.compute_dtype import compute_dtype
+
+# Unpacking the weights for float32, where that is the faster dtype, pays from about 128 rows on; 357 rows of SmolLM2's
+# layers take 0.7 times as long (two Emerald Rapids cores without AMX).
+_UNPACKED_ROWS = 160
+
 
 class PackedLinear(torch.nn.Module):
     """The same product as the layer it stands for; its weights are reordered once, not at every call.
@@ -18,6 +24,10 @@ class PackedLinear(torch.nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = compute_dtype(x.dtype)
+        if dtype != x.dtype and x.shape[:-1].numel() >= _UNPACKED_ROWS:
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return torch.nn.functional.linear(x.to(dtype), self.packed.to_dense(dtype), bias).to(x.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 

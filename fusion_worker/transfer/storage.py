@@ -91,18 +91,29 @@ class Storage:
             self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
 
     def rewrite(
-        self, resident: PooledChunk, change: Callable[[torch.Tensor], torch.Tensor], source: PooledChunk
+        self, resident: PooledChunk, change: Callable[[torch.Tensor, torch.Tensor], None], source: PooledChunk
     ) -> None:
-        """Puts in a chunk's place what `change` makes of `source`, which may be the same.
+        """Writes what `change` makes of one chunk's KV into another chunk's slots. For plain storage alone.
 
-        change: of [layers, 2, tokens, kv_heads of all ranks, head_dim]. For plain storage alone.
+        Args:
+            resident: the chunk that is written.
+            change: reads its first argument and writes its second, which may be the same tensor; both are
+                [layers, 2, tokens, kv_heads of all ranks, head_dim].
+            source: the chunk that is read, which may be `resident`.
         """
         if self._tp.ranks.count == 1:
             with self.beside():
-                self._write(resident.runs, change(self._read(source.runs, source.tokens)))
+                kv = self._in_slots(source.runs, source.tokens)
+                if len(resident.runs) == 1:
+                    change(kv, self._in_slots(resident.runs, resident.tokens))
+                else:
+                    changed = torch.empty_like(kv)
+                    change(kv, changed)
+                    self._write(resident.runs, changed)
         else:
-            changed = change(self.numbers(self.take_out(source), source.tokens))
-            self.put_in(resident, changed.contiguous().view(-1).view(torch.uint8))
+            kv = self.numbers(self.take_out(source), source.tokens)
+            change(kv, kv)
+            self.put_in(resident, kv.view(-1).view(torch.uint8))
 
     def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
         """A plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
@@ -141,10 +152,13 @@ class Storage:
         shared = [array.view(blocks, count, -1) for array, (blocks, _) in zip(cut, arrays, strict=True)]
         return [torch.cat([array[:, rank].reshape(-1) for array in shared]) for rank in range(count)]
 
-    def _read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
+    def _in_slots(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
+        """A chunk's KV in the pool itself, or a copy where it lies in several runs."""
         pieces = [self._pool.kv[:, :, run.start : run.start + run.length] for run in runs]
-        whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-        return whole[:, :, :tokens].contiguous()
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2))[:, :, :tokens]
+
+    def _read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
+        return self._in_slots(runs, tokens).contiguous()
 
     def _write(self, runs: Sequence[SlotRange], kv: torch.Tensor) -> None:
         at, tokens = 0, kv.shape[2]

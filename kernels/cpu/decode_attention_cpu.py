@@ -21,13 +21,13 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class _Run(NamedTuple):
-    """`length` slots from `start` on, that `count` turned rows of a KV head look into, from `first` on.
+    """`length` slots from `start` on, which `rows` turned rows of a KV head read, from `first` on.
 
-    bias: 0 or -inf [1, 1, count, length]; None where every row sees all of them.
+    bias: 0 or -inf [1, 1, rows, length]; None where every row sees all of them.
     """
 
     first: int
-    count: int
+    rows: int
     start: int
     length: int
     bias: torch.Tensor | None

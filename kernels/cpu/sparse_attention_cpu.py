@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fusionkv.kernels.cpu.compute_dtype import compute_dtype
 from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import QuerySpan
@@ -228,7 +229,7 @@ def _keys(k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation) -> torch.Te
     slots, cos, sin = span.in_order(rotation)
     heads, dim = k_pool.shape[1:]
     written = k_pool.index_select(0, slots).flatten(1).t().contiguous().unflatten(0, (heads, dim))
-    k = torch.ones(heads, dim + 1, len(slots), dtype=_compute(k_pool.dtype))
+    k = torch.ones(heads, dim + 1, len(slots), dtype=compute_dtype(k_pool.dtype))
     rotation.apply(written.transpose(1, 2), cos, sin, out=k[:, :dim].transpose(1, 2))
     return k
 
@@ -239,8 +240,3 @@ def _fold(q: torch.Tensor, groups: int, dtype: torch.dtype) -> torch.Tensor:
     folded = q.new_empty(heads, groups * rows, dim + 1, dtype=dtype)
     folded[..., :dim].unflatten(1, (groups, rows)).copy_(q.unflatten(1, (heads, groups)).permute(1, 2, 0, 3))
     return folded
-
-
-def _compute(dtype: torch.dtype) -> torch.dtype:
-    """What queries of a dtype are computed in: float16 would overflow, and few CPUs compute in it."""
-    return torch.float32 if dtype == torch.float16 else dtype
