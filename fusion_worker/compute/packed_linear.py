@@ -6,8 +6,8 @@ import torch
 
 from fusionkv.kernels.cpu.compute_dtype import compute_dtype
 
-# Unpacking the weights for float32, where that is the faster dtype, pays from about 128 rows on; 357 rows of SmolLM2's
-# layers take 0.7 times as long (two Emerald Rapids cores without AMX).
+# Where float32 is the faster dtype, unpacking the weights for it pays from about 128 rows on. 357 rows of SmolLM2's
+# layers then take 0.7 times as long (two Emerald Rapids cores without AMX).
 _UNPACKED_ROWS = 160
 
 
