@@ -91,7 +91,7 @@ def encoded(recipe: Recipe) -> str:
 
 
 def linked(description: str) -> str:
-    """With the pages that it names as links."""
+    """A description with references to pages as links."""
     return description.replace("(docs/correction.md)", "([corrections](correction.md))")
 
 
