@@ -128,7 +128,7 @@ def test_what_a_process_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(3):
         trail.look()
     assert trail.row("x") == {"x_rss_mib": [100, 101, 112], "x_files": [20, 21, 25]}
-    with pytest.raises(AssertionError, match="became"):
+    with pytest.raises(AssertionError, match="the process grew from"):
         trail.look()
 
 
