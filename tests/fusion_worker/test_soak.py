@@ -101,7 +101,7 @@ async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", stages=stages)
 
     monkeypatch.setattr(soak, "answer", answer)
-    monkeypatch.setattr(soak, "_GIVEN_UP", 0.0)
+    monkeypatch.setattr(soak, "_CANCELLED", 0.0)
     # However slow the machine is, one client asks five times.
     clock = itertools.count()
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(clock)))
