@@ -105,7 +105,8 @@ class WorkerClient:
 
         Args:
             handle: identifies the KV (PrefilledKV.handle).
-            rank, ranks: fetch the heads of this rank out of so many; 0 and 1 fetch all heads.
+            rank: rank of the heads to fetch.
+            ranks: number of ranks that the heads are split over; 1 for all heads.
             into: writable buffer of exactly the KV's size in bytes.
             timeout: seconds.
 
