@@ -42,8 +42,8 @@ ratio of 1: `fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`.
 ## Versions of a chunk
 
 With `versions(N)` a chunk is reused as it was computed after other chunks, if some of those precede it again
-(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays if the same chunks
-occur together again; otherwise it costs as much as full attention.
+(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays if the same
+chunks occur together again; otherwise it costs as much as full attention.
 
 - An exact hit is preferred, then the version whose earlier chunks are most similar to the prompt's.
 - A chunk without such a version is computed in full, and stored as a new version.
