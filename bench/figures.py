@@ -1,7 +1,7 @@
-"""The size of the code, and how many of its files answer a question: `make figures`.
+"""Counts the lines of the code, and the files that take part in answering a question: `make figures`.
 
 A cache service, a worker and a gateway run in this process. A corpus is stored and asked about three times; the files
-whose functions are called while the third question is answered are counted.
+whose functions are called during the third answer are counted.
 """
 
 import argparse
@@ -34,7 +34,7 @@ PAGES = 4
 
 
 class Called:
-    """The project's files whose functions are called while `on`, in all threads that start later."""
+    """Records the project's files whose functions are called while `on`, in all threads that start later."""
 
     def __init__(self) -> None:
         self.on = False
@@ -50,7 +50,7 @@ class Called:
 
 
 async def question_files(model: Path) -> set[Path]:
-    """The files that a warm question runs through.
+    """The files that take part in answering a question with a warm cache.
 
     Raises:
         ServiceError: the services did not start, or did not answer.
@@ -81,24 +81,24 @@ async def question_files(model: Path) -> set[Path]:
 
 
 def lines(*folders: str) -> int:
-    """Lines of Python that a person wrote."""
+    """Lines of Python, without generated files."""
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if "_pb2" not in file.name]
     return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
 
 
 def words() -> int:
-    """Words of the pages that users read: neither the generated reference, nor what is for contributors."""
+    """Words of the pages for users, without generated references and pages for contributors."""
     pages = [page for page in (ROOT / "docs").glob("*.md") if page.stem not in REFERENCE]
     return sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="(default: %(default)s)")
+    parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="model directory (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     args = parser.parse_args()
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # services say where they serve
+        with contextlib.redirect_stdout(sys.stderr):  # services print their addresses
             files = sorted(asyncio.run(question_files(resolve(args.model))))
     except (ServiceError, OSError) as error:
         print(f"figures: {error}", file=sys.stderr)

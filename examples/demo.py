@@ -1,4 +1,4 @@
-"""The demo: questions over a folder of documents, with full attention and with the default recipe (`make demo`)."""
+"""The demo: asks questions about documents, with full attention and with the default recipe (`make demo`)."""
 
 import argparse
 import asyncio
@@ -36,10 +36,14 @@ STOP_SECONDS = 60
 
 @dataclass(frozen=True)
 class Setting:
-    """What is asked of which model.
+    """A model, and the corpora to ask it about.
 
-    gateway: its settings. neighbours: that each chunk is encoded behind, 0 for alone. sure: whether full attention
-    answers everything right.
+    Attributes:
+        model: directory or known name.
+        corpora: folder of corpora, with questions.json.
+        gateway: settings of the gateway.
+        neighbours: number of neighbours to encode each chunk with; 0 encodes chunks alone.
+        sure: whether full attention has to answer every question right.
     """
 
     model: str
@@ -51,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Question:
-    """As questions.json beside the corpora has it; any of the answers is right."""
+    """An entry of questions.json; each of the answers is right."""
 
     corpus: str
     question: str
@@ -62,7 +66,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One answer, as build/demo.json holds it. `summary` is the gateway's, with its stage times and counts."""
+    """An answer, as stored in build/demo.json. summary: the gateway's, with stage times and counts."""
 
     question: str
     kind: str
@@ -76,13 +80,13 @@ class Row:
 
 
 class Failed(Exception):
-    """The demo can't go on, or did not do what it must; the message says why."""
+    """The demo can't continue, or gave a wrong result; the message says why."""
 
 
 def choose(console: Console, model: str | None) -> Setting:
-    """The real model over real prose, or the reference model where the real one can't be fetched."""
+    """The real model with real documents, or the reference model if the real one can't be fetched."""
     references = sorted(file.parent for file in (ROOT / "models").glob("*/config.json"))
-    # Names in the reports are made up: words alone find them.
+    # Names in the reports are invented, so lexical search suffices.
     small = Setting(str(references[0]) if references else "", ROOT / "examples/corpus", WORDS_ALONE, 10, True)
     world = Setting(model or REAL_MODEL, ROOT / "examples/world", {"CHUNK_TOKENS": "512"}, 0, False)
     if model is not None and Path(model).resolve() in references:
@@ -91,12 +95,12 @@ def choose(console: Console, model: str | None) -> Setting:
         if not references:
             raise Failed(f"{REAL_MODEL} could not be fetched, and there is no model in models/")
         console.print(
-            f"[yellow]{REAL_MODEL} could not be fetched.[/] What follows is the small demo: a reference model of "
-            "this project, which answers questions about generated reports only."
+            f"[yellow]{REAL_MODEL} could not be fetched.[/] This is the small demo instead: a reference model of "
+            "this project, which only answers questions about generated reports."
         )
         return small
     if not fetched(console, EMBEDDER, "91 MB"):
-        console.print(f"[yellow]{EMBEDDER} could not be fetched:[/] documents are searched by their words alone.")
+        console.print(f"[yellow]{EMBEDDER} could not be fetched:[/] documents are searched by words only.")
         return replace(world, gateway=world.gateway | WORDS_ALONE)
     return world
 
@@ -108,10 +112,10 @@ def fetched(console: Console, name: str, size: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def services(setting: Setting, folder: Path, console: Console) -> AsyncIterator[str]:
-    """Runs cache service, worker and gateway by `fusionkv serve`; gives the gateway's address.
+    """Runs cache service, worker and gateway with `fusionkv serve`; yields the gateway's address.
 
     Raises:
-        Failed: they did not come up, ended badly, or logged an error.
+        Failed: the services did not start, failed, or logged an error.
     """
     log = folder / "services.log"
     flags = ("--json", "--model", setting.model, "--data-dir", str(folder / "data"), "--listen", "127.0.0.1:0")
@@ -169,7 +173,7 @@ async def load(client: AsyncClient, setting: Setting, corpora: list[Path], conso
 
 
 def pick(corpora: Path, count: int) -> list[Question]:
-    """`count` questions, from every kind in turn."""
+    """Picks `count` questions, from all kinds in turn."""
     by_kind: dict[str, list[Question]] = {}
     for line in json.loads((corpora / "questions.json").read_text()):
         by_kind.setdefault(line["kind"], []).append(Question(**line))
@@ -194,7 +198,7 @@ async def ask(client: AsyncClient, question: Question, recipe: str) -> Row:
 
 
 def show(console: Console, rows: list[Row]) -> None:
-    """A question with all of its answers."""
+    """Prints a question with its answers."""
     full = rows[0].summary
     console.print(f"\n[bold]{escape(rows[0].question)}[/] [dim]{full['context_tokens']:,} tokens of context[/]")
     for row in rows:
@@ -207,7 +211,7 @@ def show(console: Console, rows: list[Row]) -> None:
 
 
 def summarize(model: str, rows: list[Row]) -> dict[str, Any]:
-    """Of each recipe: answers right, and the median of the seconds to the first token."""
+    """For each recipe, the number of right answers, the median seconds to the first token, and token counts."""
     made: dict[str, Any] = {"model": model, "questions": len(rows) // len(RECIPES)}
     for recipe in RECIPES:
         chosen = [row for row in rows if row.recipe == recipe]
@@ -236,7 +240,7 @@ def conclude(console: Console, made: dict[str, Any]) -> None:
 async def run(
     setting: Setting, corpora: list[Path], questions: list[Question], out: Path, console: Console
 ) -> list[Row]:
-    """Raises Failed, ServiceError, TimeoutError, OSError."""
+    """Runs the services and asks all questions. Raises Failed, ServiceError, TimeoutError or OSError."""
     rows: list[Row] = []
     folder = Path(tempfile.mkdtemp(prefix="demo-", dir=out.parent))
     try:
@@ -246,7 +250,7 @@ async def run(
                 answers = [await ask(client, question, recipe) for recipe in RECIPES]
                 show(console, answers)
                 rows += answers
-            # The first that both answer right, if there is one.
+            # Explain the first question that both recipes answer right, if there is one.
             right = [
                 all(row.right for row in rows[at : at + len(RECIPES)]) for at in range(0, len(rows), len(RECIPES))
             ]
@@ -258,10 +262,10 @@ async def run(
 
 
 async def explain(address: str, question: Question, page: Path) -> None:
-    """Has the command line write the page on an answer."""
-    asked = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address)
+    """Writes the page that explains an answer, with `fusionkv ask --explain`."""
+    command = (PROGRAM, "ask", question.corpus, question.question, "--gateway", address)
     process = await asyncio.create_subprocess_exec(
-        *asked,
+        *command,
         "--max-tokens",
         "32",
         "--explain",
@@ -269,13 +273,13 @@ async def explain(address: str, question: Question, page: Path) -> None:
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await process.communicate()
+    _, errors = await process.communicate()
     if process.returncode:
-        raise Failed(f"`fusionkv ask --explain` failed: {said.decode()}")
+        raise Failed(f"`fusionkv ask --explain` failed: {errors.decode()}")
 
 
 def check(setting: Setting, rows: list[Row]) -> None:
-    """Raises Failed: the cache failed a request, or full attention missed an answer that it is sure of."""
+    """Raises Failed if an answer was degraded, or full attention answered wrongly where it must not."""
     for row in rows:
         if row.summary["degraded"]:
             raise Failed(f"degraded: {row.summary['degraded_reason']} ({row.recipe}: {row.question})")
@@ -289,9 +293,9 @@ def main() -> int:
         "--model", help=f"directory, or a name of `fusionkv model list` (default: {REAL_MODEL} if it can be fetched)"
     )
     parser.add_argument("--corpora", type=Path, help="folders of *.md, and questions.json (default: examples/world)")
-    parser.add_argument("--questions", type=int, default=12, help="how many to ask (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=12, help="number of questions (default: %(default)s)")
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "build/demo.json", help="all answers (default: %(default)s)"
+        "--out", type=Path, default=ROOT / "build/demo.json", help="file for all answers (default: %(default)s)"
     )
     flags = parser.parse_args()
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
@@ -304,8 +308,8 @@ def main() -> int:
         made = summarize(Path(setting.model).name, rows)
         flags.out.write_text(json.dumps({"summary": made, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
         conclude(console, made)
-        console.print(f"\n{time.monotonic() - started:.0f} s in all; every answer is in {flags.out}")
-        console.print(f"what became of each token of one prompt: {flags.out.with_suffix('.html')}")
+        console.print(f"\n{time.monotonic() - started:.0f} s in total; all answers are in {flags.out}")
+        console.print(f"a page that explains one answer token by token: {flags.out.with_suffix('.html')}")
         check(setting, rows)
     except (Failed, ServiceError, TimeoutError, OSError) as error:
         console.print(f"[red]demo failed:[/] {escape(str(error) or type(error).__name__)}")

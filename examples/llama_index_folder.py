@@ -1,4 +1,4 @@
-"""LlamaIndex's own retriever over a folder, FusionKV underneath: known passages are not computed again."""
+"""Answers a question with LlamaIndex's retriever over a folder and FusionKV as the LLM, in two orders of passages."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""The asynchronous client: many questions at once, one answer as it comes (`python examples/python_async.py`)."""
+"""The asynchronous client: concurrent questions, and a streamed answer (`python examples/python_async.py`)."""
 
 import argparse
 import asyncio
@@ -25,12 +25,12 @@ async def main() -> None:
     async with AsyncClient(flags.gateway, timeout=60) as client:
         await asyncio.gather(*(client.ingest("example-async", name, text) for name, text in PAGES.items()))
 
-        # The worker answers them together, in one batch.
+        # The worker decodes the answers in one batch.
         asked = (client.ask("example-async", question, max_tokens=16) for question in QUESTIONS)
         for question, answer in zip(QUESTIONS, await asyncio.gather(*asked), strict=True):
             print(f"{question} {answer.text.strip()}")
 
-        # Leaving the loop early closes the call, and the worker stops computing for it.
+        # Leaving the loop early cancels the call, and the worker stops computing the answer.
         async for event in client.stream("example-async", QUESTIONS[0], max_tokens=16):
             match event:
                 case Sources(passages):
@@ -38,7 +38,7 @@ async def main() -> None:
                 case Token(text=text):
                     print(text, end="", flush=True)
                 case Summary(tokens_lossless=lossless, context_tokens=context):
-                    print(f"\n{lossless} of {context} context tokens were in the cache as full attention has them")
+                    print(f"\n{lossless} of {context} context tokens were exact hits in the cache")
         await client.delete("example-async")
 
 

@@ -1,4 +1,4 @@
-"""The Python client: store two documents, ask about them, read the figures (`python examples/python_client.py`)."""
+"""The Python client: stores documents, asks about them, reads the figures (`python examples/python_client.py`)."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def main() -> None:
         for name, text in PAGES.items():
             print(client.ingest("example", name, text))
 
-        # Event by event, as tokens arrive.
+        # As events, while tokens arrive.
         for event in client.stream("example", "Report Ballakmi: city of Balsakko?", max_tokens=16):
             match event:
                 case Sources(passages):
@@ -30,7 +30,7 @@ def main() -> None:
                 case Summary(seconds=seconds):
                     print(f"\nfirst token after {1e3 * seconds.ttft:.1f} ms")
 
-        # The whole answer at once. The chunks are in the cache now; 30% of their tokens are computed anew.
+        # The whole answer at once. The chunks are in the cache now; 30% of their tokens are recomputed.
         answer = client.ask(
             "example", "Report Ballakmi: city of Tanvan?", recipe="prophetkv", ratio=0.3, max_tokens=16
         )

@@ -21,7 +21,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="fusionkv-worker", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; its table [worker] is read")
     settings.add_flags(parser, WorkerConfig)
-    # Which rank of several this process is; rank 0 starts the others itself.
+    # Passed by rank 0 to the other ranks, which it starts.
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--meeting", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pipes", type=int, nargs=2, help=argparse.SUPPRESS)
@@ -46,6 +46,7 @@ def main() -> int:
 
 
 def _follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
+    """Runs a tensor-parallel rank other than 0 until rank 0 ends."""
     from fusionkv.fusion_worker.tensor_parallel import start
 
     start.follow(config, rank, meeting, pipes)
@@ -63,7 +64,7 @@ async def _serve(config: WorkerConfig) -> None:
     async with start.started(config.tensor_parallel, sys.argv[1:]) as ranks:
         with lean.uncompiled(ranks=config.tensor_parallel):
             model, tp = await ranks.lead(config)
-            # On the CPU, whose threads are idle while a GPU works.
+            # On the CPU, which is idle while a GPU computes.
             auxiliary = models.load(Path(config.auxiliary), device="cpu") if config.auxiliary else None
         judged = verdict.read(config.model, model.fingerprint, auxiliary.fingerprint if auxiliary else b"")
         for line in judged.lines():

@@ -1,4 +1,4 @@
-"""The gateway's asynchronous client of one fusion worker; imports no torch."""
+"""The gateway's asynchronous client of a fusion worker; does not import torch."""
 
 import asyncio
 import contextlib
@@ -14,24 +14,29 @@ from fusionkv.protos.runtime import errors, frames, rpc
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.tls import ClientTLS
 
-# A gateway's recipe for requests that name none, unless its configuration says otherwise.
+# The default of the gateway's setting `default_recipe`.
 DEFAULT_RECIPE = "prophetkv+corrected"
-# What a request may call the gateway's recipe.
+# A request with this recipe gets the gateway's `default_recipe`.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0
-# Trailing metadata of FetchPrefill.
+# Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
 
 
 class WorkerClient:
     """Calls one worker at `host:port` or `unix:/path`.
 
-    Every call raises the `protos.errors` class of the status it failed with; the message names the worker. Safe for
-    concurrent use within one event loop; must be made inside a running loop.
+    A call that fails raises the class of `protos.runtime.errors` for its status; the message names the worker. Safe
+    for concurrent use within one event loop. Create it inside a running loop.
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None, name: str = "") -> None:
-        """`name`: what the worker's certificate names, where that is not the address."""
+        """
+        Args:
+            address: `host:port` or `unix:/path`.
+            tls: enables TLS.
+            name: host name in the worker's certificate, if it differs from the address.
+        """
         self.address = address
         self._channel = rpc.dial(address, tls=tls, name=name)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -39,7 +44,7 @@ class WorkerClient:
         self._fetch: Any = self._channel.unary_stream(
             "/fusion.v1.FusionService/FetchPrefill",
             request_serializer=pb.FetchPrefillRequest.SerializeToString,
-            response_deserializer=None,  # KV bytes go round protobuf (frames.py)
+            response_deserializer=None,  # KV bytes bypass protobuf (frames.py)
         )
         self._model: pb.GetModelResponse | None = None
         self._asking = asyncio.Lock()
@@ -47,11 +52,11 @@ class WorkerClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the worker answered when it was last tried, which is about once a second."""
+        """Whether the channel is connected; a lost connection is retried about once a second."""
         return self._channel.get_state() is grpc.ChannelConnectivity.READY
 
     async def answers(self, timeout: float) -> bool:
-        """Whether the worker answers a health check in time: one that stands still, or was cut off, does not."""
+        """Whether the worker answers a health check within `timeout` seconds; a hung or unreachable one does not."""
         try:
             await self._health.Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError:
@@ -59,7 +64,7 @@ class WorkerClient:
         return True
 
     async def model(self, timeout: float = _MODEL_SECONDS) -> pb.GetModelResponse:
-        """What the worker runs, asked once for each connection."""
+        """The model that the worker runs, cached for the lifetime of a connection."""
         async with self._asking:
             if self._model is None:
                 with self._errors():
@@ -69,7 +74,7 @@ class WorkerClient:
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None = None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Tokens, then one summary. Closing the iterator, or cancelling its reader, cancels the call."""
+        """Yields tokens, then one summary. Closing the iterator, or cancelling its reader, cancels the call."""
         call = self._stub.Generate(request, timeout=timeout)
         try:
             with self._errors():
@@ -81,7 +86,7 @@ class WorkerClient:
     async def prefill(
         self, request: pb.PrefillRequest, timeout: float | None = None
     ) -> AsyncGenerator[pb.PrefillResponse]:
-        """The first token with the KV of the prompt, then a summary. Closing the iterator frees the KV."""
+        """Yields the first token, a handle of the prompt's KV, then a summary. Closing the iterator frees the KV."""
         call = self._stub.Prefill(request, timeout=timeout)
         try:
             with self._errors():
@@ -91,15 +96,22 @@ class WorkerClient:
             call.cancel()
 
     async def hold_prefill(self, handle: bytes, timeout: float) -> None:
-        """Keeps a prompt's KV for the worker's time from now on. Raises NotFound when it is gone."""
+        """Restarts the worker's timeout after which a prompt's KV is dropped. Raises NotFound when it is gone."""
         with self._errors():
             await self._stub.HoldPrefill(pb.HoldPrefillRequest(handle=handle), timeout=timeout)
 
     async def fetch_prefill(self, handle: bytes, rank: int, ranks: int, into: memoryview, timeout: float) -> None:
-        """Fills `into` with a prompt's KV, or with one rank's heads of it.
+        """Fills `into` with a prompt's KV.
+
+        Args:
+            handle: identifies the KV (PrefilledKV.handle).
+            rank: rank of the heads to fetch.
+            ranks: number of ranks that the heads are split over; 1 for all heads.
+            into: writable buffer of exactly the KV's size in bytes.
+            timeout: seconds.
 
         Raises:
-            DataLoss: other bytes arrived than the worker sent.
+            DataLoss: the bytes that arrived differ from those that the worker sent.
             NotFound: the KV is gone.
         """
         request = pb.FetchPrefillRequest(handle=handle, rank=rank, ranks=ranks)
@@ -124,18 +136,25 @@ class WorkerClient:
             raise errors.DataLoss(f"a prompt's KV arrived damaged from the fusion worker {self.address}")
 
     async def release_prefill(self, handle: bytes, ranks: int = 1, error: str = "", timeout: float = 5.0) -> None:
-        """Ends one rank's use of a prompt's KV; error: why it could not be used."""
+        """Releases a prompt's KV.
+
+        Args:
+            handle: identifies the KV.
+            ranks: how many ranks share the KV; it is freed when each has released it.
+            error: why the KV could not be used; empty if it was.
+            timeout: seconds.
+        """
         with self._errors():
             request = pb.ReleasePrefillRequest(handle=handle, ranks=ranks, error=error)
             await self._stub.ReleasePrefill(request, timeout=timeout)
 
     async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
-        """Encodes one chunk and waits until the cache service holds it."""
+        """Encodes one chunk and waits until the cache service has stored it."""
         with self._errors():
             return await self._stub.Encode(request, timeout=timeout)
 
     async def close(self) -> None:
-        """Ends the connection; calls in flight are cancelled."""
+        """Closes the connection and cancels calls in flight."""
         self._watching.cancel()
         await self._channel.close()
 
@@ -147,7 +166,7 @@ class WorkerClient:
             raise errors.from_rpc(error, f"fusion worker {self.address}") from error
 
     async def _forget_when_lost(self) -> None:
-        """Another process, with another model, may answer on the next connection."""
+        """Drops the cached model when the connection is lost: the next worker may run another one."""
         while True:
             state = self._channel.get_state(try_to_connect=True)
             if state is not grpc.ChannelConnectivity.READY:

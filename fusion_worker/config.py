@@ -1,4 +1,4 @@
-"""Settings of the fusion worker: section `worker` of the configuration."""
+"""The fusion worker's settings: table `[worker]` of the configuration file."""
 
 import logging
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
 log = logging.getLogger(__name__)
-# Where `fusionkv serve kvcache` listens without further settings.
+# The default address of `fusionkv serve kvcache`.
 _CACHE = "127.0.0.1:7070"
 STORES = ("plain", "int8", "fp8")
 
@@ -122,15 +122,15 @@ class WorkerConfig:
         return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def client_tls(self) -> ClientTLS | None:
-        """How to call other services; reads the files. Raises BadFile."""
+        """TLS for calls to other services, read from the files. Raises BadFile."""
         return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)
 
 
 def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
-    """A worker's settings, with models as directories.
+    """Loads a worker's settings and resolves model names to directories.
 
     Raises:
-        SettingsError: settings that can't be used.
+        SettingsError: a setting is unknown or has an invalid value.
         FailedPrecondition, OSError: as `resolve`.
     """
     config = settings.load(WorkerConfig, "worker", file=file, flags=flags)
@@ -138,17 +138,21 @@ def configured(file: Path | None, flags: Mapping[str, Any]) -> WorkerConfig:
     return replace(config, model=resolve(config.model), auxiliary=auxiliary)
 
 
-def cache_address(named: str) -> str:
-    """The address of the cache service that a setting means, this machine's if it names none; empty for none."""
-    if named:
-        return "" if named == "none" else named
+def cache_address(setting: str) -> str:
+    """The cache service's address: `setting`, or a service found on this machine if it is empty.
+
+    Returns:
+        host:port or unix:/path; empty if `setting` is `none` or no service was found.
+    """
+    if setting:
+        return "" if setting == "none" else setting
     found = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
     if found:
-        log.info("the cache service is that of this machine, at %s", found)
+        log.info("using the cache service on this machine, at %s", found)
     else:
         log.warning(
-            "there is no cache service at %s: chunks are kept by this worker alone, and only as long as its pool has "
-            "room. Start one by `fusionkv serve kvcache`, name one by --cache, or say --cache none",
+            "no cache service at %s: this worker keeps chunks only in its own pool, while there is room. Start one "
+            "with `fusionkv serve kvcache`, set its address with --cache, or disable it with --cache none",
             _CACHE,
         )
     return found

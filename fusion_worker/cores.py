@@ -1,4 +1,4 @@
-"""How many CPU cores this process may use."""
+"""The number of CPU cores available to this process."""
 
 import os
 from pathlib import Path
@@ -7,9 +7,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def cores(cgroup: Path = _CGROUP) -> int:
-    """Cores of this process's affinity, or fewer where its container has a smaller quota of CPU time.
+    """Cores in this process's affinity mask, capped by its container's CPU quota.
 
-    torch looks at neither: 64 threads on the quota of 4 cores stop one another for most of every period.
+    torch considers neither: 64 threads under a quota of 4 cores are throttled for most of every period.
     """
     found = len(os.sched_getaffinity(0))
     quota, period = _quota(cgroup)
@@ -17,7 +17,7 @@ def cores(cgroup: Path = _CGROUP) -> int:
 
 
 def _quota(cgroup: Path) -> tuple[int, int]:
-    """Microseconds of CPU time per period of microseconds, from cgroup v2 or v1; (-1, 1) where there is none."""
+    """The CPU quota and its period, in microseconds, from cgroup v2 or v1; (-1, 1) without a quota."""
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
         return (-1, 1) if quota == "max" else (int(quota), int(period))

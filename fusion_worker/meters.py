@@ -1,4 +1,4 @@
-"""What a worker measures of its requests."""
+"""The worker's OpenTelemetry metrics of requests and of the KV pool."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,26 +12,28 @@ from fusionkv.protos.observe import telemetry
 
 _meter = metrics.get_meter(__name__)
 _degraded = _meter.create_counter(
-    "fusionkv.worker.degraded", description="Answers by plain prefill: the cache failed"
+    "fusionkv.worker.degraded", description="Answers prefilled in full because the cache failed"
 )
-_refused = _meter.create_counter("fusionkv.worker.refused", description="Requests refused at once, by reason")
-_tokens = _meter.create_counter("fusionkv.worker.tokens", description="Context tokens, by what was done with them")
+_refused = _meter.create_counter("fusionkv.worker.refused", description="Requests refused on arrival, by reason")
+_tokens = _meter.create_counter(
+    "fusionkv.worker.tokens", description="Context tokens, by kind: lossless, reused or recomputed"
+)
 _ttft = _meter.create_histogram(
     "fusionkv.worker.ttft",
     unit="s",
-    description="Arrival to first token",
+    description="Time from arrival to the first token",
     explicit_bucket_boundaries_advisory=telemetry.SECONDS,
 )
 _stage = _meter.create_histogram(
     "fusionkv.worker.stage",
     unit="s",
-    description="Stages of a request up to its first token, by name; queue is one",
+    description="Time in each stage of a request before its first token, by name, including the queue",
     explicit_bucket_boundaries_advisory=telemetry.SECONDS,
 )
 _per_token = _meter.create_histogram(
     "fusionkv.worker.time_per_token",
     unit="s",
-    description="From one token of an answer to the next, the mean of an answer",
+    description="Mean time between two tokens of an answer",
     explicit_bucket_boundaries_advisory=telemetry.SECONDS,
 )
 _recomputed = _meter.create_histogram(
@@ -43,17 +45,17 @@ _recomputed = _meter.create_histogram(
 
 
 def degraded(recipe: str) -> None:
-    """A request that goes on without the cache."""
+    """Counts a request that is prefilled in full because the cache failed."""
     _degraded.add(1, {"fusionkv.recipe": recipe})
 
 
 def refused(reason: str) -> None:
-    """A request that finds the queue full, or too long for its deadline."""
+    """Counts a refused request. reason: `queue` (full) or `deadline` (can't be met)."""
     _refused.add(1, {"fusionkv.reason": reason})
 
 
 def first_token(summary: Summary) -> None:
-    """Within the request's span, which the figures then lead to."""
+    """Records the stages of a request. Call it within the request's span, which becomes the exemplar."""
     attributes = {"fusionkv.recipe": summary.recipe.name}
     for stage, seconds in summary.stages.seconds.items():
         if stage == "ttft":
@@ -63,7 +65,7 @@ def first_token(summary: Summary) -> None:
 
 
 def context(summary: Summary) -> None:
-    """What became of the context's tokens; known when the answer has ended, since doubt may have more recomputed."""
+    """Counts context tokens by kind at an answer's end: an adaptive ratio may recompute more while decoding."""
     attributes = {"fusionkv.recipe": summary.recipe.name}
     for kind in ("lossless", "reused", "recomputed"):
         _tokens.add(getattr(summary, kind), attributes | {"fusionkv.kind": kind})
@@ -72,16 +74,20 @@ def context(summary: Summary) -> None:
 
 
 def answered(summary: Summary) -> None:
-    """An answer's end."""
+    """Records the mean time between two tokens at the end of an answer."""
     if summary.generated > 1:
         seconds = summary.stages.seconds["decode"] / (summary.generated - 1)
         _per_token.record(seconds, {"fusionkv.recipe": summary.recipe.name})
 
 
 def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
-    """Exports how many requests wait and run, from (waiting, running), and the bytes of the KV pool.
+    """Exports the number of waiting and running requests, and the bytes of the KV pool.
 
-    requests: a method. Neither its object nor the pool is kept alive: exporters never let go of what they ask.
+    Only weak references are kept, because exporters never drop their callbacks.
+
+    Args:
+        requests: a bound method that returns the numbers (waiting, running).
+        pool: the pool to observe.
     """
     counting, kept = weakref.WeakMethod(requests), weakref.ref(pool)
 
@@ -106,5 +112,5 @@ def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
         return tokens(lambda pool: pool.capacity)
 
     _meter.create_observable_gauge("fusionkv.worker.requests", [counted], description="Requests, by state")
-    _meter.create_observable_gauge("fusionkv.worker.pool.used", [used], "By", "Bytes taken in the KV pool")
+    _meter.create_observable_gauge("fusionkv.worker.pool.used", [used], "By", "Bytes in use in the KV pool")
     _meter.create_observable_gauge("fusionkv.worker.pool.capacity", [capacity], "By", "Bytes of the KV pool")

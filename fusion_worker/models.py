@@ -1,4 +1,4 @@
-"""Loading an unmodified Hugging Face model, and refusing at start what can't be served right."""
+"""Loads unmodified Hugging Face models, and refuses those that can't be served correctly."""
 
 import itertools
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ from fusionkv.protos.runtime.errors import FailedPrecondition
 
 # model_type -> whether RoPE pairs neighbouring channels (GLM) instead of the two halves (Llama).
 FAMILIES = {"llama": False, "mistral": False, "qwen2": False, "qwen3": False, "glm4": True, "gemma3_text": False}
-# Rotations that depend on nothing but the position; `dynamic` and `longrope` change with the length of the prompt.
+# Rotations that depend only on the position; those of `dynamic` and `longrope` also depend on the prompt's length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Bumped when the bytes of an entry are laid out otherwise.
+# Layout and version of an entry's bytes; bump the version when the layout changes.
 LAYOUT = "layer,kv,token,kv_head,head_dim:1"
 
 
@@ -41,7 +41,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype, ranks: int = 1) -> "KVShape":
-        """One rank's part of what a model of this configuration caches."""
+        """The KV shape of one of `ranks` ranks of a model with this configuration."""
         heads = config.num_attention_heads
         return cls(
             layers=config.num_hidden_layers,
@@ -59,13 +59,16 @@ class KVShape:
 class Model:
     """A causal language model ready to serve.
 
-    rotations: the RoPE of each layer as a difference, for placing chunks; layers with the same one share it.
-    windowed: whether some layer sees no more than a window of positions.
-    links: ids of the link tokens it was trained with (KVLink), of the first chunk of a prompt, the second, and so on;
-        empty for a model without.
-    anchors: ids of the anchor tokens behind a whole segment, by the percentage that they save (KVLink 2.4).
-    fingerprint: SHA-256 over configuration, weights and tokenizer.
-    ranks: who has the rest of the model. kv, network: this rank's heads.
+    Attributes:
+        network, kv: this rank's heads only.
+        rotations: the RoPE of each layer, which moves cached keys to another position; equal ones are shared.
+        windowed: whether some layer has sliding-window attention.
+        links: ids of the trained link tokens (KVLink 2.3) of a prompt's first chunk, second chunk and so on; empty
+            for a model without them.
+        anchors: ids of the trained anchor tokens that follow a segment, by the percentage of tokens that they save
+            (KVLink 2.4).
+        fingerprint: SHA-256 over configuration, weights and tokenizer.
+        ranks: this process's rank among the tensor-parallel ranks.
     """
 
     name: str
@@ -89,12 +92,12 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """KV of one token, all ranks' together."""
+        """Bytes of one token's KV over all ranks."""
         return self.kv.token_bytes * self.ranks.count
 
     @property
     def settings(self) -> dict[str, str]:
-        """What decides KV bytes besides the fingerprint (see kvcache_service.keys.namespace)."""
+        """What determines the KV bytes besides the fingerprint (see kvcache_service.keys.namespace)."""
         return {"dtype": str(self.kv.dtype).removeprefix("torch."), "layout": LAYOUT}
 
 
@@ -103,49 +106,58 @@ def load(
 ) -> Model:
     """Loads a model directory, or one rank's part of it.
 
+    Args:
+        directory: a Hugging Face model with safetensors weights and a fast tokenizer.
+        device: auto, cpu or cuda[:N].
+        dtype: a key of `DTYPES`, or auto for the checkpoint's dtype where the device computes in it.
+        max_tokens: maximum tokens of a prompt and its answer; 0 uses the model's limit.
+        ranks: this process's rank among the tensor-parallel ranks.
+
     Raises:
-        FailedPrecondition: the directory is no model, or of a kind that is not served; the message says why.
+        FailedPrecondition: the directory holds no model, or one that is not supported; the message says why.
     """
     transformers_logging.disable_progress_bar()
     config = configuration(directory)
     if not (directory / "tokenizer.json").is_file():
         raise FailedPrecondition(f"{directory} holds no tokenizer.json: save the model with its fast tokenizer")
     if not any(directory.glob("*.safetensors")):
-        raise FailedPrecondition(f"{directory} holds no weights in safetensors: convert them, pickles are not loaded")
+        raise FailedPrecondition(
+            f"{directory} holds no weights in safetensors format: convert them; pickles are not loaded"
+        )
     where = _device(device)
     kind = DTYPES.get(dtype) if dtype != "auto" else _own_dtype(config, where)
     if kind is None:
         raise FailedPrecondition(f"unknown dtype {dtype!r}: use auto, {', '.join(DTYPES)}")
     try:
         network = _network(directory, kind, config, ranks).to(device=where).eval()
-        # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokeniser by the family's.
+        # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokeniser of tokenizer.json by the family's.
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     except (ValueError, OSError, KeyError, RuntimeError, SafetensorError) as error:
         raise FailedPrecondition(f"can't load the model in {directory}: {_line(error)}") from error
     limit = min(config.max_position_embeddings, max_tokens or config.max_position_embeddings)
-    identity = fingerprint(directory) if ranks.rank == 0 else b""  # the others are never asked for it
+    identity = fingerprint(directory) if ranks.rank == 0 else b""  # only rank 0 needs it
     return wrap(name_of(directory), network, tokenizer, identity, limit, ranks)
 
 
 def check_shareable(directory: Path, count: int) -> None:
-    """Raises FailedPrecondition when `count` ranks can't have equal parts of the model of a directory."""
+    """Raises FailedPrecondition if a directory's model can't be split evenly over `count` ranks."""
     name, config = directory.name, configuration(directory)
     if not config.base_model_tp_plan:
         raise FailedPrecondition(
-            f"{name} can't be shared by ranks: transformers has no tp_plan for {config.model_type}"
+            f"{name} can't be split over ranks: transformers has no tp_plan for {config.model_type}"
         )
     heads = config.num_attention_heads
     sizes = {"KV heads": getattr(config, "num_key_value_heads", None) or heads, "attention heads": heads}
     for what, size in (sizes | {"MLP channels": config.intermediate_size}).items():
         if size % count:
             raise FailedPrecondition(
-                f"{name} has {size} {what}, which {count} ranks can't share evenly: "
+                f"{name} has {size} {what}, which can't be split evenly over {count} ranks: "
                 f"set tensor_parallel to a divisor of {size}"
             )
 
 
 def configuration(directory: Path) -> Any:
-    """transformers' configuration of the model in a directory. Raises FailedPrecondition as `load` does."""
+    """Reads the transformers configuration of a model directory. Raises FailedPrecondition as `load` does."""
     if not (directory / "config.json").is_file():
         raise FailedPrecondition(f"{directory} holds no config.json: give the directory of a Hugging Face model")
     try:
@@ -159,7 +171,7 @@ def configuration(directory: Path) -> Any:
 def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> Any:
     """The rank's network. Raises as transformers does, and FailedPrecondition when weights are missing."""
     part = {} if ranks.count == 1 else {"distributed_config": weights.part_of(config, ranks.count)}
-    # Of safetensors only: the older .bin files are pickles, which can run code.
+    # Only safetensors: the older .bin files are pickles, which can run code.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=dtype, output_loading_info=True, use_safetensors=True, **part
     )
@@ -167,25 +179,27 @@ def _network(directory: Path, dtype: torch.dtype, config: Any, ranks: Ranks) -> 
     if ranks.count > 1:
         weights.settle(network)
     if missing := sorted(report["missing_keys"]):
-        # transformers makes up random ones and only warns.
+        # transformers initialises missing tensors randomly and only warns.
         raise FailedPrecondition(f"the weights in {directory} lack {len(missing)} tensors: {missing[0]}, ...")
     return network
 
 
 def on_cpu(device: str) -> bool:
-    """Whether a device of this name, auto included, is the CPU. Raises as `load` does."""
+    """Whether a device name, including auto, means the CPU. Raises as `load` does."""
     return _device(device).type == "cpu"
 
 
 def rank_device(device: str, rank: int) -> torch.device:
-    """The device of one rank of several: rank i has GPU i. Raises as `load` does."""
+    """The device of a tensor-parallel rank: rank i takes GPU i. Raises as `load` does."""
     if on_cpu(device) and torch.cuda.is_available():
-        raise FailedPrecondition("transformers puts the ranks' parts on GPUs: hide these by CUDA_VISIBLE_DEVICES=")
+        raise FailedPrecondition(
+            "transformers would place tensor-parallel ranks on GPUs: hide the GPUs by CUDA_VISIBLE_DEVICES="
+        )
     return _device("cpu" if on_cpu(device) else f"cuda:{rank}")
 
 
 def _own_dtype(config: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's; float32 in place of 16 bits on a CPU that emulates them, which takes 6 to 8 times as long."""
+    """The checkpoint's dtype; float32 on a CPU that emulates 16-bit dtypes, which are 6 to 8 times slower there."""
     kind: torch.dtype = getattr(config, "dtype", None) or torch.float32
     return torch.float32 if device.type == "cpu" and not computes(kind) else kind
 
@@ -200,14 +214,23 @@ def _device(name: str) -> torch.device:
 
 
 def _line(error: Exception) -> str:
-    """An error in one line, for a message that names it."""
+    """The first line of an error's message, or the error's class without one."""
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def wrap(name: str, network: Any, tokenizer: Any, fingerprint: bytes, max_tokens: int, ranks: Ranks = ALONE) -> Model:
-    """A Model around a network and a fast tokenizer that are in memory already; packs the network's linear layers.
+    """Makes a Model of a network and a fast tokenizer in memory, and packs the network's linear layers.
 
-    ranks: among whom the network's heads are shared out already.
+    Args:
+        name: the model's name.
+        network: a transformers model, already split if there are several ranks.
+        tokenizer: its fast tokenizer.
+        fingerprint: as in Model.
+        max_tokens: maximum tokens of a prompt and its answer.
+        ranks: the tensor-parallel ranks that hold the network's heads.
+
+    Raises:
+        FailedPrecondition: as for `check_supported`.
     """
     check_supported(network.config)
     config = network.config
@@ -243,21 +266,20 @@ def _rotations(network: Any) -> tuple[Rotation, ...]:
     interleaved = FAMILIES[config.model_type]
     if hasattr(rotary, "inv_freq"):
         return (Rotation(rotary.inv_freq, interleaved),) * config.num_hidden_layers
-    # One for each kind of layer, as in Gemma 3.
+    # One RoPE for each layer type, as in Gemma 3.
     kinds = {kind: Rotation(getattr(rotary, f"{kind}_inv_freq"), interleaved) for kind in set(config.layer_types)}
     return tuple(kinds[kind] for kind in config.layer_types)
 
 
 def _links(tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """Ids of the tokens `<|link_CHUNK_NUMBER|>`: counted from 1, as many for every chunk as for the first."""
-
+    """Ids of the tokens `<|link_CHUNK_NUMBER|>`, both counted from 1, up to the first chunk that has fewer tokens."""
     first = _numbered(tokenizer, "link_1")
     rows = (_numbered(tokenizer, f"link_{chunk}") for chunk in itertools.count(1))
     return tuple(itertools.takewhile(lambda ids: len(ids) == len(first), rows)) if first else ()
 
 
 def _anchors(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
-    """Ids of the tokens `<|anchor_PERCENT_NUMBER|>`, by the percentage."""
+    """Ids of the tokens `<|anchor_PERCENT_NUMBER|>`, by percentage."""
     rows = ((percent, _numbered(tokenizer, f"anchor_{percent}")) for percent in range(1, 100))
     return {percent: ids for percent, ids in rows if ids}
 
@@ -271,24 +293,25 @@ def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
 
 
 def check_supported(config: Any) -> None:
-    """Refuses what the engine can't hold to its oracles.
+    """Checks that the engine supports a model configuration.
 
     Raises:
-        FailedPrecondition: another family, a RoPE that changes with the prompt's length, or attention that is not
-            causal or whose scores are capped.
+        FailedPrecondition: the family is unknown, the RoPE depends on the prompt's length, attention is not causal,
+            or logits are soft-capped.
     """
     family = config.model_type
     if family not in FAMILIES:
-        raise FailedPrecondition(f"model family {family!r} is not served; served are: {', '.join(sorted(FAMILIES))}")
+        supported = ", ".join(sorted(FAMILIES))
+        raise FailedPrecondition(f"model family {family!r} is not supported; supported families: {supported}")
     rope = getattr(config, "rope_parameters", None) or {}
-    # Of all layers, or by the kind of layer.
+    # One for all layers, or one for each layer type.
     ropes = [rope[kind] for kind in rope if kind.endswith("_attention")] or [rope]
     for kind in (each.get("rope_type", "default") for each in ropes):
         if kind not in ROPE_TYPES:
             raise FailedPrecondition(
-                f"RoPE of type {kind!r} is not served, since its rotation is not a fixed function of the position; "
-                f"served are: {', '.join(ROPE_TYPES)}"
+                f"RoPE type {kind!r} is not supported, because its rotation does not depend on the position alone; "
+                f"supported types: {', '.join(ROPE_TYPES)}"
             )
     for option in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         if getattr(config, option, None):
-            raise FailedPrecondition(f"a model with {option} is not served")
+            raise FailedPrecondition(f"a model with {option} is not supported")

@@ -1,4 +1,4 @@
-"""A prompt as the engine sees it: token ids in parts, each with its digest."""
+"""A tokenised prompt in parts: system prompt, chunks and question, each part with its digest."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fusionkv.kvcache_service import keys
 
 @dataclass(frozen=True)
 class Chunk:
-    """A system prompt or a retrieved chunk. variants: how it was encoded ahead of time, best first."""
+    """A system prompt or a retrieved chunk. variants: those encoded ahead of time, most preferred first."""
 
     ids: tuple[int, ...]
     variants: tuple[bytes, ...] = ()
@@ -22,17 +22,17 @@ class Chunk:
 
     @property
     def variant(self) -> bytes:
-        """Of its entry when it is encoded after the system prompt alone."""
+        """The variant of its entry when it is encoded after the system prompt only."""
         return b""
 
     @property
     def covered(self) -> int:
-        """Tokens of the request that it is or stands for."""
+        """Tokens of the request that it represents, more than its length for compressed chunks."""
         return len(self.ids)
 
     @property
     def scratch(self) -> int:
-        """Slots that encoding it takes beside its own."""
+        """Temporary slots that encoding it needs besides those that hold its KV."""
         return 0
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Prompt:
-    """System prompt, chunks in order, question."""
+    """A system prompt, chunks in order, and a question."""
 
     system: Chunk
     chunks: tuple[Chunk, ...]
@@ -50,7 +50,7 @@ class Prompt:
 
     @cached_property
     def parts(self) -> tuple[Chunk, ...]:
-        """The system prompt, unless it is empty, and the chunks: all that may be cached."""
+        """The parts that may be cached: the system prompt, which may be empty, and the chunks."""
         return (self.system, *self.chunks)
 
     @cached_property
@@ -76,10 +76,10 @@ class Prompt:
 
     @cached_property
     def ids(self) -> torch.Tensor:
-        """int64 [tokens]: the whole prompt; for everybody, so never written."""
+        """int64 [tokens]: the whole prompt. The tensor is shared: don't write to it."""
         return torch.tensor([i for part in self.parts for i in part.ids] + list(self.question))
 
 
 def stretch(start: int, ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and positions, int64, of tokens that stand next to each other from `start` on."""
+    """Ids and positions, both int64 [tokens], of consecutive tokens from position `start`."""
     return torch.tensor(ids, dtype=torch.int64), torch.arange(start, start + len(ids))

@@ -1,4 +1,4 @@
-"""The life of a request: queue, load, select, recompute, decode, stream; whatever happens, everything is freed."""
+"""Runs requests: queue, load, select, recompute, decode, stream. However a request ends, all it holds is freed."""
 
 import asyncio
 import logging
@@ -57,7 +57,9 @@ class Piece:
 class FirstPiece:
     """The first token of an answer.
 
-    finish: as in Summary, empty if others may follow. lossless: whether the prompt's KV is full attention's.
+    Attributes:
+        finish: as in Summary; empty if more tokens may follow.
+        lossless: whether the prompt's KV equals that of full attention.
     """
 
     piece: Piece
@@ -65,8 +67,8 @@ class FirstPiece:
     lossless: bool
 
 
-class _Begun(NamedTuple):
-    """An answer up to its first token, which `result` has."""
+class _Prefilled(NamedTuple):
+    """A request after its prefill; `result` holds the first token."""
 
     summary: Summary
     plan: PrefillPlan
@@ -76,7 +78,7 @@ class _Begun(NamedTuple):
 
 
 class Answerer:
-    """Answers prompts: as many at once as the configuration says, the rest wait or are refused."""
+    """Answers prompts, up to `max_requests` at a time; further ones wait or are refused."""
 
     def __init__(
         self,
@@ -92,19 +94,19 @@ class Answerer:
         self._pool = pool
         self._engine = engine
         self._loader = loader
-        self._fuser = Planner(model, engine, auxiliary)
+        self._planner = Planner(model, engine, auxiliary)
         self.corrector = Corrector(model, pool, engine, loader)
         self._guard = Fallback(config.shadow_floor)
-        self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._fuser)
+        self.shadow = Shadow(config.shadow_share, self._guard, pool, engine, loader, self._planner)
         self._active = 0
         self.handover = Handover(pool, model, engine.tp, config.prefill_bytes, config.prefill_seconds)
         self.admission = Admission(config.max_requests, config.max_queue)
         meters.observe(self.admission.load, pool)
 
     def unusable(self, recipe: Recipe) -> str:
-        """Why the model can't follow a recipe; empty: it can."""
+        """Why the model can't follow a recipe; empty if it can."""
         try:
-            self._fuser.check(recipe, 0)
+            self._planner.check(recipe, 0)
         except FailedPrecondition as error:
             return str(error)
         return ""
@@ -119,21 +121,27 @@ class Answerer:
         explained: bool = False,
         left: float | None = None,
     ) -> AsyncGenerator[Explanation | Piece | Summary]:
-        """Pieces of the answer as they come, then one Summary. Closing the iterator frees everything.
+        """Yields the answer's pieces as they are decoded, then one Summary. Closing the iterator frees everything.
 
-        corpus: where the chunks come from; quality is watched for each apart. explained: an Explanation comes first,
-        of the context that the first token came from. left: seconds until the caller's deadline, None without one.
+        Args:
+            prompt: tokenised prompt.
+            recipe: how the context is reused and recomputed.
+            ratio: share of context tokens to recompute, 0..1.
+            params: sampling parameters.
+            corpus: the chunks' origin; answer quality is tracked for each corpus separately.
+            explained: yield an Explanation of the context first, as of the first token.
+            left: seconds until the caller's deadline; None without one.
 
         Raises:
-            ResourceExhausted: too many wait, or too many for the deadline, or the prompt does not fit the pool.
+            ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
         answer: list[int] = []
-        async with self._begun(prompt, recipe, ratio, params, corpus, left) as begun:
-            summary = begun.summary
+        async with self._prefilled(prompt, recipe, ratio, params, corpus, left) as prefilled:
+            summary = prefilled.summary
             if explained:
-                yield self._explain(begun)
-            async with aclosing(self._decode(begun, params)) as pieces:
+                yield self._explain(prefilled)
+            async with aclosing(self._decode(prefilled, params)) as pieces:
                 async for piece in pieces:
                     answer.append(piece.token)
                     yield piece
@@ -141,7 +149,7 @@ class Answerer:
         if recipe.encode is not None and recipe.encode.corrected:
             self.corrector.offer(prompt, corpus)
         if summary.first_logits is not None:
-            sample = Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, begun.allowed)
+            sample = Sample(prompt, recipe, corpus, tuple(answer), summary.first_logits, prefilled.allowed)
             self.shadow.offer(sample)
         yield summary
 
@@ -155,27 +163,27 @@ class Answerer:
         explained: bool = False,
         left: float | None = None,
     ) -> AsyncGenerator[Explanation | FirstPiece | PrefilledKV | Summary]:
-        """The first piece of an answer, the KV of its prompt, then, once that was released, one Summary.
+        """Yields the first piece of an answer, the KV of its prompt, and, once the KV is released, one Summary.
 
-        The KV is there until then, and no longer than the iterator is open. Parameters as for `answer`.
+        The KV is freed when it is released or the iterator is closed. Parameters are those of `answer`.
 
         Raises:
             ResourceExhausted: as for `answer`, or there is no room for the KV.
-            FailedPrecondition: as for `answer`, or no other engine can go on from what the recipe makes.
+            FailedPrecondition: as for `answer`, or other engines can't decode from the recipe's KV.
         """
         if not recipe.portable:
-            raise FailedPrecondition(f"an answer by {recipe.name} is decoded by the fusion worker alone")
-        most, params = params.max_tokens, replace(params, max_tokens=1)
+            raise FailedPrecondition(f"only the fusion worker can decode an answer by {recipe.name}")
+        max_tokens, params = params.max_tokens, replace(params, max_tokens=1)
         with self.handover.room(prompt.tokens) as held:
-            async with self._begun(prompt, recipe, ratio, params, corpus, left) as begun:
-                summary = begun.summary
+            async with self._prefilled(prompt, recipe, ratio, params, corpus, left) as prefilled:
+                summary = prefilled.summary
                 if explained:
-                    yield self._explain(begun)
+                    yield self._explain(prefilled)
                 text = TextStream(self._model.tokenizer, params.stop)
-                piece = self._read(begun.result, text, summary, params)
-                more = summary.finish == "max_tokens" and most > 1
+                piece = self._next_piece(prefilled.result, text, summary, params)
+                more = summary.finish == "max_tokens" and max_tokens > 1
                 yield FirstPiece(piece, "" if more else summary.finish, lossless=not summary.reused)
-                kv = await self.handover.fill(held, begun.plan, prompt) if more else None
+                kv = await self.handover.fill(held, prefilled.plan, prompt) if more else None
             meters.context(summary)
             if recipe.encode is not None and recipe.encode.corrected:
                 self.corrector.offer(prompt, corpus)
@@ -186,7 +194,7 @@ class Answerer:
             yield summary
 
     @asynccontextmanager
-    async def _begun(
+    async def _prefilled(
         self,
         prompt: Prompt,
         recipe: Recipe,
@@ -194,9 +202,9 @@ class Answerer:
         params: SamplingParams,
         corpus: str,
         left: float | None,
-    ) -> AsyncIterator[_Begun]:
-        """An answer up to its first token. What it holds is given back on leaving. Raises as `answer` does."""
-        self._fuser.check(recipe, len(prompt.chunks))
+    ) -> AsyncIterator[_Prefilled]:
+        """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
+        self._planner.check(recipe, len(prompt.chunks))
         arrived = time.perf_counter()
         summary = Summary(prompt, self._loader.laid(prompt, recipe.encode), recipe, ratio)
         allowed = self._guard.ratio(recipe, corpus, ratio)
@@ -204,35 +212,35 @@ class Answerer:
         stages, sampler = summary.stages, Sampler(params)
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
-                self._enter(stack)
+                self._mark_busy(stack)
                 await stack.enter_async_context(self.admission.place(left))
             plan = await self._prepare(stack, summary, params, corpus)
-            stages = summary.stages  # others, if the cache failed
-            watched = self._watched(summary, params)
+            stages = summary.stages  # replaced if the cache failed
+            shadowed = self._shadowed(summary, params)
             with tracer.start_as_current_span("fusionkv.prefill") as span, stages.clock("prefill"):
                 span.set_attribute("fusionkv.rows", len(plan.ids))
                 votes = len(prompt.question) if summary.kept else 0
-                plan, result = await step(self._engine, plan, (), sampler, int(watched), votes)
+                plan, result = await step(self._engine, plan, (), sampler, int(shadowed), votes)
                 summary.recomputed = len(plan.chosen)
-            if watched and result.logits is not None:
+            if shadowed and result.logits is not None:
                 summary.first_logits = result.logits[0]
             stages.seconds["ttft"] = time.perf_counter() - arrived
             self.admission.first_token(stages.seconds["ttft"] - stages.seconds["queue"])
             meters.first_token(summary)
-            yield _Begun(summary, plan, sampler, result, allowed)
+            yield _Prefilled(summary, plan, sampler, result, allowed)
 
-    def _watched(self, summary: Summary, params: SamplingParams) -> bool:
-        """Whether the answer is to be made again by full attention: a greedy one that may differ from it."""
+    def _shadowed(self, summary: Summary, params: SamplingParams) -> bool:
+        """Whether to repeat the answer with full attention: only a greedy answer that may differ from it."""
         may_differ = not summary.recipe.lossless and summary.ratio < 1.0 and not summary.degraded
         return may_differ and params.temperature == 0.0 and self.shadow.wants()
 
-    def _enter(self, stack: AsyncExitStack) -> None:
+    def _mark_busy(self, stack: AsyncExitStack) -> None:
         self._active += 1
         self.shadow.idle.clear()
         self.corrector.idle.clear()
-        stack.callback(self._leave)
+        stack.callback(self._mark_done)
 
-    def _leave(self) -> None:
+    def _mark_done(self) -> None:
         self._active -= 1
         if self._active == 0:
             self.shadow.idle.set()
@@ -241,10 +249,10 @@ class Answerer:
     async def _prepare(
         self, stack: AsyncExitStack, summary: Summary, params: SamplingParams, corpus: str
     ) -> PrefillPlan:
-        """The prompt's context, reused as the recipe says; by plain prefill when the cache fails (fail open)."""
+        """Loads the context as the recipe says; plans a full prefill when the cache fails (fail open)."""
         prompt, recipe = summary.laid, summary.recipe
         kept = summary.kept
-        # Where a chunk's text is gone, all of it recomputed is a prompt without anything reused.
+        # Anchored chunks keep no KV of their text: recomputing all of it means that nothing is reused.
         if recipe.encode is not None and not (recipe.anchored and summary.ratio == 1.0):
 
             def fresh(stale: int) -> int:
@@ -254,18 +262,18 @@ class Answerer:
 
             corrects = recipe.encode.corrected
             correction = await self.corrector.find(prompt.tenant, corpus) if corrects else None
-            early = self._fuser.score_early(prompt, recipe, summary.ratio)
+            early = self._planner.score_early(prompt, recipe, summary.ratio)
             try:
-                # Let go before the plain prefill waits for room: the fault may come from the second model, later.
+                # Frees the slots before the plain prefill waits for room: the auxiliary model may fail after loading.
                 async with AsyncExitStack() as held:
                     loading = self._loader.prompt(prompt, fresh, summary.stages, recipe.encode, correction)
-                    fused = await self._fuse(await held.enter_async_context(loading), summary, early)
+                    plan = await self._plan(await held.enter_async_context(loading), summary, early)
                     await stack.enter_async_context(held.pop_all())
-                    return fused
+                    return plan
             except CacheFault as fault:
-                _faults.warning("answered by plain prefill", fault)
+                _faults.warning("the cache failed; the prompt is prefilled in full", fault)
                 summary.degraded, summary.ratio = str(fault), 1.0
-                # What was found served no one: only the time it took counts.
+                # The hits were not used: keep only the seconds.
                 summary.stages = Stages(seconds=summary.stages.seconds)
                 meters.degraded(recipe.name)
                 trace.get_current_span().set_attribute("fusionkv.degraded", str(fault))
@@ -276,36 +284,37 @@ class Answerer:
         with summary.stages.clock("load"):
             placement = await stack.enter_async_context(self._loader.plain(prompt.tokens + params.max_tokens))
         summary.recomputed = prompt.context_tokens
-        return self._fuser.plain(placement, prompt)
+        return self._planner.plain(placement, prompt)
 
-    async def _fuse(
+    async def _plan(
         self, placement: PromptLayout, summary: Summary, early: "asyncio.Task[Scored] | None"
     ) -> PrefillPlan:
+        """Selects the tokens to recompute, and fills in the summary's token counts."""
         prompt = summary.laid
         with tracer.start_as_current_span("fusionkv.select") as span, summary.stages.clock("select"):
             scored = await early if early is not None else None
-            fused = await self._fuser.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
-            span.set_attributes({"fusionkv.rows": fused.scored_rows, "fusionkv.tokens": len(fused.chosen)})
-        summary.lossless = prompt.context_tokens - int(fused.stale.sum())
-        summary.recomputed = len(fused.chosen)
+            plan = await self._planner.fuse(placement, prompt, summary.recipe, summary.ratio, scored)
+            span.set_attributes({"fusionkv.rows": plan.scored_rows, "fusionkv.tokens": len(plan.chosen)})
+        summary.lossless = prompt.context_tokens - int(plan.stale.sum())
+        summary.recomputed = len(plan.chosen)
         summary.corrected = sum(part.wanted.correction is not None for part in placement.parts)
-        return fused
+        return plan
 
-    def _explain(self, begun: _Begun) -> Explanation:
-        summary = begun.summary
-        return explain(summary.prompt, begun.plan, summary.stages, self._model.tokenizer)
+    def _explain(self, prefilled: _Prefilled) -> Explanation:
+        summary = prefilled.summary
+        return explain(summary.prompt, prefilled.plan, summary.stages, self._model.tokenizer)
 
-    async def _decode(self, begun: _Begun, params: SamplingParams) -> AsyncGenerator[Piece]:
-        """Draws tokens until the answer ends."""
-        summary, plan, result = begun.summary, begun.plan, begun.result
+    async def _decode(self, prefilled: _Prefilled, params: SamplingParams) -> AsyncGenerator[Piece]:
+        """Samples tokens until the answer ends."""
+        summary, plan, result = prefilled.summary, prefilled.plan, prefilled.result
         text, answer = TextStream(self._model.tokenizer, params.stop), list[int]()
         started = time.perf_counter()
-        # Not made current: this generator is left and entered again by its caller's context.
+        # Not made the current span: a generator runs in its caller's context.
         span = tracer.start_span("fusionkv.decode")
         try:
             with self._engine.streaming():
                 while True:
-                    piece = self._read(result, text, summary, params)
+                    piece = self._next_piece(result, text, summary, params)
                     yield piece
                     if summary.finish:
                         break
@@ -314,7 +323,7 @@ class Answerer:
                         keep, tp = summary.recipe.keep, self._engine.tp
                         await evict(plan, keep, result.votes, self._pool, self._model, tp)
                     answer.append(piece.token)
-                    plan, result = await step(self._engine, plan, answer, begun.sampler)
+                    plan, result = await step(self._engine, plan, answer, prefilled.sampler)
                     summary.recomputed = len(plan.chosen)
         finally:
             span.set_attribute("fusionkv.tokens", summary.generated)
@@ -322,8 +331,8 @@ class Answerer:
             meters.context(summary)
         summary.stages.seconds["decode"] = time.perf_counter() - started
 
-    def _read(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Piece:
-        """The token of a step with the text that it completes; sets `summary.finish` when it is the last."""
+    def _next_piece(self, result: Result, text: TextStream, summary: Summary, params: SamplingParams) -> Piece:
+        """A step's token with the text that it completes; sets `summary.finish` at the last token."""
         token = result.token
         assert token is not None
         summary.generated += 1

@@ -1,4 +1,4 @@
-"""fusion.v1 over gRPC: checks requests, hands them to the engine, reports back."""
+"""The gRPC service fusion.v1: validates requests, has them answered, and fills in replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -34,20 +34,21 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 SERVICE = pb.DESCRIPTOR.services_by_name["FusionService"]
 _MAX_LABEL = _MAX_RECIPE = 256
-# As many as the cache service takes in a lookup.
+# The cache service's limit in a lookup.
 _MAX_VARIANTS = 64
-# Of a prompt that a correction is learned from: 1,400 tokens of a gateway's usual chunks (docs/correction.md).
+# Chunks in each prompt that a correction is learned from: 1,400 tokens at a gateway's default chunk size
+# (docs/correction.md).
 _LESSON_CHUNKS = 6
 _MAX_REASON = 512  # characters
 
 
 def handler(servicer: "FusionServicer") -> grpc.GenericRpcHandler:
-    """The service for `rpc.serve`; KV bytes go round protobuf (frames.py)."""
+    """The service for `rpc.serve`; KV bytes bypass protobuf (frames.py)."""
     return rpc.handlers(SERVICE, servicer, serialisers={"FetchPrefill": frames.encode_frame})
 
 
 class FusionServicer:
-    """One model, one pool, one engine. Made inside the event loop that serves it."""
+    """Serves one model with one pool and one engine. Create it inside the event loop that serves it."""
 
     def __init__(
         self,
@@ -69,14 +70,14 @@ class FusionServicer:
         self._encoder = Encoder(self.loader)
 
     async def settle(self) -> None:
-        """Waits until nothing is learned any more, every load has ended, and every chunk is stored or dropped."""
+        """Waits until all corrections are learned, all loads have ended, and all chunks are stored or dropped."""
         await self.answerer.corrector.settle()
         await self.loader.settle()
         if self.auxiliary is not None:
             await self.auxiliary.settle()
 
     async def close(self) -> None:
-        """Puts back what waits, ends the engine, closes connections."""
+        """Ends background work, stores or drops waiting chunks, stops the engine and closes connections."""
         await self.answerer.shadow.close()
         await self.answerer.corrector.close()
         await self.loader.close()
@@ -125,8 +126,8 @@ class FusionServicer:
         )
 
     async def Generate(self, request: pb.GenerateRequest, context: Any) -> AsyncIterator[pb.GenerateResponse]:
-        asked = self._asked(request)
-        async with aclosing(self.answerer.answer(*asked.how, _time_left(context))) as events:
+        checked = self._checked(request)
+        async with aclosing(self.answerer.answer(*checked.arguments, _time_left(context))) as events:
             async for event in events:
                 if isinstance(event, Piece):
                     yield pb.GenerateResponse(token=_token(event))
@@ -134,20 +135,19 @@ class FusionServicer:
                     event.verdicts.extend(self._verdicts())
                     yield pb.GenerateResponse(explanation=event)
                 else:
-                    summary = _summary(event, asked.replaced)
+                    summary = _summary(event, checked.replaced)
                     yield pb.GenerateResponse(summary=summary, pool_tokens=self.pool.capacity)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> AsyncIterator[pb.PrefillResponse]:
-        asked = self._asked(request.prompt)
-        async with aclosing(self.answerer.prefill(*asked.how, _time_left(context))) as events:
+        checked = self._checked(request.prompt)
+        async with aclosing(self.answerer.prefill(*checked.arguments, _time_left(context))) as events:
             async for event in events:
                 if isinstance(event, FirstPiece):
-                    most = asked.how[3].max_tokens
                     first = pb.FirstToken(
                         token=_token(event.piece),
                         finish_reason=event.finish,
                         lossless=event.lossless,
-                        max_tokens=most,
+                        max_tokens=checked.arguments[3].max_tokens,
                     )
                     yield pb.PrefillResponse(first=first)
                 elif isinstance(event, pb.PrefilledKV):
@@ -156,7 +156,7 @@ class FusionServicer:
                     event.verdicts.extend(self._verdicts())
                     yield pb.PrefillResponse(explanation=event)
                 else:
-                    summary = _summary(event, asked.replaced)
+                    summary = _summary(event, checked.replaced)
                     yield pb.PrefillResponse(summary=summary, pool_tokens=self.pool.capacity)
 
     async def HoldPrefill(self, request: pb.HoldPrefillRequest, context: Any) -> pb.HoldPrefillResponse:
@@ -179,8 +179,8 @@ class FusionServicer:
         self.answerer.handover.release(_handle(request), max(1, request.ranks), request.error)
         return pb.ReleasePrefillResponse()
 
-    def _asked(self, request: pb.GenerateRequest) -> "_Asked":
-        """What a request asks for, checked."""
+    def _checked(self, request: pb.GenerateRequest) -> "_Checked":
+        """Validates a request."""
         if len(request.recipe) > _MAX_RECIPE:
             raise InvalidArgument(f"the recipe's name is longer than {_MAX_RECIPE} characters")
         recipe = modifiers.find(request.recipe)
@@ -198,11 +198,11 @@ class FusionServicer:
         tokens = prompt.tokens + recipe.links * len(chunks)
         if tokens + params.max_tokens > self._model.max_tokens:
             raise InvalidArgument(
-                f"the prompt has {tokens} tokens and asks for {params.max_tokens} more; "
-                f"the model takes {self._model.max_tokens} together"
+                f"a prompt of {tokens} tokens and an answer of {params.max_tokens} exceed the model's limit of "
+                f"{self._model.max_tokens} together"
             )
         corpus = self._label(request.corpus, "corpus")
-        return _Asked((prompt, recipe, ratio, params, corpus, request.explain), replaced)
+        return _Checked((prompt, recipe, ratio, params, corpus, request.explain), replaced)
 
     async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:
         self._check_model(request.model_fingerprint)
@@ -213,7 +213,7 @@ class FusionServicer:
         if request.mode == pb.EncodeRequest.MODE_CORRECTION:
             return await self._correction(prompt, self._label(request.corpus, "corpus"))
         if prompt.tokens > self._model.max_tokens:
-            raise InvalidArgument(f"{prompt.tokens} tokens to encode; the model takes {self._model.max_tokens}")
+            raise InvalidArgument(f"{prompt.tokens} tokens exceed the model's limit of {self._model.max_tokens}")
         if request.mode == pb.EncodeRequest.MODE_EXACT:
             encoded = await self._encoder.exact(prompt)
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
@@ -229,12 +229,12 @@ class FusionServicer:
         if await corrector.find(sample.tenant, corpus) is not None:
             return pb.EncodeResponse(existed=True)
         if len({chunk.digest for chunk in sample.chunks}) < 2:
-            raise InvalidArgument("a correction takes two chunks or more that differ")
+            raise InvalidArgument("learning a correction needs at least two different chunks")
         largest = len(sample.system) + _LESSON_CHUNKS * max(map(len, sample.chunks))
         if largest > self._model.max_tokens:
             raise InvalidArgument(
-                f"{_LESSON_CHUNKS} chunks may have {largest} tokens with the system prompt; "
-                f"the model takes {self._model.max_tokens}"
+                f"the system prompt and {_LESSON_CHUNKS} chunks of the longest chunk's size have {largest} tokens, "
+                f"which exceeds the model's limit of {self._model.max_tokens}"
             )
         await corrector.study(sample, corpus, _LESSON_CHUNKS)
         return pb.EncodeResponse()
@@ -246,22 +246,24 @@ class FusionServicer:
     def _check_model(self, fingerprint: bytes) -> None:
         if fingerprint and fingerprint != self._model.fingerprint:
             raise FailedPrecondition(
-                f"the request is for a model of fingerprint {fingerprint.hex()[:16]}; this worker runs "
-                f"{self._model.name}, {self._model.fingerprint.hex()[:16]}"
+                f"the request is for the model with fingerprint {fingerprint.hex()[:16]}; this worker runs "
+                f"{self._model.name}, with fingerprint {self._model.fingerprint.hex()[:16]}"
             )
 
     def _tokens(self, ids: Sequence[int], what: str) -> tuple[int, ...]:
         if ids and max(ids) >= self._model.vocabulary:
-            raise InvalidArgument(f"{what} holds token {max(ids)}; the vocabulary has {self._model.vocabulary}")
+            raise InvalidArgument(
+                f"{what} holds token id {max(ids)}, but the vocabulary has {self._model.vocabulary} tokens"
+            )
         return tuple(ids)
 
     def _chunk(self, ids: Sequence[int], what: str, variants: Sequence[bytes] = ()) -> Chunk:
         if not ids:
             raise InvalidArgument(f"{what} is empty")
         if len(variants) > _MAX_VARIANTS:
-            raise InvalidArgument(f"{what} has {len(variants)} variants; at most {_MAX_VARIANTS} are taken")
+            raise InvalidArgument(f"{what} has {len(variants)} variants, more than {_MAX_VARIANTS}")
         if any(len(variant) != DIGEST_BYTES for variant in variants):
-            raise InvalidArgument(f"a variant of {what} is not {DIGEST_BYTES} bytes")
+            raise InvalidArgument(f"a variant of {what} is not {DIGEST_BYTES} bytes long")
         return Chunk(self._tokens(ids, what), tuple(variants))
 
     @staticmethod
@@ -282,21 +284,25 @@ class FusionServicer:
 
 
 def _time_left(context: Any) -> float | None:
-    """Seconds until the caller's deadline; a caller in this process has none."""
+    """Seconds until the caller's deadline; None without one, as for a caller in this process."""
     left: float | None = context.time_remaining() if context is not None else None
     return left
 
 
-class _Asked(NamedTuple):
-    """A request, for `Answerer.answer` and `Answerer.prefill`; replaced: why its recipe is not the one asked for."""
+class _Checked(NamedTuple):
+    """A valid request.
 
-    how: tuple[Prompt, Recipe, float, SamplingParams, str, bool]
+    arguments: those of `Answerer.answer` and `Answerer.prefill`. replaced: why another recipe than the requested one
+    is used; empty if it is not.
+    """
+
+    arguments: tuple[Prompt, Recipe, float, SamplingParams, str, bool]
     replaced: str
 
 
 def _handle(request: pb.HoldPrefillRequest | pb.FetchPrefillRequest | pb.ReleasePrefillRequest) -> bytes:
     if len(request.handle) != HANDLE_BYTES:
-        raise InvalidArgument(f"a handle is {HANDLE_BYTES} bytes, not {len(request.handle)}")
+        raise InvalidArgument(f"a handle has {HANDLE_BYTES} bytes, not {len(request.handle)}")
     return request.handle
 
 

@@ -1,4 +1,4 @@
-"""What a request took, as its answer's figures are made of it."""
+"""The figures of a request: tokens, seconds and reasons, from which the reply's summary is made."""
 
 from dataclasses import dataclass, field
 
@@ -11,10 +11,13 @@ from fusionkv.fusion_worker.recipes.recipes import Recipe
 
 @dataclass(slots=True)
 class Summary:
-    """What a request took. Seconds and counts as in answer.v1.Summary.
+    """The figures of a request. Seconds and counts are those of answer.v1.Summary.
 
-    laid: the prompt with what stands for its chunks, where that is not their text. degraded: why the cache was not
-    used. raised: why the ratio is not the one asked for.
+    Attributes:
+        laid: the prompt as it lies in the pool: anchor tokens replace the text of compressed chunks.
+        degraded: why the cache was not used; empty if it was.
+        raised: why the ratio is higher than the requested one; empty if it is not.
+        first_logits: float [vocabulary] of the first token, kept for answers that are compared with full attention.
     """
 
     prompt: Prompt
@@ -33,7 +36,7 @@ class Summary:
 
     @property
     def kept(self) -> int:
-        """Context tokens that stay for decoding, 0 for all: so it is when full attention takes the recipe's place."""
+        """Context tokens kept for decoding; 0 keeps all, as when full attention replaces the recipe."""
         replaced = self.degraded or (self.ratio == 1.0 and (self.raised or self.recipe.anchored))
         return 0 if replaced else self.recipe.kept(self.laid.context_tokens)
 

@@ -1,4 +1,4 @@
-"""The text around a prompt's parts: what is the system prompt, what stands around a chunk and the question."""
+"""The prompt template: the system prompt, and the text around each chunk and the question."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +17,15 @@ _TURN = "\nAnswer: {answer}\nQuestion: "
 
 @dataclass(frozen=True, slots=True)
 class PromptTemplate:
-    """`chunk` holds `{text}` once and `question` holds `{question}` once; `system` is used as it is.
+    """The text around a prompt's parts.
 
-    own_system: around a request's own system prompt, in place of `system`; holds `{system}` once.
-    turn: between two messages of the user in a conversation; holds `{answer}` once.
-    head, tail: what the chat template puts before and behind a user's message; empty without one.
+    Attributes:
+        system: the default system prompt, used as it is.
+        chunk: holds `{text}` once.
+        question: holds `{question}` once.
+        own_system: text around a system prompt that a request brings, which replaces `system`; holds `{system}` once.
+        turn: text between two user messages of a conversation; holds `{answer}` once.
+        head, tail: what the chat template puts before and after a user message; empty without a chat template.
     """
 
     system: str
@@ -34,13 +38,13 @@ class PromptTemplate:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "PromptTemplate":
-        """The template of a tokenizer: cut out of its chat template when it has one, plain text otherwise.
+        """The template of a tokenizer: split from its chat template if it has one, plain text otherwise.
 
-        The chat template is rendered with marks in place of passages and question; what stands before, between and
-        after the marks are the parts. The begin-of-sequence token is taken off: the prompt's builder adds it.
+        The chat template is rendered with marks in place of passages and question, and split at the marks. The
+        begin-of-sequence token is removed: the gateway adds it to the prompt.
 
         Raises:
-            FailedPrecondition: the chat template fails, or does not show a message exactly once.
+            FailedPrecondition: the chat template fails, or does not render a message exactly once.
         """
         if not getattr(tokenizer, "chat_template", None):
             return cls(f"{INSTRUCTION}\n", "{text}\n", "Question: {question}\nAnswer:", "{system}\n", _TURN)
@@ -49,8 +53,8 @@ class PromptTemplate:
             head = system[: system.index(INSTRUCTION)]
         except (ValueError, TypeError, TemplateError) as error:
             raise FailedPrecondition(
-                f"the tokenizer's chat template does not take one message of a user ({error}): mend it, or remove it "
-                "to get plain text"
+                f"the tokenizer's chat template can't render a single user message ({error}): correct it, or remove "
+                "it to use plain text"
             ) from error
         own_system = _own_system(tokenizer, [before, after]) or f"{head}{{system}}\n\n"
         turn = _turn(tokenizer, [before, after]) or _TURN
@@ -59,7 +63,7 @@ class PromptTemplate:
 
 
 def _own_system(tokenizer: Any, around: list[str]) -> str:
-    """Text around a system's message; empty if the chat template takes none, or changes others because of it."""
+    """Text around a system message; empty if the chat template accepts none, or if it changes other parts."""
     try:
         head, between, *rest = _cut(tokenizer, [_ASKED], _SYSTEM, _CONTEXT, _QUESTION, system=_SYSTEM)
     except (ValueError, TypeError, TemplateError):
@@ -68,7 +72,7 @@ def _own_system(tokenizer: Any, around: list[str]) -> str:
 
 
 def _turn(tokenizer: Any, around: list[str]) -> str:
-    """Text around an assistant's message; empty if the chat template takes none, or changes others because of it."""
+    """Text around an assistant message; empty if the chat template accepts none, or if it changes other parts."""
     marks = (_CONTEXT, _QUESTION, _ANSWER, _NEXT)
     try:
         _, before, answer, next_, after = _cut(tokenizer, [_ASKED, _ANSWER, _NEXT], *marks)
@@ -78,10 +82,10 @@ def _turn(tokenizer: Any, around: list[str]) -> str:
 
 
 def _cut(tokenizer: Any, turns: list[str], *marks: str, system: str = "") -> list[str]:
-    """What stands around the marks in a rendered conversation, without the begin-of-sequence token.
+    """Splits a rendered conversation at the marks, without the begin-of-sequence token.
 
     Raises:
-        ValueError: a mark does not stand there exactly once, or not in this order.
+        ValueError: a mark does not occur exactly once, or the marks are in another order.
     """
     messages = [{"role": "system", "content": system}] if system else []
     messages += [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]

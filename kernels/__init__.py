@@ -1,1 +1,1 @@
-"""Attention over a paged KV pool by position: what the engine computes, one operation a file."""
+"""Attention over a paged KV pool, indexed by position: one operation per file, for CPU and GPU."""

@@ -1,4 +1,4 @@
-"""How much a few rows attend to every key: the column sums of softmax(QK^T), without the values."""
+"""Attention of a few rows into every key: the column sums of softmax(QK^T), without values."""
 
 import torch
 
@@ -19,8 +19,16 @@ def attention_scores(
 ) -> torch.Tensor:
     """Attention of a span's rows into each position, summed over rows and heads (FusionRAG 3.2, ProphetKV 4.2).
 
-    q: [rows of the batch, q_heads, head_dim]; k_pool: [slots, kv_heads, head_dim].
-    Returns float32 [last position + 1]. Sums to rows x q_heads.
+    Args:
+        q: [rows of the batch, q_heads, head_dim].
+        k_pool: [slots, kv_heads, head_dim].
+        span: the rows, and the keys that they see.
+        rotation: the layer's RoPE.
+        scale: factor of the logits.
+        window: sliding window; None without one.
+
+    Returns:
+        float32 [last position + 1], which sums to rows x q_heads.
     """
     if q.device.type != "cpu":
         if not has_triton():

@@ -1,4 +1,4 @@
-"""Which implementation runs on a GPU; decided, and said, once."""
+"""Chooses the implementation on a GPU: Triton, or the dense reference."""
 
 import logging
 from functools import cache
@@ -8,10 +8,10 @@ log = logging.getLogger(__name__)
 
 @cache
 def has_triton() -> bool:
-    """Whether the Triton kernels can be used; without them a GPU computes by the dense reference."""
+    """Whether the Triton kernels can be used; without them a GPU runs the dense reference. Cached."""
     try:
         from fusionkv.kernels.gpu import attention_scores_triton, sparse_attention_triton  # noqa: F401
     except (ImportError, AttributeError) as error:
-        log.warning("attention runs dense and slow: no Triton of version 3.6 or later (%s)", error)
+        log.warning("Triton 3.6 or later is not available; attention on the GPU is dense and slow: %s", error)
         return False
     return True

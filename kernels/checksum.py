@@ -1,4 +1,4 @@
-"""XXH3-64 of many pieces of bytes at once, where they lie: how what a GPU read from a disk is verified on the GPU."""
+"""XXH3-64 of many pieces at once, on the device that holds them: verifies bytes read from a disk on the GPU."""
 
 import torch
 
@@ -7,9 +7,11 @@ from fusionkv.kernels.xxh3 import accumulate, merged
 
 
 def piece_digests(data: torch.Tensor, piece: int) -> list[bytes]:
-    """XXH3-64 of each `piece` bytes of `data`, as `xxhash.xxh3_64_digest` gives it.
+    """XXH3-64 of each piece of `data`, equal to `xxhash.xxh3_64_digest`.
 
-    data: uint8, contiguous, at an address that 8 divides, a whole number of pieces. piece: a multiple of 1024.
+    Args:
+        data: uint8, contiguous, 8-byte aligned, a whole number of pieces.
+        piece: bytes of a piece, a multiple of 1024.
     """
     if data.device.type != "cpu" and has_triton():
         from fusionkv.kernels.gpu import checksum_triton

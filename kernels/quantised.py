@@ -1,24 +1,27 @@
-"""KV in one byte a number: int8 or float8, scaled by blocks. Plain torch, on every device.
+"""Quantises KV to int8 or float8 with a scale for each block; in plain torch, on every device.
 
-Keys have channels that are large at every token, so a block of keys is one channel of one head over 64 tokens; values
-have large tokens, so a block of values is one token of one head. A block's scale is its largest magnitude over the
-largest number of the format, kept in bfloat16, whose range is float32's.
+Keys have channels that are large at all tokens, so a block of keys is one channel of one head over 64 tokens. Values
+have tokens that are large in all channels, so a block of values is one token of one head. A block's scale is its
+largest magnitude divided by the format's largest number, in bfloat16, which has the range of float32.
 """
 
 from dataclasses import dataclass
 
 import torch
 
-GROUP = 64  # tokens of a block of keys
+GROUP = 64  # tokens in a block of keys
 KINDS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """numbers: one byte each, [layers, 2, tokens, kv_heads, head_dim].
+    """Quantised KV.
 
-    key_scales: bfloat16 [layers, groups, kv_heads, head_dim]. value_scales: bfloat16 [layers, tokens, kv_heads].
+    Attributes:
+        numbers: int8 or float8 [layers, 2, tokens, kv_heads, head_dim].
+        key_scales: bfloat16 [layers, groups, kv_heads, head_dim].
+        value_scales: bfloat16 [layers, tokens, kv_heads].
     """
 
     numbers: torch.Tensor
@@ -27,7 +30,7 @@ class Quantised:
 
 
 def quantise(kv: torch.Tensor, kind: torch.dtype) -> Quantised:
-    """kv: [layers, 2, tokens, kv_heads, head_dim], finite. kind: one of `KINDS`."""
+    """Quantises KV. kv: [layers, 2, tokens, kv_heads, head_dim], finite. kind: a value of `KINDS`."""
     layers, _, tokens, heads, dim = kv.shape
     groups = -(-tokens // GROUP)
     keys, values = kv[:, 0].float(), kv[:, 1].float()
@@ -36,13 +39,13 @@ def quantise(kv: torch.Tensor, kind: torch.dtype) -> Quantised:
     value_scales = _scale(values.abs().amax(-1), kind)
     scaled = torch.stack([keys / _of_tokens(key_scales, tokens), values / value_scales.float()[..., None]], dim=1)
     largest = _LARGEST[kind]
-    # A scale is rounded, to a little less than the block needs at times; float8 turns what is too large into NaN.
+    # A scale may be rounded down, so that numbers exceed the format's largest; float8 would turn those into NaN.
     scaled = scaled.nan_to_num(0.0).clamp(-largest, largest)
     return Quantised((scaled.round() if kind == torch.int8 else scaled).to(kind), key_scales, value_scales)
 
 
 def restore(stored: Quantised, dtype: torch.dtype) -> torch.Tensor:
-    """[layers, 2, tokens, kv_heads, head_dim] of `dtype`, as near as the blocks allow."""
+    """Dequantises KV to [layers, 2, tokens, kv_heads, head_dim] of `dtype`."""
     tokens = stored.numbers.shape[2]
     keys = stored.numbers[:, 0].float() * _of_tokens(stored.key_scales, tokens)
     values = stored.numbers[:, 1].float() * stored.value_scales.float()[..., None]

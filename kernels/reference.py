@@ -1,4 +1,4 @@
-"""The plainest right answer to every operation here: gather all keys, mask, softmax. What the others are held to."""
+"""Dense reference implementations, which tests compare all others with: gather all keys, mask, softmax."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `sparse_attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
+    """The same as `sparse_attention.sparse_attention`, in O(rows x keys) memory, on any device and dtype."""
     out = torch.empty_like(q)
     for span in spans:
         weights, v = _weights(q[span.start : span.stop], k_pool, v_pool, span, rotation, scale, window)
@@ -33,7 +33,7 @@ def attention_scores(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `attention_scores.attention_scores`."""
+    """The same as `attention_scores.attention_scores`."""
     weights, _ = _weights(q[span.start : span.stop], k_pool, k_pool, span, rotation, scale, window)
     positions = torch.cat([s.key_positions(q.device) for s in span.segments])
     visible = torch.cat([_visible(s, q.device) for s in span.segments])

@@ -1,23 +1,24 @@
-"""Decoding requests that look at the same slots: who shares what, so that keys are read once for all of them."""
+"""Groups decoding requests by the slots that they share, so that shared keys are read once for all of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 
-# Keys that requests have to share for it to pay. A partial result is written and read: 8 (d + 1) H bytes a request,
-# where a key and its value are 2 (H / G) d b. Two requests that share n keys read them once less, so it pays from
-# 8 G / b keys on: 28 with 7 heads to a KV head and 2 bytes a number, 64 with 16 heads. A tile, and merging where
-# there was none, come on top of that.
+# Minimum number of shared keys for which sharing pays. It writes and reads partial results, 8 (d + 1) H bytes per
+# request, for H query heads of d channels. A key and its value have 2 (H / G) d b bytes, for G query heads per KV
+# head and b bytes per number. Two requests that share n keys save one read of them, so sharing pays from 8 G / b
+# keys: 28 with G = 7 and b = 2, 64 with G = 16. An additional tile, and possibly an additional merge, come on top.
 LEAST = 64
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Runs of slots that the same requests look at.
+    """Runs of slots that the same requests see.
 
-    spans: of one row each, two or more.
-    runs: for each run of slots, the segment of each of the spans: its own shift, place and hidden slots.
+    Attributes:
+        spans: two or more spans, each of one row.
+        runs: for each run of slots, the segments of all spans, which differ in shift, position and hidden slots.
     """
 
     spans: tuple[QuerySpan, ...]
@@ -29,15 +30,16 @@ class Shared:
 
 
 def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
-    """What several spans of one row look at, and the spans with what is left to each alone, in the same order.
+    """Finds the slots that several spans of one row share.
 
-    What the same spans look at is shared from `LEAST` keys on.
+    Returns:
+        The groups of spans that share at least `LEAST` keys, and all spans in order, without their shared segments.
     """
     sharers: dict[tuple[int, int], dict[int, KVSegment]] = {}
     for i, span in enumerate(spans):
         for segment in span.segments if span.rows == 1 else ():
             if segment.positions is None:
-                # A chunk that is twice in one prompt is shared once.
+                # A chunk that occurs twice in a prompt is shared once.
                 sharers.setdefault((segment.start, segment.length), {}).setdefault(i, segment)
     together: dict[tuple[int, ...], list[tuple[KVSegment, ...]]] = {}
     for by_span in sharers.values():
@@ -45,14 +47,14 @@ def share(spans: Sequence[QuerySpan]) -> tuple[list[Shared], list[QuerySpan]]:
             together.setdefault(tuple(by_span), []).append(tuple(by_span.values()))
     found: list[Shared] = []
     taken: list[set[int]] = [set() for _ in spans]
-    for who, runs in together.items():
-        group = Shared(tuple(spans[i] for i in who), tuple(runs))
+    for members, runs in together.items():
+        group = Shared(tuple(spans[i] for i in members), tuple(runs))
         if group.keys >= LEAST:
             found.append(group)
-            for i, segments in zip(who, zip(*runs, strict=True), strict=True):
+            for i, segments in zip(members, zip(*runs, strict=True), strict=True):
                 taken[i].update(map(id, segments))
-    left = [
+    remaining = [
         replace(span, segments=tuple(s for s in span.segments if id(s) not in ids))
         for span, ids in zip(spans, taken, strict=True)
     ]
-    return found, left
+    return found, remaining

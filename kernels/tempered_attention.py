@@ -1,6 +1,6 @@
-"""Attention that counts a stretch of keys at another temperature and weight (APE).
+"""Attention with another temperature and weight for a range of keys (APE).
 
-For the few rows of a question or an answer over a context that is reused whole: plain torch on every device, in
+For the few rows of a question or an answer over a fully reused context: plain torch on every device, in
 O(rows x keys) memory.
 """
 
@@ -14,7 +14,7 @@ from fusionkv.kernels.segments import QuerySpan
 
 @dataclass(frozen=True, slots=True)
 class Temper:
-    """Keys at positions `[low, high)`: scores divided by `temperature`, their mass to the power of `scale`."""
+    """Changes keys at positions `[low, high)`: logits are divided by `temperature`, their mass taken to `scale`."""
 
     low: int
     high: int
@@ -32,10 +32,10 @@ def tempered_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Attention of one span's rows, [rows, q_heads, head_dim]; shapes and dtypes as for `sparse_attention`.
+    """Attention of a span's rows, [rows, q_heads, head_dim]; shapes and dtypes are those of `sparse_attention`.
 
-    With c the keys in the stretch and o all others, their attentions A_c (at the temperature) and A_o, and their sums
-    of exponentials Z_c and Z_o: (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
+    For c the keys in the range and o all others, with attentions A_c (at the temperature) and A_o and sums of
+    exponentials Z_c and Z_o, the result is (Z_c^scale A_c + Z_o A_o) / (Z_c^scale + Z_o).
     """
     slots, cos, sin = span.in_order(rotation)
     heads, kv_heads = q.shape[1], k_pool.shape[1]
@@ -50,7 +50,7 @@ def tempered_attention(
     scores = scores.masked_fill(unseen, float("-inf"))
     inside = (position >= temper.low) & (position < temper.high)
     scores = torch.where(inside, scores / temper.temperature, scores)
-    # A stretch no row sees has a mass of log 0, and counts nothing.
+    # Where a row sees no key of the range, the logarithm of its mass is -inf, and it has no effect.
     mass = scores.masked_fill(~inside, float("-inf")).logsumexp(-1, keepdim=True)
     mass = torch.where(mass.isinf(), 0.0, mass)
     weights = torch.where(inside, scores + (temper.scale - 1) * mass, scores).softmax(-1)

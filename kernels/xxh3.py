@@ -1,8 +1,8 @@
 """XXH3-64 of many pieces of bytes at once, in plain torch.
 
-Of a piece, XXH3 (seed 0) goes through blocks of 16 stripes of 8 numbers of 64 bits. The stripes of a block add to
-eight accumulators in any order; between blocks the accumulators are scrambled. What is done to all bytes runs on the
-device; the end, 64 bytes a piece, on the host.
+XXH3 (seed 0) processes a piece in blocks of 16 stripes of 8 64-bit numbers. The stripes of a block are added to eight
+accumulators in any order; between blocks the accumulators are scrambled. This runs on the device. The final step, on
+64 bytes per piece, runs on the host.
 
 Source: https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md (XXH3 algorithm, inputs over 240 bytes)
 """
@@ -29,12 +29,12 @@ _SECRET = bytes.fromhex(
 
 
 def accumulate(data: torch.Tensor, piece: int) -> torch.Tensor:
-    """Each piece's accumulators after its last stripe, int64 [pieces, 8]; plain torch."""
+    """int64 [pieces, 8]: each piece's accumulators after its last stripe."""
     numbers = data.view(torch.int64).view(-1, piece // BLOCK_BYTES, STRIPES, LANES)
     secrets, turn = keys(data.device)
     keyed = numbers ^ secrets[0]
     keyed[:, -1] = numbers[:, -1] ^ secrets[1]
-    # Halves as unsigned numbers; their product, and all sums, keep the low 64 bits.
+    # The halves are unsigned 32-bit numbers; products and sums wrap to 64 bits.
     sums = ((keyed & 0xFFFFFFFF) * ((keyed >> 32) & 0xFFFFFFFF)).sum(2)
     sums += numbers.view(*numbers.shape[:3], LANES // 2, 2).flip(-1).flatten(-2).sum(2)
     result = start(data.device).expand(len(sums), LANES).clone()
@@ -47,25 +47,25 @@ def accumulate(data: torch.Tensor, piece: int) -> torch.Tensor:
 
 @functools.cache
 def keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The secret as numbers: [2, 16, 8] for the stripes of a block, and of the last one; [8] for the scrambling."""
+    """The secret: int64 [2, 16, 8] for the stripes of a block and of a last block, and [8] for the scrambling."""
 
     def numbers(at: int) -> list[int]:
         return list(struct.unpack_from("<8q", _SECRET, at))
 
     stripes = [numbers(8 * stripe) for stripe in range(STRIPES)]
-    # A piece's last stripe has a key of its own.
+    # A piece's last stripe has a different key.
     last = [*stripes[:-1], numbers(len(_SECRET) - 64 - 7)]
     return torch.tensor([stripes, last], device=device), torch.tensor(numbers(len(_SECRET) - 64), device=device)
 
 
 @functools.cache
 def start(device: torch.device) -> torch.Tensor:
-    """The accumulators before the first block, int64 [8]."""
+    """int64 [8]: the accumulators before the first block."""
     return torch.tensor([value - (value >> 63 << 64) for value in _START], device=device)
 
 
 def merged(accumulators: list[int], size: int) -> bytes:
-    """A piece's digest from its accumulators."""
+    """A piece's digest, from its accumulators. size: bytes of the piece."""
     secret = struct.unpack_from("<8Q", _SECRET, 11)
     folded = [(value & _MASK) ^ key for value, key in zip(accumulators, secret, strict=True)]
     result = size * _P64_1

@@ -1,8 +1,8 @@
-"""Trains CacheClip's second model: `python -m fusionkv.models.auxiliary --out DIR`, then `--base DIR --out TUNED`.
+"""Trains CacheClip's auxiliary model: `python -m fusionkv.models.auxiliary --out DIR`, then `--base DIR --out TUNED`.
 
-It has a tokenizer of its own, and sees one page and the question, never more (CacheClip 3.3). First it learns to
-answer from that page. Fine-tuned (3.5), its last layer's attention falls on the sentences that lead to the answer,
-wherever the answer itself stands.
+The model has its own tokenizer, and sees only one page and the question (CacheClip 3.3). It first learns to answer
+from that page. Fine-tuning (3.5) trains its last layer's attention to fall on the sentences that lead to the answer,
+even if the answer is on another page.
 """
 
 import argparse
@@ -25,20 +25,21 @@ from fusionkv.models.train import Batch, collate, hidden_states, judge, optimise
 
 _RATE, _TUNED_RATE = 4e-3, 2e-3
 _BATCH = 24  # pages; three stories
-_OTHERS = 3  # questions about a page that does not help
-# Words without pages come first, until this share of them is right, smoothed, or this share of the run is over.
+_OTHERS = 3  # unanswerable questions about each page
+# Training starts with word recall, until its smoothed accuracy or its share of the run reaches these values.
 _WORDS = Stage("words", 32, "words")
-_RECALLED, _MOST_RECALL = 0.9, 0.3
-_STORIES = 200  # that the tokenizer is learnt from
-_LEAST = 1e-6  # of an attention in the loss
+_RECALLED, _MAX_RECALL = 0.9, 0.3
+_STORIES = 200  # stories to train the tokenizer on
+_MIN_ATTENTION = 1e-6  # lower bound of an attention weight in the loss
 
 
 @dataclass
 class PageRow(Sequence):
-    """A page right behind the system text, and questions about it.
+    """A page right after the system text, and questions about it.
 
-    rows: for each question its own tokens, without the answer's.
-    wanted: for each question the tokens that its attention should fall on: the first one if the page does not help.
+    Attributes:
+        rows: each question's tokens, without the answer.
+        wanted: the tokens that each question should attend to; the first token if the page does not help.
     """
 
     rows: list[range] = field(default_factory=list)
@@ -46,8 +47,8 @@ class PageRow(Sequence):
 
 
 def leads(made: Sample, question: Question) -> set[tuple[int, int]]:
-    """The sentences (page, number) that lead to the answer: those on the pages it needs that share a name or a role
-    with the question, or with another one of them.
+    """The sentences (page, number) that lead to the answer: on the pages that it needs, those that share a name or a
+    role with the question or with each other.
     """
     there = [(p, i, _names(s.text)) for p in set(question.needs) for i, s in enumerate(made.pages[p].sentences)]
     keys, found = _names(question.text.split(":", 1)[1]), set[tuple[int, int]]()
@@ -58,8 +59,8 @@ def leads(made: Sample, question: Question) -> set[tuple[int, int]]:
 
 
 def _names(text: str) -> set[str]:
-    said = [word.strip(".?:") for word in text.split()]
-    return {word for word in said if word in words.ROLES or (word[:1].isupper() and word not in words.FUNCTION)}
+    split = [word.strip(".?:") for word in text.split()]
+    return {word for word in split if word in words.ROLES or (word[:1].isupper() and word not in words.FUNCTION)}
 
 
 class PageEncoder:
@@ -74,8 +75,9 @@ class PageEncoder:
         return ids
 
     def story(self, rng: random.Random, made: Sample, tuned: bool) -> list[PageRow]:
-        """A row for each page: asked what it answers, and some of what it does not help with; if `tuned`, what needs
-        other pages too as well.
+        """Makes a row for each page, with the questions that it answers and some that it does not help with.
+
+        tuned: whether to include questions that also need other pages.
         """
         rows = list[PageRow]()
         for number, page in enumerate(made.pages):
@@ -94,7 +96,7 @@ class PageEncoder:
         return rows
 
     def _lay(self, out: PageRow, page: Page) -> list[range]:
-        """Puts a page into the row; gives the tokens of each of its sentences."""
+        """Adds a page to the row; returns the tokens of each sentence."""
         out.extend_context(self._encode(f"Report {page.title}."), 1)
         spans = list[range]()
         for sentence in page.sentences:
@@ -105,7 +107,7 @@ class PageEncoder:
         return spans
 
     def _ask(self, out: PageRow, question: Question, answered: bool, wanted: list[int]) -> None:
-        """A page that does not help is answered by nothing; what it helps to answer is not to be told from it."""
+        """Adds a question. Without `answered` the target is an empty answer; if the page helps partly, no target."""
         text = [t for piece in question_pieces(question.text) for t in self._encode(piece)]
         answer = self._encode(" " + question.answer) if answered else []
         out.rows.append(range(len(out.ids), len(out.ids) + len(text)))
@@ -116,7 +118,7 @@ class PageEncoder:
 
 
 class Losses(NamedTuple):
-    """Of the answers, of the attention; the share of questions right by task."""
+    """The losses of answers and of attention, and the share of correct answers by task."""
 
     answer: torch.Tensor
     attention: torch.Tensor
@@ -124,8 +126,10 @@ class Losses(NamedTuple):
 
 
 def losses(model: Qwen2ForCausalLM, batch: Batch, end: int, asked: list[PageRow]) -> Losses:
-    """asked: the rows of the batch if their attention is to be trained: the cross entropy of each question's
-    attention, a mean over its rows and over heads, against an even share for each wanted token.
+    """Computes the losses of a batch.
+
+    asked: the rows of the batch if attention is trained, otherwise empty. Its loss is the cross-entropy of each
+    question's attention, averaged over rows and heads, with a uniform distribution over the wanted tokens.
     """
     with torch.autocast("cpu", torch.bfloat16):
         states = hidden_states(model, batch)
@@ -133,19 +137,19 @@ def losses(model: Qwen2ForCausalLM, batch: Batch, end: int, asked: list[PageRow]
     answer, right = judge(scores, batch, end)
     if not asked:
         return Losses(answer, torch.zeros(()), right)
-    # [batch, question, token]: the shares of a question's rows, and those of its wanted tokens.
+    # [batch, question, token]: weights of a question's rows, and of its wanted tokens.
     shape = len(asked), max(len(one.rows) for one in asked), batch.ids.shape[1]
     of_rows, of_wanted = torch.zeros(shape), torch.zeros(shape)
     for row, one in enumerate(asked):
         for number, (rows, wanted) in enumerate(zip(one.rows, one.wanted, strict=True)):
             of_rows[row, number, rows.start : rows.stop] = 1 / len(rows)
             of_wanted[row, number, wanted] = 1 / len(wanted)
-    attention = (of_rows @ last_attention(model, states[-2], batch)).clamp(min=_LEAST)
+    attention = (of_rows @ last_attention(model, states[-2], batch)).clamp(min=_MIN_ATTENTION)
     return Losses(answer, -(of_wanted * attention.log()).sum() / of_wanted.sum(), right)
 
 
 def last_attention(model: Qwen2ForCausalLM, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """float32 [batch, row, token]: the last layer's attention, the mean over heads; `hidden` is what it is given."""
+    """float32 [batch, row, token]: the last layer's attention, averaged over heads. hidden: the layer's input."""
     layer: Any = model.model.layers[-1]
     attention, x = layer.self_attn, layer.input_layernorm(hidden.float())
     q, k = (
@@ -157,7 +161,7 @@ def last_attention(model: Qwen2ForCausalLM, hidden: torch.Tensor, batch: Batch) 
 
 
 def new_model(seed: int) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """Random parameters, and a tokenizer learnt from stories of the training split."""
+    """A model with random parameters, and a tokenizer trained on stories of the training split."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     stories = (sample(rng, "train", PROMPT) for _ in range(_STORIES))
@@ -166,29 +170,29 @@ def new_model(seed: int) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
 
 
 def load(directory: Path) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
-    """A trained one, to be trained further."""
+    """Loads a trained model for further training."""
     model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32)
     model.set_attn_implementation(TRAINING_ATTENTION)
     return model.train(), PreTrainedTokenizerFast.from_pretrained(directory)
 
 
 class Run:
-    """A training run, of the base or, `tuned`, of the attention."""
+    """A training run of the base model, or, if `tuned`, of its attention."""
 
     def __init__(self, model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, tuned: bool) -> None:
         self.model, self.tokenizer, self.tuned = model, tokenizer, tuned
         self.rng = random.Random(seed)
         self.pages, self.words = PageEncoder(tokenizer), Encoder(tokenizer)
         self.optimisers = optimisers(model, _RATE)
-        self.steps, self.seconds = 0, 0.0  # of computing
+        self.steps, self.seconds = 0, 0.0  # CPU seconds
         self.smooth: dict[str, float] = {}  # training accuracy by task, smoothed
         self._waiting: list[PageRow] = []
 
     def step(self, done: float) -> str:
-        """One step; `done` is the share of the run that lies behind. Returns a line about it."""
+        """Runs one step and returns a progress line. done: share of the run that is over."""
         start = time.process_time()
         self.steps += 1
-        recall = not self.tuned and done < _MOST_RECALL and self.smooth.get("words", 0.0) < _RECALLED
+        recall = not self.tuned and done < _MAX_RECALL and self.smooth.get("words", 0.0) < _RECALLED
         if recall:
             made: list[Any] = [self.words.make(self.rng, _WORDS) for _ in range(_WORDS.batch)]
         else:
@@ -223,7 +227,7 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help="the model directory to fine-tune (default: train a new one)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of computing (default: %(default)s)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="CPU minutes to train (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     model, tokenizer = load(options.base) if options.base else new_model(options.seed)

@@ -8,16 +8,16 @@ from pathlib import Path
 from fusionkv.models.tasks import PROMPT, story
 from fusionkv.models.words import NamePool
 
-SHELF = 3  # stories that share no name of a person: as many as the names of one token suffice for
+SHELF = 3  # stories of a folder, which share no person's name; single-token names do not suffice for more
 
 
 def write(out: Path, stories: int, pages: int, seed: int) -> tuple[int, int]:
-    """Writes `stories` x `pages` page files and `questions.json`; returns how many pages and questions.
+    """Writes `stories` x `pages` page files and `questions.json`; returns the numbers of pages and questions.
 
-    Every `SHELF` stories fill a folder (`shelf-01`), to be ingested as a corpus of its own. A page's file is named
-    after its story and its place there (`velkorda-03.md`), so that file names sort in reading order. A line of
-    `questions.json` has `corpus` (the folder), `question`, `answers`, `kind` (the task) and `documents` (the files
-    that hold the answer, in reading order).
+    Every `SHELF` stories fill a folder (`shelf-01`), which can be ingested as a corpus. A page's file is named after
+    its story and number (`velkorda-03.md`), so that file names sort in reading order. An entry of `questions.json`
+    has `corpus` (the folder), `question`, `answers`, `kind` (the task) and `documents` (the files with the answer, in
+    reading order).
     """
     rng = random.Random(seed)
     names = NamePool(rng, "heldout")

@@ -1,4 +1,4 @@
-"""Processes that train one model together: each computes a part of every batch, and all stay alike."""
+"""Data-parallel training on several processes: each computes a part of every batch, and gradients are averaged."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,20 +10,20 @@ from torch import distributed
 
 
 class Crew:
-    """One of `count` processes. Alone, nothing is exchanged.
+    """One of `count` processes; a single process exchanges nothing.
 
-    On small matrices two threads of one process wait for each other more than they compute; two processes meet once a
-    step, over 4 MB of gradients.
+    On small matrices, two threads of a process wait for each other longer than they compute. Two processes
+    synchronise once per step, with 4 MB of gradients.
     """
 
     def __init__(self, rank: int = 0, count: int = 1, meeting: Path | None = None) -> None:
-        """meeting: a file that does not exist yet, the same for all."""
+        """meeting: the rendezvous file of all processes, which must not exist yet."""
         self.rank, self.count = rank, count
         if count > 1:
             distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=count)
 
     def average(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Gives every process the mean of all gradients."""
+        """Replaces the gradients by their mean over all processes."""
         if self.count == 1:
             return
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -34,7 +34,7 @@ class Crew:
             gradient.copy_(mean.view_as(gradient))
 
     def collect(self, value: Any) -> list[Any]:
-        """What each process has, by rank."""
+        """Gathers a value from each process, in order of rank."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -47,7 +47,7 @@ class Crew:
 
 
 def means(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """By name, the mean of what the parts have under it."""
+    """The mean of each name's values over the parts that have it."""
     found: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():

@@ -1,4 +1,4 @@
-"""What a reference model is trained on, stage by stage, as token sequences."""
+"""The curricula of the reference models: stages of training, and their token sequences."""
 
 import functools
 import random
@@ -16,27 +16,34 @@ NONE = -100  # no target
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a curriculum. `recall` is what a stage without documents asks for: see `Encoder`."""
+    """A stage of a curriculum. recall: the task of a stage without documents, see `Encoder`."""
 
     name: str
     batch: int
     recall: Literal["", "words", "spoken"] = ""
     size: Size = PROMPT
-    questions: int = 18  # asked about one sample at most: all of them
-    advance: float = 0.88  # the worst task's training accuracy that ends the stage
-    until: float = 1.0  # share of the run at which the stage ends anyway
-    blind: float = 0.0  # share of questions whose rows see only the system text and `Question.enough`
-    alone: float = 0.0  # share of sequences whose pages are read alone, with link tokens behind each (KVLink 2.3)
+    questions: int = 18  # maximum number of questions about a sample
+    advance: float = 0.88  # training accuracy of the worst task that ends the stage
+    until: float = 1.0  # share of the run at which the stage ends in any case
+    blind: float = 0.0  # share of questions whose rows see only the system text and the pages `Question.enough`
+    alone: float = 0.0  # share of sequences whose pages are encoded alone, with link tokens after each (KVLink 2.3)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A curriculum and its optimiser settings; `steps` includes the decay in the last quarter.
+    """A curriculum and its optimiser settings.
 
-    base: the shipped model whose weights it starts from; random ones when empty.
-    links: how many link tokens stand behind pages that are read alone: drawn for each sequence.
-    rates: by how many percent pages that are read alone are compressed to anchor tokens (KVLink 2.4), 0 for not at
-        all: drawn for each sequence. segment: tokens that are compressed together.
+    Attributes:
+        stages: the stages, in order.
+        steps: number of steps, including the learning rate's decay in the last quarter.
+        base: the shipped model to start from; empty starts from random weights.
+        links: numbers of link tokens after pages that are encoded alone, one drawn for each sequence.
+        rates: percentages by which pages that are encoded alone are compressed to anchor tokens (KVLink 2.4), one
+            drawn for each sequence; 0 does not compress.
+        segment: tokens that are compressed together.
+        rate: learning rate.
+        auxiliary: weight of the loss of marks in the documents.
+        least_steps: minimum number of steps of a stage.
     """
 
     stages: tuple[Stage, ...]
@@ -51,35 +58,36 @@ class Recipe:
 
     @property
     def anchors(self) -> dict[int, int]:
-        """The segments' length by what is saved of them."""
+        """The segments' length for each percentage that anchor tokens save."""
         return {percent: self.segment for percent in self.rates if percent}
 
 
 def _documents(blind: float, later: float) -> tuple[Stage, ...]:
-    """The stages with documents; `blind` holds in the first, where references are learnt, `later` after it."""
+    """The stages with documents. blind: its share in the first two, which teach references; later: in the others."""
     links = Size((3, 3), 0, (12, 18), codes=2, owners=0, houses=2, chains=(1, 1), roles=2, easy=True)
-    # Three chains, two holders of a role: a guess between two answers is right half the time, and runs stayed there.
+    # Three chains but two roles: with two possible answers a guess is right half the time, and runs got stuck there.
     one = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=2, chains=(1, 1, 1), roles=2)
     two = Size((5, 5), 0, (26, 36), codes=2, owners=2, houses=2, chains=(2, 2, 2), roles=2)
     three = Size((6, 7), 1, (30, 44), codes=3, owners=2, houses=2, chains=(2, 2, 2), roles=2)
     return (
-        # A choice among two stays a guess; once pages resolve two roles, one among four took 100 to 600 steps.
+        # A choice of two remains a guess. Once pages resolve two roles, a choice of four took 100 to 600 steps.
         Stage("links", 24, size=links, blind=blind, advance=0.85, until=0.25),
         Stage("choices", 24, size=replace(links, roles=4), blind=blind, advance=0.85),
         Stage("one", 24, size=one, blind=later, advance=0.85),
         Stage("two", 24, size=two, blind=later),
-        # Names that begin alike are told apart in `full` at the latest: one seed stood at 71% here for 12 minutes.
+        # Names that begin alike are learnt in `full` at the latest: one seed stayed at 71% here for 12 minutes.
         Stage("three", 16, size=three, blind=later, advance=0.8, until=0.4),
-        # Six names for codes, in pairs that share a part: with three, one seed read half a name for 30 minutes.
-        # Scores that begin alike: with one pair in nine, a model found the second digit by the first, in any chain.
+        # Six names for codes, in pairs that share a syllable: with three, one seed read half a name for 30 minutes.
+        # Scores with the same first digit: when only one pair in nine had it, a model found the second digit of a
+        # score by its first, in any chain.
         Stage("full", 16, size=replace(PROMPT, codes=6, alike=True), questions=24, blind=later),
     )
 
 
 def _linked() -> Recipe:
-    """KVLink's fine-tuning (2.3, A.2): one model for 0, 1 and 5 link tokens, a quarter of the sequences as usual.
+    """KVLink's fine-tuning (2.3, A.2): one model for 0, 1 and 5 link tokens; a quarter of the sequences are as usual.
 
-    The loss is that of the answers alone.
+    Only the answers count in the loss.
     """
     four = Size((4, 4), 0, (22, 30), codes=2, owners=1, houses=3, chains=(1, 1, 2), roles=2)
     stages = (Stage("four", 8, size=four, alone=0.75, advance=0.8, until=0.5), Stage("full", 8, alone=0.75))
@@ -87,9 +95,9 @@ def _linked() -> Recipe:
 
 
 def _anchored() -> Recipe:
-    """KVLink's compressed linking (2.4, A.6): one model for chunks as they are, 50% and 75% off, with 0 or 5 links.
+    """KVLink's compressed linking (2.4, A.6): one model for chunks compressed by 0, 50% and 75%, with 0 or 5 links.
 
-    First short pages that hold few facts, then the prompts above.
+    Short pages with few facts come first, then full prompts.
     """
     short = Size((3, 3), 0, (18, 26), codes=2, owners=1, houses=2, chains=(1, 1), roles=2)
     stages = (Stage("short", 12, size=short, alone=0.9, advance=0.8, until=0.35), Stage("full", 8, alone=0.85))
@@ -109,37 +117,45 @@ RECIPES = {
 
 @dataclass
 class Sequence:
-    """One row of a batch: a context, then questions packed behind it that do not see each other.
+    """A row of a batch: a context, and questions packed after it that do not see each other.
 
-    All lists have one entry per token. `segment` is 0 in the context and the question's number behind
-    it; `page` is 0 in the system text, the page's number in a page. A blind question sees the pages whose bits `only`
-    has; a token of a page that is read `alone` (1) sees that page and the system text. `text` numbers the segments of
-    pages that anchor tokens stand for, 0 elsewhere, and `reads` is the segment that an anchor token reads: nothing
-    else sees its text.
+    Lists have one entry per token, except `tasks`.
+
+    Attributes:
+        ids: token ids.
+        position: positions.
+        segment: 0 in the context, the question's number after it.
+        page: 0 in the system text, the page's number in a page.
+        only: for a blind question, the sum of 1 << page over the pages that it sees; 0 if it sees all pages.
+        alone: 1 for tokens of a page that is encoded alone: they see only that page and the system text.
+        text: the segment's number for text that anchor tokens replace, otherwise 0.
+        reads: the segment that an anchor token reads, otherwise 0. No other token sees that segment's text.
+        answer, resolved, owner: targets of the next token and of marks; NONE for no target.
+        tasks: the task of each question.
     """
 
     ids: list[int] = field(default_factory=list)
     position: list[int] = field(default_factory=list)
     segment: list[int] = field(default_factory=list)
     page: list[int] = field(default_factory=list)
-    only: list[int] = field(default_factory=list)  # 1 << page of each that is seen, together; 0 for all
+    only: list[int] = field(default_factory=list)
     alone: list[int] = field(default_factory=list)
     text: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     resolved: list[int] = field(default_factory=list)
     owner: list[int] = field(default_factory=list)
-    tasks: list[str] = field(default_factory=list)  # of each question
+    tasks: list[str] = field(default_factory=list)
 
     @property
     def end(self) -> int:
-        """The position behind what was added last."""
+        """The position after the last token."""
         return self.position[-1] + 1 if self.position else 0
 
     def extend_context(
         self, ids: list[int], page: int, alone: bool = False, at: int | None = None, text: int = 0, reads: int = 0
     ) -> None:
-        """at: the first token's position, behind all before it by default."""
+        """Adds tokens to the context. at: position of the first one; by default after all others."""
         count, first = len(ids), self.end if at is None else at
         self.alone += [int(alone)] * count
         self.position += range(first, first + count)
@@ -153,7 +169,7 @@ class Sequence:
             column += [NONE] * count
 
     def ask(self, task: str, question: list[int], answer: list[int], end: int, only: int = 0) -> None:
-        """Packs one question behind the context; `end` is the last token to be predicted."""
+        """Packs a question after the context. end: the last token to predict."""
         count = len(question) + len(answer)
         start = 1 + self.position[next((i for i, segment in enumerate(self.segment) if segment), len(self.ids)) - 1]
         self.tasks.append(task)
@@ -198,15 +214,15 @@ class Encoder:
         self._words = [encode(s)[0] for s in heads + tails + plain + digits]
 
     def make(self, rng: random.Random, stage: Stage) -> Sequence:
-        """A fresh sequence of a stage, from the training split."""
+        """A new random sequence of a stage, from the training split."""
         if stage.recall:
             return self._recall_words(rng, stage.recall == "spoken")
         return self._documents(rng, sample(rng, "train", stage.size), stage)
 
     def _recall_words(self, rng: random.Random, spoken: bool) -> Sequence:
-        """Random words, then single words again, each answered by the word that followed it.
+        """Random words, then some of them again as questions, each answered by the word that followed it.
 
-        `spoken`: some of the words that close a question stand between, so that the model learns to carry a key.
+        spoken: adds some of the words that end a question before the answer, so that the model learns to carry a key.
         """
         out = Sequence()
         out.extend_context(self._system, 0)
@@ -263,10 +279,10 @@ class Encoder:
         return [token for piece in pieces for token in self._encode(piece)]
 
     def _compress(self, out: Sequence, page: list[int], number: int, percent: int) -> None:
-        """A page as segments, each with its anchor tokens behind it, laid out as the engine does it.
+        """Adds a page as segments, each followed by its anchor tokens, at the positions that the engine gives them.
 
-        Anchor tokens follow each other, and each segment stands right before its own, over those of the others. The
-        first page leaves room for a segment before its anchors, so that it stands as when it is encoded alone.
+        Anchor tokens follow each other. Each segment's text has the positions right before its own anchors, which
+        other anchors have too. The first page leaves room for a segment before its anchors, as when encoded alone.
         """
         start = out.end + (min(self._segment, len(page)) if number == 1 else 0)
         for at in range(0, len(page), self._segment):
@@ -280,6 +296,6 @@ class Encoder:
 
 
 def question_pieces(text: str) -> list[str]:
-    """The question part of a prompt, cut between words so that each cut is a token border."""
+    """The question part of a prompt, split between words so that each piece begins with a new token."""
     first, *rest = f"Question: {text}".split(" ")
     return [first, *(" " + word for word in rest), "\nAnswer:"]

@@ -1,4 +1,4 @@
-"""Exact match of the reference models under full attention and under full reuse, on held-out samples."""
+"""Measures exact match of the reference models with full attention and with full reuse, on held-out samples."""
 
 import argparse
 import json
@@ -17,16 +17,19 @@ from fusionkv.models.shipped import shipped
 from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Sample, Size, sample
 
 METHODS = ("full_attention", "full_reuse")
-_SEED = 20_000_003  # far from the seeds of training
+_SEED = 20_000_003  # different from all training seeds
 _NONE = -100
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """One question per row. All tensors are [row, token], padded on the right.
+    """Prompts with one question per row. All tensors are [row, token], padded on the right.
 
-    `chunk` is 0 in the system text, 1.. in the pages, -1 in the question and answer, -2 in the padding;
-    `alone` is each token's position when its page stands right behind the system text.
+    Attributes:
+        ids: token ids.
+        chunk: 0 in the system text, 1.. in the pages, -1 in the question and answer, -2 in the padding.
+        alone: each token's position if its page follows the system text directly.
+        answer: the expected next token where it belongs to the answer, otherwise -100.
     """
 
     ids: torch.Tensor
@@ -36,14 +39,14 @@ class Prompts:
 
     @property
     def visible(self) -> torch.Tensor:
-        """Which tokens a row may see under full attention, [row, token, token]."""
+        """bool [row, token, token]: which tokens a token sees with full attention."""
         length = self.ids.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
         return causal & (self.chunk != -2)[:, None] | torch.eye(length, dtype=torch.bool)
 
     @property
     def visible_alone(self) -> torch.Tensor:
-        """The same when every page is encoded behind the system text only."""
+        """The same with every page encoded after the system text only."""
         same = self.chunk[:, None] == self.chunk[:, :, None]
         return self.visible & (same | (self.chunk == 0)[:, None])
 
@@ -61,7 +64,7 @@ def held_out(task: str, count: int, size: Size = PROMPT) -> list[Sample]:
 
 
 def lay_out(samples: list[Sample], tokenizer: PreTrainedTokenizerBase) -> Prompts:
-    """The prompts of samples with one question each: S, the pages, the question, the expected answer."""
+    """Prompts of samples with one question each: system text, pages, question and expected answer."""
 
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False)
@@ -97,10 +100,10 @@ def forward(
     fresh: torch.Tensor | None = None,
     cache: list[tuple[torch.Tensor, torch.Tensor]] | None = None,
 ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Logits, and keys (before rotation) and values of every layer, [row, kv_head, token, head_dim].
+    """Returns logits, and every layer's keys (before rotation) and values, [row, kv_head, token, head_dim].
 
-    With a `cache`, a token's keys and values come from it unless `fresh`; keys are rotated to `position`
-    after that, which is what moves a page to its place.
+    With a `cache`, keys and values of tokens that are not `fresh` are taken from it. Keys are rotated to `position`
+    afterwards, which moves a page to its position.
     """
     hidden = model.model.embed_tokens(ids)
     rotation = model.model.rotary_emb(hidden, position)
@@ -123,9 +126,9 @@ def forward(
 
 
 def exact(logits: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
-    """Whether every token of the answer, the closing one included, is the most likely one; [row].
+    """bool [row]: whether every token of the answer, including the end token, is the most likely one.
 
-    The expected answer is fed in, so this equals generating: up to the first wrong token both see the same.
+    The expected answer is fed in. This equals generating it: up to the first wrong token both see the same.
     """
     return ((logits.argmax(-1) == answer) | (answer == _NONE)).all(-1)
 
@@ -134,8 +137,8 @@ def exact(logits: torch.Tensor, answer: torch.Tensor) -> torch.Tensor:
 def evaluate(
     directory: Path, count: int, tasks: tuple[str, ...] = TASKS, rows: int = 50
 ) -> dict[str, dict[str, float]]:
-    """Percent of exact match by method and task over `count` held-out questions of each task."""
-    # Not AutoTokenizer: for a qwen2 model it replaces tokenizer.json's own pre-tokenizer by the family's.
+    """Exact match in percent, by method and task, over `count` held-out questions of each task."""
+    # Not AutoTokenizer: for a qwen2 model it replaces the pre-tokenizer of tokenizer.json by the family's.
     tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
     model = Qwen2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     table: dict[str, dict[str, float]] = {method: {} for method in METHODS}
@@ -161,11 +164,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", type=Path, nargs="*", help="model directories")
     parser.add_argument(
-        "--models", type=Path, nargs="+", default=[], help="more of them; all shipped ones if none is given"
+        "--models", type=Path, nargs="+", default=[], help="more model directories (default: all shipped models)"
     )
     parser.add_argument("--n", type=int, default=100, help="questions per task")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="file to write the figures to as JSON")
     options = parser.parse_args()
     directories = options.directories + options.models or shipped()
     tables = {path.name: evaluate(path, options.n, tuple(options.tasks)) for path in directories}

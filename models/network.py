@@ -1,4 +1,4 @@
-"""The network of the reference models, and the attention that training runs it with."""
+"""The network of the reference models, and its attention during training."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from transformers import AttentionInterface, PreTrainedTokenizerFast, Qwen2Confi
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 TRAINING_ATTENTION = "fusionkv_training"
-_ROWS = 64  # of a block in training
+_ROWS = 64  # rows of a block of attention in training
 
 
 def _attention(
@@ -22,9 +22,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Explicit matmul and softmax: on a CPU twice as fast in training as masked SDPA.
 
-    query [batch, head, token, head_dim]; key, value [batch, kv_head, token, head_dim]; the additive mask
-    [batch, 1, token, token] hides at least what comes later. The query heads of a KV head are folded
-    into rows, and rows are taken in blocks that leave out the tokens behind them: 1.6 times less work.
+    query is [batch, head, token, head_dim]; key and value are [batch, kv_head, token, head_dim]. The additive mask
+    [batch, 1, token, token] must be causal. The query heads of a KV head are folded into rows, and blocks of rows
+    skip the tokens after them, which is 1.6 times less work.
     """
     batch, heads, tokens, width = query.shape
     kv_heads = key.shape[1]
@@ -45,9 +45,9 @@ AttentionMaskInterface.register(TRAINING_ATTENTION, sdpa_mask)
 
 
 def new_network(tokenizer: PreTrainedTokenizerFast, base: str = "") -> Qwen2ForCausalLM:
-    """About a million parameters, ready for training: random ones, or those of a shipped model.
+    """A network of about a million parameters for training, random or from a shipped model (`base`).
 
-    Tokens that the shipped model lacks start near the mean of its embeddings.
+    Embeddings of tokens that the shipped model lacks start near the mean of its embeddings.
     """
     if base:
         model = Qwen2ForCausalLM.from_pretrained(Path(__file__).parent / base, dtype=torch.float32)
@@ -58,7 +58,7 @@ def new_network(tokenizer: PreTrainedTokenizerFast, base: str = "") -> Qwen2ForC
 
 
 def small_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """A quarter of a million parameters, random ones: CacheClip's second model."""
+    """A random network of a quarter of a million parameters, for CacheClip's auxiliary model."""
     return _random(tokenizer, hidden_size=64, intermediate_size=192, num_hidden_layers=4)
 
 

@@ -1,12 +1,12 @@
-"""The reference models that come with this package."""
+"""The reference models shipped with this package."""
 
 from pathlib import Path
 
-# Trained to reuse: what they lose by it is another question than what a recipe brings back.
+# Models trained for reuse: they are no test of how much quality a recipe recovers.
 _TUNED = ("linked-", "anchored-")
 
 
 def shipped() -> list[Path]:
-    """Their directories, without those of models that were trained to reuse."""
+    """Directories of the shipped models, without those trained for reuse."""
     found = (path.parent for path in Path(__file__).parent.glob("*/model.safetensors"))
     return sorted(path for path in found if not path.name.startswith(_TUNED))

@@ -1,4 +1,4 @@
-"""Stories of several pages, and questions about them whose answers are known."""
+"""Generates stories of several pages, with questions whose answers are known."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -13,7 +13,7 @@ CROSS_CHUNK = ("multivalue", "twohop", "chain1", "chain2", "coref")
 
 @dataclass(frozen=True)
 class Mark:
-    """Auxiliary target of training: the tokens of `text`, one per position, from piece `piece` on."""
+    """An auxiliary training target: the tokens of `text`, one per position, from piece `piece` on."""
 
     piece: int
     text: str
@@ -21,10 +21,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class Sentence:
-    """Pieces that are tokenised one by one.
+    """A sentence in pieces that are tokenised separately. Its text holds all facts; marks only help training.
 
-    `resolved` is what a reference stands for, laid from the last token of its piece on; `owner` is whom
-    a value belongs to, laid from the first token of its piece on. The text alone holds all facts.
+    Attributes:
+        pieces: the pieces.
+        resolved: what a reference stands for, as a target from the last token of its piece.
+        owner: the person that a value belongs to, as a target from the first token of its piece.
     """
 
     pieces: tuple[str, ...]
@@ -38,10 +40,13 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Question:
-    """`needs` are the pages that hold the answer, in reading order; the last one is the last link.
+    """A question about a sample.
 
-    enough: pages that tell the answer to whoever reads them after the pages before: those with the last link, and
-        with what else it might be. None where every page that is needed has to be seen.
+    Attributes:
+        task: one of TASKS.
+        needs: the pages that the answer needs, in reading order; the last one has the last link of a chain.
+        enough: pages that suffice to answer if they were encoded after the pages before them: those with the last
+            link and with its alternatives. Empty if all needed pages have to be seen.
     """
 
     task: str
@@ -53,6 +58,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Page:
+    """A page of a story."""
+
     title: str
     sentences: tuple[Sentence, ...]
 
@@ -67,7 +74,7 @@ class Page:
 
 @dataclass(frozen=True)
 class Sample:
-    """The pages of one prompt, in document order, and the questions that may be asked about them."""
+    """The pages of a prompt, in document order, and all questions about them."""
 
     pages: tuple[Page, ...]
     questions: tuple[Question, ...]
@@ -75,26 +82,26 @@ class Sample:
 
 @dataclass(frozen=True)
 class Size:
-    """How large a sample is; counts are facts per story."""
+    """The size of a sample. Counts are facts per story."""
 
-    pages: tuple[int, int] = (8, 8)  # pages of the prompt, least and most
-    foreign: int = 2  # at most so many of them belong to other stories
-    tokens: tuple[int, int] = (34, 50)  # about how long a page is
+    pages: tuple[int, int] = (8, 8)  # minimum and maximum pages of the prompt
+    foreign: int = 2  # maximum pages of other stories among them
+    tokens: tuple[int, int] = (34, 50)  # approximate minimum and maximum tokens of a page
     single: int = 1
     codes: int = 3
     owners: int = 2
     houses: int = 2
     chains: tuple[int, ...] = (2, 2)  # depth of each chain of scores
     roles: int = 2
-    alike: bool = False  # in half the stories scores begin with the same digit, and cities with the same syllable
-    easy: bool = False  # codes of one-token names only; holders with a role each, or who choose by name
+    alike: bool = False  # whether, in half the stories, scores share a first digit and cities a first syllable
+    easy: bool = False  # whether names with codes have one token, and persons have distinct roles or choose by name
 
 
-PROMPT = Size()  # what the models are made for, and evaluated on
+PROMPT = Size()  # the size that models are trained for and evaluated on
 
 
 def sentence(text: str, owner: str = "", at: int = 0, resolved: str = "") -> Sentence:
-    """A sentence from space-separated words; `at` is the word at which the marks begin."""
+    """Makes a sentence of space-separated words. at: the word at which the marks begin."""
     pieces = (*(" " + word for word in text.split()), ".")
     return Sentence(
         pieces,
@@ -114,7 +121,7 @@ def filler(rng: random.Random) -> Sentence:
 
 
 def _length(sentences: list[Sentence]) -> int:
-    """About how many tokens: one per word and sign, one more per name."""
+    """Approximate number of tokens: one per word and punctuation mark, one more per name."""
     return sum(
         len(s.pieces) + sum(p[1:2].isupper() and p[1:] not in words.FUNCTION for p in s.pieces) for s in sentences
     )
@@ -157,7 +164,7 @@ class _Story:
             known.append((name, code, page))
             self.put(page, sentence(f"The code of {name} is {code}", name, 5))
             self.ask("multikey", f"code of {name}", code, page)
-        # With one for six codes a model took half a name for the whole, and had 96% after 59 minutes.
+        # With one such question for six codes, a model matched half a name, and reached only 96% after 59 minutes.
         for _ in range(count // 2):
             (a, x, p), (b, y, q) = self.rng.sample(known, 2)
             self.ask("multiquery", f"codes of {a} and {b}", f"{x} and {y}", p, q, enough=())
@@ -196,18 +203,18 @@ class _Story:
             name = self.names.short()
             self.put(pages[2 * i], sentence(f"The {role} is {name}"))
             if easy and self.rng.random() < 0.5:
-                # What a question finds by a name that stands there, it finds by a role that stands for it later on.
-                said = sentence(f"{name} chose the {item}", name, 3)
+                # A lookup by name comes first; later, a role takes the name's place.
+                choice = sentence(f"{name} chose the {item}", name, 3)
             else:
-                said = Sentence(
+                choice = Sentence(
                     (" The", " " + role, " chose", " the", " " + item, "."), Mark(1, " " + name), Mark(4, " " + name)
                 )
-            self.put(pages[2 * i + 1], said)
-            # The last page alone holds but one choice, which teaches to guess; all of them together leave it open.
+            self.put(pages[2 * i + 1], choice)
+            # The last page alone has only one choice, which would teach guessing; all such pages leave it open.
             self.ask("coref", f"choice of {name}", item, pages[2 * i], pages[2 * i + 1], enough=tuple({*pages[1::2]}))
 
     def finish(self, tokens: tuple[int, int]) -> list[Page]:
-        """Fills the pages up to their length and mixes their sentences."""
+        """Fills the pages up to their length, and shuffles their sentences."""
         for page in self.pages:
             target = self.rng.randint(*tokens) - 6
             while _length(page) < target - 4 or not page:
@@ -217,7 +224,7 @@ class _Story:
 
 
 def story(rng: random.Random, names: NamePool, pages: int, size: Size) -> tuple[list[Page], list[Question]]:
-    """One story of `pages` pages; what a sentence refers to always stands on an earlier page."""
+    """A story of `pages` pages. Sentences refer only to earlier pages."""
     made = _Story(rng, names, names.title(), [[] for _ in range(pages)])
     roles = size.roles if size.easy else min(size.roles, pages // 2)
     items = rng.sample(words.ITEMS, 2 * size.owners + roles)
@@ -238,7 +245,7 @@ def story(rng: random.Random, names: NamePool, pages: int, size: Size) -> tuple[
 
 
 def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
-    """A page of another story, some of whose references lead out of the prompt."""
+    """A page of another story, some of whose references are not in the prompt."""
     made = _Story(rng, names, names.title(), [[]])
     kinds = rng.sample(range(5), 3)
     if 0 in kinds:
@@ -255,7 +262,7 @@ def foreign_page(rng: random.Random, names: NamePool, size: Size) -> Page:
 
 
 def sample(rng: random.Random, split: words.Split, size: Size) -> Sample:
-    """One prompt's worth: a story, with pages of other stories before or after it."""
+    """The sample of a prompt: a story, with pages of other stories before or after it."""
     names = NamePool(rng, split)
     total = rng.randint(*size.pages)
     foreign = rng.randint(0, size.foreign)

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 from fusionkv.models import words
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-# Tokens of CacheClip's second model, learnt from text: too few to learn every word and syllable that `build` has.
+# Vocabulary size of CacheClip's auxiliary model: too small for every word and syllable that `build` has.
 _LEARNT = 576
-_SPACE = "Ġ"  # how byte-level tokenizers write the space byte
-_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single signs
+_SPACE = "Ġ"  # the space byte in byte-level tokenizers
+_PIECES = r" ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]|\s"  # words, single digits, single punctuation marks
 
 
 def _whole_words() -> list[str]:
@@ -31,29 +31,32 @@ def _whole_words() -> list[str]:
 
 
 def link_tokens(chunks: int, links: int) -> list[list[str]]:
-    """The names of the link tokens behind each chunk of a prompt, the first chunk's first."""
+    """Names of the link tokens after each chunk of a prompt, in order of chunks."""
     return [[f"<|link_{chunk}_{link}|>" for link in range(1, links + 1)] for chunk in range(1, chunks + 1)]
 
 
 def anchor_tokens(percent: int, segment: int) -> list[str]:
-    """The names of the anchor tokens behind a segment of so many tokens that save so much of it.
+    """Names of the anchor tokens after a segment of `segment` tokens, `percent` percent fewer.
 
-    ValueError for rates that are no whole number of tokens: a worker knows the names alone, and finds the segment's
-    length from how many there are.
+    Raises:
+        ValueError: the number of anchor tokens is not whole. A worker derives the segment's length from it.
     """
     if not 0 <= percent < 100 or segment < 1 or segment * (100 - percent) % 100:
-        raise ValueError(f"{100 - percent}% of a segment of {segment} tokens is no whole number of anchor tokens")
+        raise ValueError(f"{100 - percent}% of a segment of {segment} tokens is not a whole number of anchor tokens")
     return [f"<|anchor_{percent}_{number}|>" for number in range(1, segment * (100 - percent) // 100 + 1)]
 
 
 def build(links: int = 0, pages: int = 0, anchors: Mapping[int, int] | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer of every reference model; with `links` link tokens behind each of `pages` pages (KVLink A.2).
+    """The tokenizer of the reference models.
 
-    anchors: length of the segments that anchor tokens stand behind, by the percentage that they save (KVLink 2.4).
+    Frequent words are one token. Names consist of syllables, one token each, built by merges from a syllable's left
+    end; syllables are consonant-vowel-consonant, so that no merge crosses a boundary. All 256 bytes are tokens, so
+    any text can be encoded.
 
-    Frequent words are one token. Names are made of syllables, one token each, reached by merges that
-    run through a syllable from its left end; syllables are consonant-vowel-consonant, so that no merge
-    crosses a border. All 256 bytes are tokens, so that any text can be written.
+    Args:
+        links: number of link tokens after each of `pages` pages (KVLink A.2).
+        pages: number of pages with link tokens.
+        anchors: length of the segments that anchor tokens follow, by the percentage that they save (KVLink 2.4).
     """
     vocab = {token: i for i, token in enumerate([PAD, BOS, EOS])}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):
@@ -83,11 +86,10 @@ def build(links: int = 0, pages: int = 0, anchors: Mapping[int, int] | None = No
 
 
 def learn(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Another tokenizer, learnt from texts: that of CacheClip's second model. Lossless as well.
+    """Trains the tokenizer of CacheClip's auxiliary model on texts. It is lossless as well.
 
-    It cuts every page of a story in another way than `build` does: into 1.2 times as many tokens, of which seven in
-    ten are the same (tests/models/test_auxiliary.py). Rare words are in parts, and names fall into other parts than
-    syllables.
+    It splits the pages of stories differently from `build`: into 1.2 times as many tokens, of which 7 in 10 are the
+    same (tests/models/test_auxiliary.py). Rare words are split, and names are not split into syllables.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -19,13 +19,13 @@ from fusionkv.models.curriculum import NONE, RECIPES, Encoder, Sequence
 from fusionkv.models.network import new_network
 from fusionkv.models.tasks import PROMPT
 
-_HIDDEN = -30000.0  # added to the score of a token that a row must not see
-_MARKED = 3  # layers after which marks are asked for: a link resolved in the last layer serves no later link
-_END_WEIGHT = 0.1  # of the closing token in the loss: it is easy
+_HIDDEN = -30000.0  # added to the logit of a token that a row must not see
+_MARKED = 3  # first layer that is trained on marks: a link resolved in the last layer helps no later link
+_END_WEIGHT = 0.1  # weight of the end token in the loss, which is easy to predict
 
 
 class Batch(NamedTuple):
-    """Token tensors are [batch, token]; `mask` is additive, [batch, 1, token, token]."""
+    """A padded batch. Token tensors are [batch, token]; `mask` is additive, [batch, 1, token, token]."""
 
     ids: torch.Tensor
     position: torch.Tensor
@@ -38,7 +38,7 @@ class Batch(NamedTuple):
 
 
 def collate(sequences: list[Sequence]) -> Batch:
-    """Pads sequences to one length and builds the mask that keeps packed questions apart."""
+    """Pads sequences to one length, and builds the mask that separates packed questions."""
     length = (max(len(s.ids) for s in sequences) + 7) // 8 * 8
 
     def column(name: str, padding: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def collate(sequences: list[Sequence]) -> Batch:
     bit = (1 << page).to(torch.int16)
     only = torch.where(alone == 1, bit, only.to(torch.int16))
     allowed = (only[:, :, None] == 0) | (page[:, None] == 0) | ((bit[:, None] & only[:, :, None]) != 0)
-    # The text that anchor tokens stand for is seen by them and by itself, and sees no anchor token.
+    # Text that anchor tokens replace is seen only by them and by itself, and sees no anchor tokens.
     text, reads = column("text", 0), column("reads", 0)
     own = (text[:, None] == text[:, :, None]) | (text[:, None] == reads[:, :, None])
     allowed &= (text[:, None] == 0) | own
@@ -64,7 +64,7 @@ def collate(sequences: list[Sequence]) -> Batch:
 
 
 def hidden_states(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, ...]:
-    """What the layers make of a batch: [batch, token, width] each, the embeddings first."""
+    """The hidden states of a batch, [batch, token, width] each: the embeddings, then each layer's output."""
     return model.model(
         input_ids=batch.ids,
         attention_mask=batch.mask,
@@ -77,7 +77,7 @@ def hidden_states(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, 
 def losses(
     model: Qwen2ForCausalLM, batch: Batch, end: int, with_marks: bool
 ) -> tuple[torch.Tensor, dict[str, float], torch.Tensor]:
-    """The loss of the answers, the share of questions right by task, and the loss of the marks in the documents."""
+    """The loss of the answers, the share of correct answers by task, and the loss of the marks in the documents."""
     with torch.autocast("cpu", torch.bfloat16):
         states = hidden_states(model, batch)
         hidden = states[-1]
@@ -95,9 +95,9 @@ def losses(
 
 
 def judge(scores: torch.Tensor, batch: Batch, end: int) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of the answers, and the share of questions right by task.
+    """The loss of the answers, and the share of correct answers by task.
 
-    scores: float32 [answer token of the batch, vocabulary].
+    scores: float32 [answer tokens of the batch, vocabulary], logits.
     """
     asked = batch.answer != NONE
     weight = torch.ones(scores.shape[-1])
@@ -116,7 +116,7 @@ def judge(scores: torch.Tensor, batch: Batch, end: int) -> tuple[torch.Tensor, d
 
 
 def optimisers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon on the matrices, AdamW on embeddings, norms and biases."""
+    """Muon for the matrices, AdamW for embeddings, norms and biases."""
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -128,7 +128,7 @@ def optimisers(model: Qwen2ForCausalLM, rate: float) -> list[torch.optim.Optimiz
 
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Writes a model directory beside `out` and moves it into place."""
+    """Writes a model directory next to `out` and renames it, replacing `out`."""
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.save_pretrained(partial)
@@ -138,12 +138,12 @@ def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path)
 
 
 class Run:
-    """A training run: all that a step changes, so that it can be stored and taken up again."""
+    """A training run, whose state can be stored and restored."""
 
     def __init__(self, recipe: str, seed: int, crew: Crew) -> None:
         torch.manual_seed(seed)
         self.crew = crew
-        # Every process has samples of its own.
+        # Every process draws different samples.
         self.rng = random.Random(seed + crew.rank * (1 << 32))
         self.recipe = RECIPES[recipe]
         made = self.recipe
@@ -152,11 +152,11 @@ class Run:
         self.model = new_network(self.tokenizer, self.recipe.base)
         self.optimisers = optimisers(self.model, self.recipe.rate)
         self.steps, self.since, self.stage = 0, 0, 0
-        self.seconds = 0.0  # of computing, so that a busy machine does not end a run early
+        self.seconds = 0.0  # CPU seconds, so that a busy machine does not end a run early
         self.smooth: dict[str, float] = {}  # training accuracy by task in this stage, smoothed
 
     def step(self, done: float) -> str:
-        """One step of the optimisers; `done` is the share of the run that lies behind. Returns a line about it."""
+        """Runs one step and returns a progress line. done: share of the run that is over."""
         start = time.process_time()
         self.steps, self.since = self.steps + 1, self.since + 1
         rate = self.recipe.rate * min(1, self.steps / 100) * min(1, max(0.02, 4 * (1 - done)))
@@ -187,17 +187,16 @@ class Run:
         )
 
     def advance(self, done: float) -> bool:
-        """Goes to the next stage if this one's worst task is good enough, or its share of the run is over."""
+        """Starts the next stage if this one's worst task is good enough, or its share of the run is over."""
         stage = self.recipe.stages[self.stage]
         good = self.since >= self.recipe.least_steps and min(self.smooth.values()) >= stage.advance
-        ripe = good or done >= stage.until
-        if ripe and self.stage + 1 < len(self.recipe.stages):
+        if (good or done >= stage.until) and self.stage + 1 < len(self.recipe.stages):
             self.stage, self.since, self.smooth = self.stage + 1, 0, {}
             return True
         return False
 
     def store(self, path: Path) -> None:
-        """Writes the run's state, so that any recipe with the same first stages may go on from it."""
+        """Writes the run's state, from which any recipe with the same first stages can continue."""
         generators = self.crew.collect(self.rng.getstate())
         if self.crew.rank:
             return
@@ -208,19 +207,21 @@ class Run:
         partial.replace(path)
 
     def restore(self, path: Path) -> None:
-        """Takes up a stored state, of as many processes."""
+        """Restores a stored state, which must be of the same number of processes."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
         for optimiser, values in zip(self.optimisers, state["optimisers"], strict=True):
             optimiser.load_state_dict(values)
         self.steps, self.since, self.stage, self.seconds, self.smooth, generators = state["counts"]
         if len(generators) != self.crew.count:
-            raise SystemExit(f"{path} is of a run with {len(generators)} processes: --processes {len(generators)}")
+            raise SystemExit(
+                f"{path} was stored by {len(generators)} processes: resume it with --processes {len(generators)}"
+            )
         self.rng.setstate(generators[self.crew.rank])
 
 
 def train(run: Run, out: Path, minutes: float, states: Path | None) -> None:
-    """Runs to the recipe's last step; decays and ends earlier if the run would take longer than `minutes`."""
+    """Trains to the recipe's last step, or ends and decays the learning rate earlier to stay within `minutes`."""
     started = time.monotonic()
 
     def say(line: str) -> None:
@@ -250,12 +251,14 @@ def main() -> None:
     parser.add_argument("--recipe", choices=sorted(RECIPES), required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
-    parser.add_argument("--minutes", type=float, default=55.0, help="of computing at most; the decay adapts")
-    parser.add_argument("--processes", type=int, default=1, help="that share each batch, of one thread each")
+    parser.add_argument("--minutes", type=float, default=55.0, help="maximum CPU minutes, to which the decay adapts")
     parser.add_argument(
-        "--states", type=Path, help="folder for the run's state, at each stage's start and the latest"
+        "--processes", type=int, default=1, help="processes that share each batch, of one thread each"
     )
-    parser.add_argument("--resume", type=Path, help="a stored state to go on from")
+    parser.add_argument(
+        "--states", type=Path, help="folder to store the run's state in, at the start of each stage and the latest"
+    )
+    parser.add_argument("--resume", type=Path, help="stored state to continue from")
     options = parser.parse_args()
     if options.states:
         options.states.mkdir(parents=True, exist_ok=True)
@@ -267,7 +270,7 @@ def main() -> None:
 
 
 def work(rank: int, options: argparse.Namespace, meeting: Path | None) -> None:
-    """What one process does."""
+    """Runs one process of a training run."""
     torch.set_num_threads(1)
     run = Run(options.recipe, options.seed, Crew(rank, options.processes, meeting))
     if options.resume:

@@ -1,4 +1,4 @@
-"""The words of the generated documents, and the split of names into training and held-out ones."""
+"""The vocabulary of the generated documents, and the split of names into training and held-out ones."""
 
 import functools
 import itertools
@@ -23,7 +23,8 @@ SECOND = _list(
 THIRD = _list("da ko le mi nu ra so ta vi zu")
 PLACE = _list("berg ford mont port land holm ness vick")
 
-# One token each: who refers to whom. The same in both splits; titles, places and the names of codes and ages are not.
+# Single-token names of persons who refer to each other. Both splits share them, unlike other names, titles and
+# places.
 SHORT = _list(
     "Ada Abe Amy Ann Ben Bob Bea Cid Cleo Dag Dora Ed Ella Emil Eva Finn Fay Gus Gwen Hana Hugo Ida Igor Ines Ivo "
     "Jude June Kaya Knut Lara Leo Lisa Luis Maya Max Mina Nils Nora Olga Omar Otto Paul Rita Rosa Sven Tess Uma Zoe"
@@ -44,11 +45,11 @@ FUNCTION = _list(
     "Report The A On the a is in of at and with to age code city score item items choice "
     "lives stays scored like what owns chose report question using passages"
 )
-STARTS = _list("Report Question Answer The A")  # words that may open a text, without a space before them
+STARTS = _list("Report Question Answer The A")  # words that can begin a text, without a space before them
 
 
 def is_held_out(first: str, second: str) -> bool:
-    """Every third pair of syllables is kept for the held-out split; each syllable is in both splits."""
+    """Whether a pair of syllables is held out: every third pair is, so each syllable is in both splits."""
     tails = SECOND if second in SECOND else PLACE
     return (FIRST.index(first) + tails.index(second)) % 3 == 0
 
@@ -60,7 +61,7 @@ def _pairs(split: Split, places: bool) -> tuple[tuple[str, str], ...]:
 
 
 class NamePool:
-    """Draws names, places and titles from one split, no name twice."""
+    """Draws names, places and titles of a split without repeating a name."""
 
     def __init__(self, rng: random.Random, split: Split, long_share: float = 0.25) -> None:
         self._rng = rng
@@ -79,13 +80,13 @@ class NamePool:
         raise AssertionError("unreachable")
 
     def short(self) -> str:
-        """A name of one token."""
+        """A single-token name."""
         name = self._rng.choice([n for n in SHORT if n not in self._used])
         self._used.add(name)
         return name
 
     def release_short(self) -> None:
-        """Names of one token may be drawn again."""
+        """Allows single-token names to be drawn again."""
         self._used.difference_update(SHORT)
 
     def title(self) -> str:
@@ -101,7 +102,7 @@ class NamePool:
         return self._draw(self._rng.random() < self._long_share, name[:3])
 
     def places(self, count: int, alike: bool = False) -> list[str]:
-        """`count` different places; `alike`: that share their first syllable."""
+        """`count` different places. alike: whether they share their first syllable."""
         pairs = _pairs(self._split, True)
         if alike:
             head = self._rng.choice(pairs)[0]

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its DevTools protocol: opens a page, measures it, clicks, takes pictures."""
+"""Drives a headless Chromium over its DevTools protocol: pages, JavaScript, clicks and screenshots."""
 
 import asyncio
 import base64
@@ -16,7 +16,7 @@ _SECONDS = 60.0
 
 
 class Page:
-    """One page. It is loaded when `open` returns, and when `click` does, if that leads to another."""
+    """A browser page. `open` and `click` return when the page that they lead to is loaded."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -34,7 +34,7 @@ class Page:
                 answer.set_result(got)
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the protocol. Raises RuntimeError when the browser refuses it."""
+        """Sends a command of the protocol and returns its result. Raises RuntimeError if the command fails."""
         self._sent += 1
         answer = self._answers[self._sent] = asyncio.get_running_loop().create_future()
         await self._socket.send_json({"id": self._sent, "method": method, "params": params})
@@ -45,7 +45,7 @@ class Page:
         return result
 
     async def size(self, width: int, height: int, *, dark: bool = False, scale: float = 1) -> None:
-        """The window in CSS pixels; under 600 wide it is a phone's. scale: device pixels to one of these."""
+        """Sets the window's size in CSS pixels; below 600 wide it is a phone. scale: device pixels per CSS pixel."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -65,7 +65,7 @@ class Page:
         await asyncio.wait_for(self._loaded.wait(), _SECONDS)
 
     async def value(self, expression: str) -> Any:
-        """What a JavaScript expression gives, promises awaited."""
+        """Evaluates a JavaScript expression and awaits promises. Raises RuntimeError if it throws."""
         done = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         if "exceptionDetails" in done:
             raise RuntimeError(f"{expression}: {done['exceptionDetails'].get('exception', {}).get('description')}")
@@ -79,7 +79,7 @@ class Page:
         await asyncio.wait_for(self.value(polled), seconds)
 
     async def click(self, selector: str) -> None:
-        """Presses what the selector finds, as a mouse does, and waits for the page that this leads to."""
+        """Clicks the element that a selector finds, and waits for the page that this leads to."""
         at = await self.value(
             f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}});"
             "const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2] })()"
@@ -90,14 +90,14 @@ class Page:
         await asyncio.wait_for(self._loaded.wait(), _SECONDS)
 
     async def picture(self, file: Path, *, whole: bool = False) -> None:
-        """The window as PNG, or the whole page."""
+        """Saves the window, or the whole page, as PNG."""
         shot = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
 
 
 @contextlib.asynccontextmanager
 async def browsing(chromium: str) -> AsyncIterator[Page]:
-    """Starts the program, with a profile of its own; ends it afterwards."""
+    """Runs the browser with a temporary profile."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-browser-", ignore_cleanup_errors=True) as profile:
         process = await asyncio.create_subprocess_exec(
             chromium,
@@ -123,9 +123,9 @@ async def browsing(chromium: str) -> AsyncIterator[Page]:
 
 async def _port(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
-    said = b""
+    output = b""
     async for line in process.stderr:
-        said += line
+        output += line
         if found := re.search(rb"DevTools listening on ws://[^:]+:(\d+)/", line):
             return found[1].decode()
-    raise RuntimeError(f"the browser ended: {said.decode(errors='replace')[-2000:]}")
+    raise RuntimeError(f"the browser ended: {output.decode(errors='replace')[-2000:]}")

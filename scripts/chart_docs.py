@@ -1,4 +1,4 @@
-"""Prints the chart's README from the comments of its values (`make docs`)."""
+"""Prints the chart's README from the comments of values.yaml (`make docs`)."""
 
 import re
 from pathlib import Path
@@ -94,7 +94,7 @@ _PAGE = re.compile(r"docs/(\w+)\.md")
 
 
 def page() -> str:
-    """Sections are the keys at the top, rows the lines below them that hold a value."""
+    """The README: an introduction, and a section for each top-level key with a row for each value."""
     parts, comments, above = [INTRODUCTION], list[str](), list[str]()
     for line in VALUES.read_text().splitlines():
         if match := _KEY.match(line):

@@ -1,4 +1,4 @@
-"""Prints values.schema.json of the chart with the settings that the services have now (`make docs`)."""
+"""Prints the chart's values.schema.json, updated with the services' current settings (`make docs`)."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
 
 SCHEMA = Path(__file__).parent.parent / "k8s/fusionkv/values.schema.json"
-# What the chart sets itself.
+# Settings that the chart sets itself.
 OWN: tuple[tuple[str, type, set[str]], ...] = (
     ("kvcache", Config, {"listen", "metrics_listen", "data_dir"}),
     ("worker", WorkerConfig, {"listen", "metrics_listen", "model", "cache", "tensor_parallel"}),

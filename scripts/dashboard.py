@@ -1,4 +1,4 @@
-"""Panels of the dashboard, drawn from what a Prometheus answers to their queries."""
+"""Draws panels of the Grafana dashboard with matplotlib, from the results of their queries in Prometheus."""
 
 import json
 import re
@@ -27,10 +27,16 @@ _COLUMNS = 2
 
 
 async def draw(prometheus: str, start: float, end: float, out: Path, rate: str = "20s") -> None:
-    """start, end: seconds since the epoch. rate: what rates are over, in place of Grafana's own choice.
+    """Draws the panels.
+
+    Args:
+        prometheus: URL.
+        start, end: seconds since the epoch.
+        out: the SVG file to write.
+        rate: interval of rates, which Grafana would choose itself.
 
     Raises:
-        ValueError: a panel's queries give nothing.
+        ValueError: a panel's queries return no data.
     """
     panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
     plt.rcParams.update(
@@ -53,7 +59,7 @@ async def draw(prometheus: str, start: float, end: float, out: Path, rate: str =
                         axis.plot(*zip(*points, strict=True), lw=1.5, label=_legend(target["legendFormat"], one))
                         drawn += 1
             if not drawn:
-                raise ValueError(f"nothing to show in {title}")
+                raise ValueError(f"no data for the panel {title!r}")
             unit = panel["fieldConfig"]["defaults"].get("unit", "short")
             axis.set_title(title, loc="left", fontsize=10, fontweight="bold")
             axis.set_ylim(bottom=0)

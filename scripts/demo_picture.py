@@ -1,4 +1,4 @@
-"""Takes README's picture of the page that `make demo` leaves in build/demo.html: needs Chromium."""
+"""Takes the README's screenshot of build/demo.html, which `make demo` writes. Needs Chromium."""
 
 import asyncio
 import shutil

@@ -1,11 +1,11 @@
-"""Draws the pictures of the concepts in docs/img, in one style that follows the reader's light or dark scheme."""
+"""Draws the SVG diagrams of the concepts in docs/img, in one style for light and dark colour schemes."""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 IMAGES = Path(__file__).parent.parent / "docs/img"
 WIDTH, SIZE, ROW = 640, 20, 52
-# Of a letter, in ems: system fonts are a little narrower.
+# Width of a letter in ems; system fonts are slightly narrower.
 _LETTER = 0.53
 # Fill and border of each kind of box, light and dark.
 KINDS = {
@@ -18,14 +18,14 @@ KINDS = {
 
 
 class Drawing:
-    """Boxes, arrows and words on a page that is 640 wide; the words of a box must fit it."""
+    """A drawing of boxes, arrows and text, 640 wide. Text must fit its box or the page."""
 
     def __init__(self, title: str, height: int) -> None:
         self._height = height
         self._parts = [f"<title>{escape(title)}</title>"]
 
     def box(self, x: int, y: int, width: int, label: str, kind: str = "plain", height: int = 40) -> None:
-        """Raises ValueError when the label does not fit."""
+        """Adds a box. Raises ValueError when the label does not fit."""
         if len(label) * SIZE * _LETTER > width - 8 or x + width > WIDTH:
             raise ValueError(f"{label!r} is too long for a box of {width} at {x}")
         self._parts.append(f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}" rx="6"/>')
@@ -34,7 +34,7 @@ class Drawing:
             self._parts.append(f'<text x="{x + width // 2}" y="{middle}" text-anchor="middle">{escape(label)}</text>')
 
     def text(self, x: int, y: int, words: str, weak: bool = False, anchor: str = "start") -> None:
-        """Raises ValueError when the words do not fit the page."""
+        """Adds text. Raises ValueError when it does not fit the page."""
         length = len(words) * (SIZE - 3 * weak) * _LETTER
         left = x - {"start": 0, "middle": length / 2, "end": length}[anchor]
         if left < 0 or left + length > WIDTH:
@@ -47,7 +47,7 @@ class Drawing:
         self._parts.append(f'<path class="arrow" d="{path}"/>')
 
     def row(self, y: int, cells: "list[tuple[int, str, str]]", x: int = 20, gap: int = 6) -> None:
-        """Boxes beside each other: their widths, labels and kinds."""
+        """Adds boxes side by side. cells: their widths, labels and kinds."""
         for width, label, kind in cells:
             self.box(x, y, width, label, kind)
             x += width + gap

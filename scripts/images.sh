@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds the CPU images and starts them, without a container registry: their base is a Debian made from its packages.
-# Needs root, buildah and debootstrap, and some GB below /var/lib/containers. Arguments go to `buildah build`, for
+# Builds the CPU images and starts them, without a container registry: the base image is a Debian made by debootstrap.
+# Needs root, buildah, debootstrap, and a few GB in /var/lib/containers. Arguments are passed to `buildah build`, for
 # example --volume /etc/pip.conf:/etc/pip.conf:ro.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,7 +15,7 @@ roots=()
 for tool in buildah debootstrap; do
     command -v $tool >/dev/null || { echo "install first, as root: apt-get install buildah debootstrap"; exit 2; }
 done
-[ "$(id -u)" = 0 ] || { echo "this has to run as root: it makes file systems"; exit 2; }
+[ "$(id -u)" = 0 ] || { echo "run this as root: it creates root file systems"; exit 2; }
 
 say() { echo "[$SECONDS s] $*"; }
 
@@ -31,14 +31,14 @@ trap end EXIT
 
 base() {
     buildah inspect --type image $BASE >/dev/null 2>&1 && return
-    say "a Debian with Python as the base image"
+    say "building the base image: Debian with Python"
     local container root
     container=$(buildah from scratch)
     containers+=("$container")
     root=$(buildah mount "$container")
     debootstrap --variant=minbase --include=ca-certificates,python3,python3-pip,python3-venv \
         bookworm "$root" "$MIRROR" >"$work/debootstrap.log"
-    # As the official Python image has them: `python` and `pip`, for the system as a whole.
+    # As in the official Python image, `python` and `pip` work system-wide.
     ln -s python3 "$root/usr/bin/python"
     rm "$root"/usr/lib/python3*/EXTERNALLY-MANAGED
     rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
@@ -49,14 +49,14 @@ base() {
 build() {
     local image=$1
     shift
-    say "image $image"
+    say "building the image $image"
     buildah build --quiet --format docker --target "$image" --build-arg PYTHON_IMAGE=$BASE "$@" \
         --tag "localhost/fusionkv-$image" . >"$work/build-$image.log" 2>&1
     say "image $image: $(buildah inspect --type image --format '{{.OCIv1.Config.User}}' "localhost/fusionkv-$image")," \
         "$(buildah images --format '{{.Size}}' "localhost/fusionkv-$image")"
 }
 
-# Starts an image by its own entry point, as the user that it names; settings and volumes are arguments before `--`.
+# Starts an image with its entry point and user. Further arguments are options of `buildah run`.
 start() {
     local image=$1 container command
     shift
@@ -87,20 +87,20 @@ with grpc.insecure_channel(f"127.0.0.1:{sys.argv[1]}") as channel:
             if stub.Check(health_pb2.HealthCheckRequest(), timeout=5).status == health_pb2.HealthCheckResponse.SERVING:
                 break
         except grpc.RpcError as error:
-            os.kill(int(sys.argv[2]), 0)  # ProcessLookupError: it has ended
+            os.kill(int(sys.argv[2]), 0)  # raises ProcessLookupError if the service has ended
             if time.monotonic() > deadline:
                 sys.exit(f"port {sys.argv[1]}: {error.code()}")
         time.sleep(0.2)
 PY
 }
 
-# A cluster gives them a root file system that is read-only, with /data and /tmp on volumes.
+# In a cluster, the root file system is read-only, and /data and /tmp are volumes.
 wrote_nowhere_else() {
     local root written
     for root in "${roots[@]}"; do
         written=$(find "$root" -xdev \( -path "$root/data" -o -path "$root/tmp" \) -prune -o \
             -type f -user 10001 -newer "$work/began" -print)
-        [ -z "$written" ] || { echo "written outside of /data and /tmp: $written"; return 1; }
+        [ -z "$written" ] || { echo "files written outside /data and /tmp: $written"; return 1; }
     done
 }
 
@@ -113,7 +113,7 @@ start worker --volume "$PWD/$MODEL:/models:ro" --env FUSIONKV_WORKER_CACHE=127.0
 ready 7071
 start gateway --env FUSIONKV_GATEWAY_WORKERS=127.0.0.1:7071
 ready 7072
-say "documents and a question"
+say "ingesting documents and asking a question"
 .venv/bin/python -P -m fusionkv.models.corpus --out "$work/corpus" --stories 1
 .venv/bin/fusionkv ingest images "$work/corpus/shelf-01"
 mapfile -t asked < <(.venv/bin/python -P -c '
@@ -123,10 +123,10 @@ print(first["question"], first["answers"][0], sep="\n")' "$work/corpus/questions
 echo "${asked[0]} (${asked[1]})"
 .venv/bin/fusionkv ask images "${asked[0]}" --recipe full_attention | tee "$work/answer"
 grep -qF -- "${asked[1]}" "$work/answer"
-say "SIGTERM"
-# The services alone, not what buildah runs them by.
+say "sending SIGTERM"
+# Only to the services, not to the processes of buildah.
 pkill -TERM -f '^/opt/fusionkv/bin/python -P -m fusionkv\.'
 wait
 for image in kvcache worker gateway; do grep -h "stopped" "$work/$image.log"; done
 wrote_nowhere_else
-say "all images build, start, answer and end"
+say "all images were built, started, answered and stopped"

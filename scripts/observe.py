@@ -1,4 +1,4 @@
-"""`make observe`: the services beside Arize Phoenix and Prometheus, traffic, and pictures of what both show of it."""
+"""`make observe`: runs the services with Arize Phoenix and Prometheus under traffic, and takes screenshots."""
 
 import argparse
 import asyncio
@@ -24,13 +24,13 @@ TOOLS = ROOT / "build/observe"
 CORPUS = ROOT / "examples/corpus"
 SERVICES = ("kvcache", "worker", "gateway")
 RECIPES = ("fusionrag", "prophetkv", "full_reuse")
-# As in the README; it takes two pages.
+# The README's question, whose answer needs two pages.
 EXPLAINED = "Report Fenhinzu: city of Uma?"
 UP_SECONDS = 300
 
 
 def port() -> int:
-    """One that is free now."""
+    """A port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         number: int = listening.getsockname()[1]
         return number
@@ -38,7 +38,7 @@ def port() -> int:
 
 @contextlib.asynccontextmanager
 async def running(name: str, command: Sequence[str | Path], folder: Path, **env: str) -> AsyncIterator[None]:
-    """A process until the end of the block; what it says is in folder/name.log."""
+    """Runs a process until the end of the block; its output goes to folder/name.log."""
     with (folder / f"{name}.log").open("w") as log:
         process = await asyncio.create_subprocess_exec(
             *map(str, command), stdout=log, stderr=log, env={**os.environ, **env}, cwd=folder
@@ -54,7 +54,7 @@ async def running(name: str, command: Sequence[str | Path], folder: Path, **env:
 
 
 async def answering(url: str) -> None:
-    """Waits until somebody answers there."""
+    """Waits until the URL answers with status 200."""
     async with aiohttp.ClientSession() as session, asyncio.timeout(UP_SECONDS):
         while True:
             with contextlib.suppress(aiohttp.ClientError):
@@ -65,14 +65,14 @@ async def answering(url: str) -> None:
 
 
 def settings(ports: dict[str, int], admin: int, model: Path) -> str:
-    """The services' configuration: each is scraped, and the gateway has its pages."""
+    """The services' configuration, with scrape endpoints and the gateway's pages for operators."""
     tables = [f'[{name}]\nmetrics_listen = "127.0.0.1:{ports[name]}"\n' for name in SERVICES]
     tables[1] += f'model = "{model}"\nshadow_share = 0.2\n'
     return "\n".join(tables) + f'admin_listen = ["127.0.0.1:{admin}"]\n'
 
 
 def scraping(ports: dict[str, int]) -> str:
-    """Prometheus' configuration, with the alerts of the chart."""
+    """The configuration of Prometheus, with the chart's alerts."""
     targets = [f"127.0.0.1:{ports[name]}" for name in SERVICES]
     return json.dumps(
         {
@@ -84,7 +84,7 @@ def scraping(ports: dict[str, int]) -> str:
 
 
 async def traffic(address: str, seconds: float) -> tuple[float, str]:
-    """Questions over the example corpus, two at a time; gives when the first was asked, and a rich answer's trace."""
+    """Asks questions about the example corpus, two at a time; returns the start time and the trace id to show."""
     questions = json.loads((CORPUS / "questions.json").read_text())
     best, trace_id = -1.0, ""
     async with AsyncClient(address, timeout=120) as client:
@@ -99,24 +99,24 @@ async def traffic(address: str, seconds: float) -> tuple[float, str]:
             recipe = RECIPES[i % len(RECIPES)]
             answers = await asyncio.gather(*(client.ask("shelves", q, recipe=recipe, max_tokens=24) for q in asked))
             for summary in (a.summary for a in answers):
-                # The one to be shown has a bit of everything.
+                # Show the trace with the most kinds of hits, misses and fetches.
                 kinds = {hit.kind for hit in summary.hits}
                 rich = len(kinds) + bool(summary.chunks_missed) + bool(summary.bytes_fetched)
                 if summary.tokens_recomputed and rich > best:
                     best, trace_id = rich, summary.trace_id
             if time.time() > began + seconds:
-                # With nobody beside it, as the README asks it. The last one is shown, too.
+                # The README's question, alone. The admin page shows the last answer.
                 await client.ask("shelf", EXPLAINED, max_tokens=24)
                 return began, trace_id
     raise AssertionError
 
 
 async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id: str) -> None:
-    """A trace and an explained answer, as PNG."""
+    """Takes screenshots of a trace and of an explained answer."""
     async with browsing(chromium) as page:
-        # As high as the tree of spans, so that all of it is seen.
+        # High enough for the whole tree of spans.
         await page.size(1440, 1400)
-        # Until Phoenix has stored all of it.
+        # Retry until Phoenix has stored the whole trace.
         async with asyncio.timeout(UP_SECONDS):
             while True:
                 await page.open(f"{phoenix}/redirects/traces/{trace_id}")
@@ -140,17 +140,17 @@ async def pictures(out: Path, chromium: str, phoenix: str, admin: str, trace_id:
 
 
 async def alerts(prometheus: str) -> str:
-    """What became of the alerts. Raises SystemExit when Prometheus could not evaluate one."""
+    """Summarises the alerts' states. Raises SystemExit when Prometheus could not evaluate one."""
     async with aiohttp.ClientSession() as session, session.get(f"{prometheus}/api/v1/rules") as response:
         rules = [rule for group in (await response.json())["data"]["groups"] for rule in group["rules"]]
     if broken := [f"{rule['name']}: {rule['lastError']}" for rule in rules if rule["health"] != "ok"]:
         raise SystemExit("\n".join(broken))
     firing = [rule["name"] for rule in rules if rule["state"] == "firing"]
-    return f"{len(rules)} alerts, of which these fire: {', '.join(firing) or 'none'}"
+    return f"{len(rules)} alerts, of which are firing: {', '.join(firing) or 'none'}"
 
 
 async def settled(page: Page) -> None:
-    """Waits until nothing has changed on the page for a second, at most ten."""
+    """Waits until the page has not changed for a second, at most ten seconds."""
     await page.value(
         "new Promise((done) => { let last = setTimeout(done, 1000); setTimeout(done, 10000);"
         "new MutationObserver(() => { clearTimeout(last); last = setTimeout(done, 1000) })"
@@ -163,7 +163,7 @@ def tool(name: str, *places: Path) -> str:
         if place.exists():
             return str(place)
     if (found := shutil.which(name)) is None:
-        raise SystemExit(f"{name} is not there: scripts/setup.sh observe installs it, or says what is missing")
+        raise SystemExit(f"{name} is not installed: run scripts/setup.sh observe")
     return found
 
 
@@ -177,7 +177,7 @@ async def observe(flags: argparse.Namespace) -> None:
         folder = Path(made)
         (folder / "fusionkv.toml").write_text(settings(ports, ports["admin"], flags.model.absolute()))
         (folder / "prometheus.yml").write_text(scraping(ports))
-        told = {
+        phoenix_settings = {
             "PHOENIX_WORKING_DIR": made,
             "PHOENIX_HOST": "127.0.0.1",
             "PHOENIX_PORT": str(ports["phoenix"]),
@@ -191,18 +191,18 @@ async def observe(flags: argparse.Namespace) -> None:
         ours = (Path(sys.executable).parent / "fusionkv", "serve", "--config", "fusionkv.toml", "--listen", gateway)
         exported = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": at["phoenix-grpc"],
-            # Phoenix takes traces alone.
+            # Phoenix accepts only traces.
             "OTEL_METRICS_EXPORTER": "none",
             "OTEL_RESOURCE_ATTRIBUTES": "openinference.project.name=fusionkv",
         }
-        async with running("phoenix", (phoenix, "serve"), folder, **told):
-            print("Phoenix starts ...", flush=True)
+        async with running("phoenix", (phoenix, "serve"), folder, **phoenix_settings):
+            print("starting Phoenix ...", flush=True)
             await answering(f"{at['phoenix']}/readyz")
             async with (
                 running("fusionkv", ours, folder, **exported),
                 running("prometheus", (prometheus, *own), folder),
             ):
-                print("the services start ...", flush=True)
+                print("starting the services ...", flush=True)
                 await answering(f"{at['admin']}/")
                 await answering(f"{at['prometheus']}/-/ready")
                 print(f"traffic for {flags.seconds:g} s ...", flush=True)
@@ -212,7 +212,7 @@ async def observe(flags: argparse.Namespace) -> None:
                 print(await alerts(at["prometheus"]), flush=True)
                 await pictures(flags.out, chromium, at["phoenix"], f"{at['admin']}/", trace_id)
                 shown = f"Phoenix {at['phoenix']}, Prometheus {at['prometheus']}, answers {at['admin']}"
-                print(f"pictures in {flags.out}; {shown}", flush=True)
+                print(f"screenshots are in {flags.out}; {shown}", flush=True)
                 if flags.stay:
                     print("stop with Ctrl-C", flush=True)
                     await asyncio.Event().wait()
@@ -221,11 +221,11 @@ async def observe(flags: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--out", type=Path, default=ROOT / "docs/img", help="where the pictures go (default: docs/img)"
+        "--out", type=Path, default=ROOT / "docs/img", help="folder for the screenshots (default: docs/img)"
     )
-    parser.add_argument("--seconds", type=float, default=60, help="of traffic (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="duration of the traffic (default: %(default)s)")
     parser.add_argument("--model", type=Path, default=ROOT / "models/eased-3", help="a model directory")
-    parser.add_argument("--stay", action="store_true", help="leave all running afterwards, to look around")
+    parser.add_argument("--stay", action="store_true", help="keep everything running afterwards")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(observe(parser.parse_args()))
 

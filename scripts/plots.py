@@ -16,7 +16,7 @@ FOURTH = "#be185d"
 
 
 def storage(rows: dict[str, Any]) -> None:
-    """Entries stored as queries go on, for both corpora."""
+    """Entries stored over the number of queries, for both corpora."""
     growth = rows["growth"]
     sizes = sorted({row["workload"]["knowledge"] for row in growth})
     figure, panels = plt.subplots(1, len(sizes), figsize=(9, 3.4), layout="constrained")
@@ -48,7 +48,7 @@ def index(rows: list[dict[str, Any]]) -> None:
 
 
 def throughput(rows: list[dict[str, Any]]) -> None:
-    """Time to the first token as questions come faster, of every system; and the tokens that it generates."""
+    """Time to first token and generated tokens over the rate of questions, for every system."""
     figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     shown = [("ttft_p50_s", "time to the first token, median, s"), ("ttft_p99_s", "the same, 99th percentile, s")]
     names = dict.fromkeys(row["name"] for row in rows)
@@ -77,12 +77,12 @@ def main() -> None:
         {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "text.color": INK, "axes.edgecolor": INK}
         | {"axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK, "font.family": "sans-serif"}
     )
-    # A bench of its own each: what was not measured here keeps its plot.
+    # Each plot has its own benchmark; without results, the plot is not redrawn.
     for draw, name in ((storage, "storage.json"), (index, "scale.json"), (throughput, "throughput.json")):
         if (ROWS / name).exists():
             draw(json.loads((ROWS / name).read_text()))
         else:
-            print(f"no {ROWS / name}: {draw.__name__}.svg stays as it is")
+            print(f"{ROWS / name} does not exist: {draw.__name__}.svg is not redrawn")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The protos as pages of the documentation's site: every service, RPC, message and field with its comment."""
+"""Generates the documentation site's pages of the protos: every service, RPC, message and field with its comment."""
 
 import re
 import tempfile
@@ -10,7 +10,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).parent.parent
 PROTOS = ROOT / "protos"
-# Numbers of fields in descriptor.proto: comments are found by paths of them.
+# Field numbers in descriptor.proto, of which the paths of comments consist.
 _MESSAGE, _ENUM, _SERVICE, _SYNTAX = 4, 5, 6, 12
 _MEMBER = 2  # fields of a message, values of an enum, methods of a service
 _INNER_ENUM = 4
@@ -19,7 +19,7 @@ _REPEATED = pb.FieldDescriptorProto.LABEL_REPEATED
 
 
 def pages() -> dict[str, str]:
-    """Markdown by package: `gateway.v1` and the like."""
+    """Markdown pages by package, such as `gateway.v1`."""
     files = sorted(PROTOS.glob("*/v1/*.proto"))
     with tempfile.NamedTemporaryFile() as made:
         flags = ["--include_source_info", f"--descriptor_set_out={made.name}", f"-I{PROTOS}"]
@@ -34,11 +34,11 @@ def pages() -> dict[str, str]:
 
 
 def _part(file: pb.FileDescriptorProto) -> Iterator[str]:
-    """What one file of a package adds to its page."""
-    said = {tuple(at.path): at for at in file.source_code_info.location}
+    """The part of a package's page for one of its files."""
+    locations = {tuple(at.path): at for at in file.source_code_info.location}
 
     def comment(*path: int) -> str:
-        at = said.get(path)
+        at = locations.get(path)
         return _markdown((at.leading_comments or at.trailing_comments) if at else "")
 
     yield f"{comment(_SYNTAX)}\n"
@@ -101,7 +101,7 @@ def _linked(type_name: str) -> str:
 
 
 def _markdown(comment: str) -> str:
-    """Comments as they are, but lines below `Errors:` become a list."""
+    """A comment as Markdown; lines below `Errors:` become a list."""
     lines = [line.removeprefix(" ").rstrip() for line in comment.strip("\n").splitlines()]
     text = "\n".join(line.replace("<", "&lt;") if "`" not in line else line for line in lines)
     text = re.sub(r"^Errors:$", "Errors:\n", text, flags=re.MULTILINE)

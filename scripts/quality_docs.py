@@ -1,4 +1,4 @@
-"""Prints docs/journal/quality.md: its text up to the heading "Tables", then tables from a report."""
+"""Prints docs/journal/quality.md: its text up to the heading "Tables", followed by the tables of a report."""
 
 import json
 import sys
@@ -9,19 +9,19 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/journal/quality.md"
 HEADING = "## Tables\n"
-# What answers are judged by, best first; a task has the first of these that was measured on it.
+# Metrics of answers, most preferred first; a task's table shows the first one that was measured.
 JUDGED = (
     *("exact_match", "f1", "rouge_l", "string_match_all", "string_match_part", "number_match"),
     *("class_match", "code_similarity"),
 )
-# Counts alone: the report's seconds are those of whatever else ran on the machine, and differ by four times.
+# Only counts: the report's seconds vary by a factor of four with other load on the machine.
 COSTS = ("recomputed_tokens", "scored_rows")
 DEVIATION = "kv_deviation_layer_"
 Rows = dict[tuple[str, str, str, float, str], dict[str, Any]]
 
 
 def names(rows: Rows, place: int) -> list[Any]:
-    """Different values of one part of the rows' keys, in their order."""
+    """Distinct values of one part of the rows' keys, in order."""
     return list(dict.fromkeys(key[place] for key in rows))
 
 
@@ -45,14 +45,14 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def ratios(rows: Rows) -> list[float]:
-    """Those at which recipes that leave the ratio open were asked."""
+    """The ratios of recipes that were measured at several ratios."""
     several = {(recipe, r) for _, _, recipe, r, _ in rows}
     open_ = {recipe for recipe in names(rows, 2) if sum(name == recipe for name, _ in several) > 1}
     return sorted({r for recipe, r in several if recipe in open_})
 
 
 def recipes_at(rows: Rows, r: float) -> Iterator[tuple[str, float]]:
-    """Recipes that were asked at a ratio, and those that have one only."""
+    """Yields recipes that were measured at a ratio, and those that have a single ratio."""
     for recipe in names(rows, 2):
         known = {ratio for _, _, name, ratio, _ in rows if name == recipe}
         if r in known or len(known) == 1:
@@ -82,7 +82,7 @@ def costs(rows: Rows, r: float) -> Iterator[str]:
 
 
 def against_full(rows: Rows, r: float) -> Iterator[str]:
-    """First tokens that are full attention's, and KL from its distribution: the worst model's, task by task."""
+    """Yields the agreement of first tokens with full attention and the KL divergence, of the worst model by task."""
     tasks = names(rows, 1)
     yield head(tasks)
     for recipe, at in recipes_at(rows, r):
@@ -97,7 +97,7 @@ def against_full(rows: Rows, r: float) -> Iterator[str]:
 
 
 def deviations(rows: Rows) -> Iterator[str]:
-    """How far reused KV is from full attention's, by layer: means over the tasks, of the model that is furthest."""
+    """Yields the deviation of reused KV from full attention by layer: means over tasks, of the worst model."""
     layers = sorted({int(key[4].removeprefix(DEVIATION)) for key in rows if key[4].startswith(DEVIATION)})
     yield f"| recipe | {' | '.join(f'layer {layer}' for layer in layers)} |\n|---|{'---|' * len(layers)}\n"
     for recipe in names(rows, 2):

@@ -6,16 +6,16 @@ from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe, SimilarityGu
 
 HEAD = f"""# Recipes
 
-A recipe decides how the context of a prompt is made: how chunks are encoded, which tokens are recomputed, and how
-many. This page says which recipe to take, lists them all, and shows how to combine them with modifiers.
+A recipe determines how the KV of a prompt's context is made: how chunks are encoded, which tokens are recomputed, and
+how many. This page says which recipe to choose, lists all recipes, and shows how to combine them with modifiers.
 
     fusionkv ask CORPUS QUESTION --recipe prophetkv --ratio 0.3
 
-The ratio is the share of context tokens that is recomputed. Without a recipe, or with `default`, a request gets the
+The ratio is the share of context tokens to recompute. Without a recipe, or with `default`, a request uses the
 gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model with chunks encoded alone
 ([quality](quality.md#real-models)).
 
-| you want | take |
+| you want | use |
 |---|---|
 | the best answers for the time | the default |
 | less time, at some loss | a smaller ratio, or `full_reuse+corrected` |
@@ -36,30 +36,30 @@ A modifier changes one part of a recipe. Join up to 8 of them with `+`, as in `a
 `prophetkv+similarity_guided(5)+window`. Numbers in brackets may be left out; the table shows their defaults.
 """
 VERSIONS = """
-`full_attention` and `prefix_cache` take no modifier. For SnapKV over full attention, take a recipe with `snapkv` at a
+`full_attention` and `prefix_cache` take no modifiers. For SnapKV with full attention, use a recipe with `snapkv` at a
 ratio of 1: `fusionkv eval --recipes "epic+snapkv(64)" --ratios 1`.
 
 ## Versions of a chunk
 
-With `versions(N)` a chunk is reused as it was computed behind other chunks, if some of those stand before it now
-(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays where the same
-chunks come together again; otherwise it costs as much as full attention.
+With `versions(N)` a chunk is reused as it was computed after other chunks, if some of those precede it again
+(Cache-Craft). The cache keeps at most N versions of a chunk, up to 16 ([cache](cache.md)). This pays if the same
+chunks occur together again; otherwise it costs as much as full attention.
 
-- An exact hit comes first, then the version whose earlier chunks are most like the prompt's.
+- An exact hit is preferred, then the version whose earlier chunks are most similar to the prompt's.
 - A chunk without such a version is computed in full, and stored as a new version.
-- `fusionkv eval` refuses it, because its worth depends on the questions asked before.
+- `fusionkv eval` refuses it, because its results depend on earlier questions.
 """
 ADAPTIVE = """
 ## Adaptive ratio
 
 `adaptive(N,M)` recomputes N% of the ratio first. When a token of the answer has a probability below M per mille, the
-rest is recomputed, and the answer goes on from there. The reply then says `ratio_raised`.
+rest is recomputed, and decoding continues. The reply then has `ratio_raised`.
 """
 LINKED = """
 ## Link tokens
 
-`kvlink`, and any recipe with `linked(N)`, puts N trained tokens behind every chunk (KVLink 2.3). They are computed
-for each request and see everything before them; the question and the answer see them. A ratio of 1 uses none.
+`kvlink`, and any recipe with `linked(N)`, puts N trained tokens after every chunk (KVLink 2.3). They are computed for
+each request and see everything before them; the question and the answer see them. A ratio of 1 uses none.
 
 The model's tokenizer must have the added tokens `<|link_1_1|>`, `<|link_1_2|>`, ... for the first chunk,
 `<|link_2_1|>`, ... for the second, and so on. Other models are refused with FAILED_PRECONDITION. No such model is
@@ -76,9 +76,9 @@ every chunk, N% fewer than its tokens (KVLink 2.4). An entry takes N% fewer byte
   refused with FAILED_PRECONDITION. No such model is shipped:
   [models/README.md](../models/README.md#fine-tuning-for-anchor-tokens) trains one.
 - The ratio is 0, or 1 for full attention of the text.
-- Entries are made when they are first asked for; `fusionkv encode` makes none.
+- Entries are made when a request first needs them; `fusionkv encode` makes none.
 
-The [notes on quality](journal/quality.md#compressed-chunks) say what compression costs in answers.
+The [notes on quality](journal/quality.md#compressed-chunks) show how much quality compression costs.
 """
 
 
@@ -91,7 +91,7 @@ def encoded(recipe: Recipe) -> str:
 
 
 def linked(description: str) -> str:
-    """With the pages that it names as links."""
+    """A description with references to pages as links."""
     return description.replace("(docs/correction.md)", "([corrections](correction.md))")
 
 

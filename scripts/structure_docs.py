@@ -1,4 +1,4 @@
-"""Prints docs/structure.md: its text up to the heading "Files", then one line a file from the module docstrings."""
+"""Prints docs/structure.md: its text up to the heading "Files", then a line for each file from its docstring."""
 
 import ast
 from pathlib import Path
@@ -15,12 +15,12 @@ def sentence(file: Path) -> str:
 
 
 def files_of(package: Path) -> list[Path]:
-    """Python files that a person wrote and that hold more than a docstring."""
+    """Python files, without generated ones and `__init__.py`."""
     return sorted(f for f in package.rglob("*.py") if f.name != "__init__.py" and "_pb2" not in f.name)
 
 
 def table(folder: Path) -> str:
-    """One line a file of a folder, and the same of its folders."""
+    """A table with a line for each file of a folder, followed by the same for its folders."""
     files = [file for file in files_of(folder) if file.parent == folder]
     rows = "".join(f"| `{file.name}` | {sentence(file)} |\n" for file in files)
     found = [f"| file | what it is |\n|---|---|\n{rows}"] if rows else []

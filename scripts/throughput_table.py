@@ -1,4 +1,4 @@
-"""Prints the table of rates of docs/performance.md from the rows of a throughput run: the file is the argument."""
+"""Prints the throughput table of docs/performance.md from the result file of a run, given as the argument."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown, a line for each system and rate; p99 over the bound, where the rates end, is bold."""
+    """A Markdown table with a line for each system and rate. A p99 above the bound is bold."""
     lines = [
         "| system | questions/s | TTFT median, s | TTFT p99, s | tokens/s | engine idle |",
         "|---|---|---|---|---|---|",

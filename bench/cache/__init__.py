@@ -1,1 +1,1 @@
-"""Speed of the cache service, what an index costs, and the storage that it saves."""
+"""Benchmarks of the cache service: speed, cost of the index, and storage saved."""

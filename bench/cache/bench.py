@@ -1,12 +1,14 @@
-"""Speed of the cache service beside its limits: `python -m fusionkv.bench.cache.bench`.
+"""Measures the speed of the cache service against its limits: `python -m fusionkv.bench.cache.bench`.
 
-Every row is measured next to a bare gRPC server in a process of its own, which streams the same frames from one
-buffer and drops what it is sent: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical
-limit. The disk tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream,
-"fetch extent" reads the disk tier's files; the limit of the second is preadv of the same bytes, one entry after the
-other. These and their limits wait for nobody, and are given in processor time, which depends little on what else the
-machine does. "fetch cold" is "fetch extent" of files that are not in the page cache, by the clock.
-Over TCP, entries of 8 MiB and more are also fetched from a Redis, if there is a redis-server on this machine.
+Every row is measured next to a bare gRPC server in a separate process, which streams the same frames from a buffer
+and
+drops received ones: no checksums, no tiers, no OpenTelemetry. memcpy of the same size is the physical limit. The disk
+    tier's files are in the page cache. "fetch shared" copies from the service's memory without a stream. "fetch
+    extent" reads the disk tier's files; its limit is preadv of the same bytes, one entry after another. These two and
+    their limits never wait, and are given in CPU time, which depends little on other load. "fetch cold" is "fetch
+    extent" of files that are not in the page cache, in wall time. Over TCP, entries of 8 MiB and more are also
+    fetched from a Redis, if there is
+a redis-server on this machine.
 """
 
 import argparse
@@ -36,15 +38,15 @@ from fusionkv.protos.runtime.checksum import checksum
 KIB, MIB = 1 << 10, 1 << 20
 SYSTEM = hashlib.sha256(b"system prompt").digest()
 NAMESPACE = hashlib.sha256(b"bench").digest()
-# Bytes of an entry, and how many at once.
+# Bytes of an entry, and number of concurrent calls.
 SIZES = [(64 * MIB, 1), (8 * MIB, 1), (8 * MIB, 16), (100 * KIB, 1), (100 * KIB, 16)]
-# Ways to fetch without a stream, and the tier that the entries are in.
+# Ways to fetch without a stream, and the tier of the entries.
 _HERE = {"shared": "memory", "extent": "disk", "cold": "disk"}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measurement; speeds are GB/s over the wall clock of all calls of a round, median of the rounds."""
+    """A measurement. Speeds are GB/s over the wall time of all calls of a round, median of the rounds."""
 
     operation: str
     transport: str
@@ -52,14 +54,14 @@ class Row:
     at_once: int
     gb_per_s: float
     grpc_gb_per_s: float
-    """The bare gRPC server, same transport, size and concurrency."""
+    """Speed of the bare gRPC server with the same transport, size and concurrency."""
     memcpy_gb_per_s: float
-    """Of `fetch extent` and `fetch cold`: preadv."""
+    """Speed of memcpy; for `fetch extent` and `fetch cold`, of preadv."""
     cpu_s_per_gb: float
-    """Processor time of the service for a GB: unlike the speeds, it hardly depends on what else the machine does."""
+    """CPU time of the service per GB, which hardly depends on other load, unlike the speeds."""
     grpc_cpu_s_per_gb: float
     redis_gb_per_s: float | None = None
-    """GET of as many bytes by as many calls, copied into the same buffers."""
+    """Speed of GETs of the same size and concurrency from Redis, copied into the same buffers."""
 
     @property
     def of_grpc(self) -> float:
@@ -67,9 +69,9 @@ class Row:
 
 
 class Bench:
-    """One transport: two services and the floor, and buffers that are used again.
+    """The measurements of one transport, with two services and the bare server.
 
-    The service for rows of the disk tier has 1 MiB of memory, and a hot entry that fills it.
+    The service for rows of the disk tier has 1 MiB of memory, which a hot entry fills.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Bench:
         folder: Path,
         rounds: int,
     ) -> None:
-        """folder: the files of the second service."""
+        """folder: directory of the second service's files."""
         service, disk_service, floor = addresses
         self.transport = transport
         self.folder = folder
@@ -102,7 +104,7 @@ class Bench:
             await self.redis.close()
 
     async def warm_up(self) -> None:
-        """Writes all the space that the rows use once: fresh pages of memory and files cost 0.6 and 2 s/GB more."""
+        """Writes all space that the rows use once: new pages of memory and files cost 0.6 and 2 s/GB more."""
         for client in (self.disk_service, self.service):
             self.client = client
             for _ in range(2 + self.rounds):
@@ -110,10 +112,10 @@ class Bench:
             await self.client.delete(namespace=NAMESPACE)
 
     async def row(self, operation: str, size: int, at_once: int, tier: str = "") -> Row:
-        """Measures one operation; service and floor take turns, so that both see the same machine."""
+        """Measures an operation. Service and bare server alternate, so that both see the same load."""
         into = [memoryview(bytearray(size)) for _ in range(at_once)]
         on_disk, from_file = _HERE.get(tier, tier) == "disk", _HERE.get(tier) == "disk"
-        # A read from a device waits for it.
+        # Wall time where reads wait for a device.
         clock = time.process_time if tier in _HERE and tier != "cold" else time.perf_counter
         self.client = self.disk_service if on_disk else self.service
         await self.client.delete(namespace=NAMESPACE)
@@ -135,7 +137,7 @@ class Bench:
         for i in range(self.rounds + 1):
             before, floor_before = _cpu(pid), _cpu(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
-            # What lies behind a virtual disk may keep what was just read: each comes first in every other round.
+            # A virtual disk may cache what was just read, so the order alternates between rounds.
             if tier == "cold" and i % 2:
                 copy()
             if tier == "cold":
@@ -173,14 +175,14 @@ class Bench:
         return clock() - start
 
     async def _entries(self, size: int, count: int, tier: str) -> list[Entry]:
-        """As many entries that are in the given tier."""
+        """Stores `count` entries and looks them up, in the given tier."""
         expected = _HERE.get(tier, tier)
         if expected == "disk":
             filler = await self._put(MIB)
             for _ in range(100):
                 await self._find([filler])
             await self._fetch(MIB, memoryview(bytearray(MIB)), (await self._find([filler]))[0])
-        # Copied or read where it lies only under a lease; one of a millisecond is over by then.
+        # In-place copies and reads need a lease that lasts; a lease of 1 ms has expired, so the bytes are streamed.
         lease_ms = 600_000 if tier in _HERE else 1
         entries = await self._find([await self._put(size) for _ in range(count)], lease_ms)
         wrong = [entry.tier for entry in entries if entry.tier != expected]
@@ -189,7 +191,7 @@ class Bench:
         return entries
 
     def _open_extents(self, entries: Sequence[Entry]) -> list[tuple[int, int]]:
-        """Where each entry lies: a descriptor of the file, to be closed, and an offset."""
+        """File descriptors and offsets of the entries; the caller closes the files."""
         places = []
         for segment, offset in (entry.extent for entry in entries if entry.extent is not None):
             (path,) = self.folder.rglob(f"segments/{segment:06d}.*")
@@ -222,7 +224,7 @@ class Bench:
 
 
 def _cpu(pid: int) -> float:
-    """Processor seconds of a process so far, in steps of 10 ms."""
+    """CPU seconds of a process so far, in steps of 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -236,7 +238,7 @@ def _hashing(data: memoryview) -> float:
 async def measure(
     addresses: dict[str, tuple[str, ...]], pids: Sequence[int], folder: Path, rounds: int, done: Callable[[], None]
 ) -> list[Row]:
-    """A row for every size, transport and operation. folder: the files of the second service."""
+    """Measures a row for every size, transport and operation. folder: directory of the second service's files."""
     rows = []
     for transport, at in addresses.items():
         bench = Bench(transport, at, pids, folder, rounds)
@@ -260,7 +262,7 @@ def _start(*command: str) -> tuple[subprocess.Popen[str], list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="measurements a row; the median counts (default: 8)")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of each row, median reported (default: 8)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     parser.add_argument("--serve-floor", nargs="+", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

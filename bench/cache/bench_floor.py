@@ -1,4 +1,4 @@
-"""What the cache service's speed is held against: a bare gRPC stream, Redis, and copies within a process."""
+"""Baselines of the cache service's speed: a bare gRPC stream, Redis, and copies within a process."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _MIB = 1 << 20
 
 
 class Floor(grpc.GenericRpcHandler):
-    """The bare server: `/floor/get` streams as many bytes as it is asked for, `/floor/put` drops them."""
+    """The bare gRPC server: `/floor/get` streams as many bytes as requested, `/floor/put` drops them."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(64 * _MIB))
@@ -46,7 +46,7 @@ async def serve(addresses: Sequence[str]) -> None:
 
 
 class FloorClient:
-    """Asks the bare server."""
+    """A client of the bare gRPC server."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 4 * _MIB)])
@@ -68,7 +68,7 @@ class FloorClient:
 
 
 class Redis:
-    """A Redis of its own on loopback TCP, that writes nothing to disk, and the client that the Redis tier uses."""
+    """A Redis server on loopback TCP without persistence, and the same client as in the Redis tier."""
 
     def __init__(self) -> None:
         with socket.socket() as free:
@@ -77,7 +77,7 @@ class Redis:
         command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self._folder = tempfile.TemporaryDirectory(prefix="fusionkv-bench")
         self._process = subprocess.Popen(command, cwd=self._folder.name, stdout=subprocess.DEVNULL)
-        # It takes a moment to start.
+        # Retries while the server starts.
         self._client = redis.asyncio.Redis(port=port, retry=Retry(ConstantBackoff(0.1), 100))
 
     @classmethod
@@ -100,7 +100,7 @@ class Redis:
 
 
 def memcpy(into: Sequence[memoryview], data: memoryview) -> float:
-    """Fills buffers by plain copies, each from other bytes as far as there are any; GB/s of processor time."""
+    """Fills buffers by plain copies, each from different bytes as far as possible; GB/s of CPU time."""
     start = time.process_time()
     for n, buffer in enumerate(into):
         at = n * len(buffer) % (len(data) - len(buffer) + 1)
@@ -111,7 +111,7 @@ def memcpy(into: Sequence[memoryview], data: memoryview) -> float:
 def preadv(
     into: Sequence[memoryview], places: Sequence[tuple[int, int]], clock: Callable[[], float] = time.process_time
 ) -> float:
-    """Fills buffers one after the other, each from a file's descriptor and an offset; GB/s by the given clock."""
+    """Fills buffers one after another, each from a file descriptor and an offset; GB/s by the given clock."""
     start = clock()
     for buffer, (file, offset) in zip(into, places, strict=True):
         os.preadv(file, [buffer], offset)
@@ -119,6 +119,6 @@ def preadv(
 
 
 def drop_pages(file: int) -> None:
-    """Makes the next read of an open file go to its device, if the device is one of this machine."""
+    """Drops an open file from the page cache, so that the next read goes to its device, if that is local."""
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,9 +1,9 @@
-"""The cache service beside its peers: chunks put and got one after the other (`make bench-peers`).
+"""Compares the cache service with its peers: chunks are put and got one after another (`make bench-peers`).
 
-All are processes of this machine, over TCP. `fusionkv` alone keeps entries in its memory; over a Redis or a Mooncake
-Store, an entry is put into one service and got from another, and a put ends when a third one finds it. The same
-engines stand beside it, a value an entry, and LMCache's server. Processor time is that of all processes, the
-caller's included. Every byte that comes back is compared.
+All systems are processes on this machine, over TCP. `fusionkv` alone stores entries in its memory. Over a Redis or a
+Mooncake Store, an entry is put into one service and fetched from another, and a put ends when a third one finds it.
+The peers are the same engines used directly, with one value per entry, and LMCache's server. CPU time is that of all
+processes, including the caller. All fetched bytes are compared with those that were put.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.kvcache_service.remote import mooncake_engine
 
 MIB = 1 << 20
-# Bytes of a chunk, and how many of them are put and got.
+# Bytes of a chunk, and number of chunks.
 CHUNKS = {MIB: 64, 8 * MIB: 24, 64 * MIB: 6}
 NAMESPACE = hashlib.sha256(b"peers").digest()
 SYSTEM = hashlib.sha256(b"system prompt").digest()
@@ -45,7 +45,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One operation on chunks of one size. gb_s: over the clock of all of them; p99_ms: of one."""
+    """An operation on chunks of one size. gb_s: over the wall time of all chunks. p99_ms: of a single chunk."""
 
     system: str
     operation: str
@@ -56,7 +56,7 @@ class Row:
 
 
 class System(Protocol):
-    """What keeps chunks by number. pids: its processes beside this one."""
+    """A system that stores chunks by number. pids: its processes besides this one."""
 
     @property
     def pids(self) -> Sequence[int]: ...
@@ -69,7 +69,7 @@ class System(Protocol):
 
 
 class FusionKV:
-    """A cache service, or three over one engine: one is put into, one is asked, and one finds out when it can be."""
+    """A cache service, or three over one engine: for puts, for gets, and to wait until a put is visible."""
 
     def __init__(self, services: Sequence["Process"], pids: Sequence[int] = ()) -> None:
         self.pids = [*(service.pid for service in services), *pids]
@@ -78,7 +78,7 @@ class FusionKV:
     async def put(self, number: int, data: memoryview) -> None:
         path = [SYSTEM, _digest(number)]
         await self._clients[0].put(namespace=NAMESPACE, path=path, tokens=1, base=0, data=data, timeout=60)
-        # One that will be asked might fetch what it finds.
+        # Not through the service for gets, which might fetch the entry ahead of time.
         while len(self._clients) > 1 and await self._find(self._clients[-1], number) is None:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -89,7 +89,7 @@ class FusionKV:
         await client.fetch(entry, into, timeout=60)
 
     async def _find(self, client: CacheClient, number: int) -> Entry | None:
-        # A lease of a millisecond: the bytes come as a stream, as they do to another machine.
+        # With a lease of 1 ms the bytes are streamed, as they are to another machine.
         path: list[tuple[bytes, Sequence[bytes]]] = [(SYSTEM, ()), (_digest(number), ())]
         return (await client.lookup(NAMESPACE, path, lease_ms=1, timeout=30)).hits[1].entry
 
@@ -117,7 +117,7 @@ class Redis:
 
 
 class Mooncake:
-    """Two clients of a store: one lends the memory and puts, the other asks."""
+    """Two clients of a Mooncake Store: one contributes the memory and puts, the other one gets."""
 
     def __init__(self, port: int, pid: int) -> None:
         self.pids = [pid]
@@ -125,11 +125,11 @@ class Mooncake:
         for store, lent in zip(self._stores, (1 << 30, 0), strict=True):
             own = ("127.0.0.1", "P2PHANDSHAKE", lent, 256 * MIB, "tcp", "", f"127.0.0.1:{port}")
             if store.setup(*own):
-                raise RuntimeError("the Mooncake Store can't be joined")
+                raise RuntimeError("can't connect to the Mooncake Store")
 
     async def put(self, number: int, data: memoryview) -> None:
         if self._stores[0].put(f"peers:{number}", bytes(data)):
-            raise RuntimeError("the Mooncake Store refuses")
+            raise RuntimeError("the Mooncake Store refused a chunk")
 
     async def get(self, number: int, into: memoryview) -> None:
         into[:] = self._stores[1].get(f"peers:{number}")
@@ -141,7 +141,7 @@ class Mooncake:
 
 
 class LMCache:
-    """LMCache's server by its wire format, lmcache/v1/protocol.py of 0.5.6; a put ends when it says it has it."""
+    """LMCache's server, by its wire format (lmcache/v1/protocol.py of 0.5.6). A put ends when the chunk exists."""
 
     _PUT, _GET, _EXIST = 1, 2, 3
     _REQUEST, _REPLY, _OK, _UINT8 = struct.Struct("9i150s"), struct.Struct("9i"), 200, 6
@@ -155,12 +155,12 @@ class LMCache:
         self._socket.sendall(data)
         self._send(self._EXIST, number)
         if self._reply()[0] != self._OK:
-            raise RuntimeError("LMCache's server has not kept a chunk")
+            raise RuntimeError("LMCache's server did not store a chunk")
 
     async def get(self, number: int, into: memoryview) -> None:
         self._send(self._GET, number)
         if self._reply()[:2] != (self._OK, len(into)):
-            raise RuntimeError("LMCache's server has lost a chunk")
+            raise RuntimeError("LMCache's server lost a chunk")
         self._fill(into)
 
     async def close(self) -> None:
@@ -179,15 +179,15 @@ class LMCache:
         while into:
             count = self._socket.recv_into(into)
             if not count:
-                raise RuntimeError("LMCache's server hung up")
+                raise RuntimeError("LMCache's server closed the connection")
             into = into[count:]
 
 
 class Process:
-    """A server; its output goes to a file in the folder. address: where a cache service says that it listens."""
+    """A server process, whose output goes to a file in the folder. address: of a cache service, from its output."""
 
     def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
-        """env: beside this process's."""
+        """env: environment variables besides this process's."""
         self._command = command
         self._log = Path(tempfile.mkstemp(dir=folder)[1])
         with self._log.open("w") as out:
@@ -213,7 +213,7 @@ class Process:
         self._process.terminate()
         try:
             self._process.wait(60)
-        except subprocess.TimeoutExpired:  # a peer that stands still
+        except subprocess.TimeoutExpired:  # a peer that hangs
             self._process.kill()
             self._process.wait()
 
@@ -221,12 +221,12 @@ class Process:
         end = time.monotonic() + seconds
         while not ready():
             if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(f"{self._command[0]} does not serve:\n{self._log.read_text()}")
+                raise RuntimeError(f"{self._command[0]} did not start:\n{self._log.read_text()}")
             time.sleep(0.02)
 
 
 async def measure(name: str, system: System, sizes: dict[int, int], step: Callable[[], None]) -> list[Row]:
-    """Two rows a size: all chunks are put, and then got."""
+    """Measures two rows for each size: all chunks are put, and then got."""
     rows, numbers = [], itertools.count()
     pids = (os.getpid(), *system.pids)
     try:
@@ -256,14 +256,14 @@ async def _timed(
     pids: Sequence[int],
     into: memoryview,
 ) -> Row:
-    """The first chunk warms up."""
+    """Times an operation on all chunks; the first one is a warm-up."""
     took, cpu = [], 0.0
     for number, data in chunks.items():
         cpu_before, start = sum(map(_cpu, pids)), time.perf_counter()
         await run(number, data)
         seconds, spent = time.perf_counter() - start, sum(map(_cpu, pids)) - cpu_before
         if operation == "get" and into != data:
-            raise RuntimeError(f"{name} gave other bytes than it got")
+            raise RuntimeError(f"{name} returned different bytes")
         if number != next(iter(chunks)):
             took.append(seconds)
             cpu += spent
@@ -273,7 +273,7 @@ async def _timed(
 
 
 def _cpu(pid: int) -> float:
-    """Processor seconds of all threads of a process so far, by the scheduler's own clock."""
+    """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
 
@@ -284,7 +284,7 @@ def _digest(number: int) -> bytes:
 
 @contextmanager
 def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
-    """By name, what begins a system whose servers run; or why there is none."""
+    """Starts all servers. Yields by name a function that connects to a system, or why it is not available."""
     with ExitStack() as stack:
 
         def start(*command: str) -> Process:
@@ -331,7 +331,7 @@ def systems(folder: Path) -> Iterator[dict[str, Callable[[], System] | str]]:
             peer = start(str(PEERS), "-P", "-m", "lmcache.v1.server", "127.0.0.1", str(here), "cpu").listens(here)
             found["lmcache server"] = lambda: LMCache(here, peer.pid)
         else:
-            found["lmcache server"] = f"there is no {PEERS}: make bench-peers installs it"
+            found["lmcache server"] = f"{PEERS} does not exist: make bench-peers installs it"
         yield found
 
 
@@ -351,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.peers", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     parser.add_argument("--only", metavar="TEXT", default="", help="only systems whose names contain it")
-    parser.add_argument("--quick", action="store_true", help="three chunks of 1 MiB, to see that all of it runs")
+    parser.add_argument("--quick", action="store_true", help="only three chunks of 1 MiB, as a test")
     options = parser.parse_args(argv)
     sizes = {MIB: 3} if options.quick else CHUNKS
     rows: list[Row] = []
@@ -376,7 +376,7 @@ async def _run(name: str, make: Callable[[], System], sizes: dict[int, int], ste
 
 
 def _show(rows: Sequence[Row]) -> None:
-    """With what of its engine's speed each of ours has."""
+    """Prints the rows, with the speed of `fusionkv` over an engine as a share of the engine's own."""
     speeds: dict[Any, float] = {(row.system, row.operation, row.bytes): row.gb_s for row in rows}
     table = Table(title=f"{os.cpu_count()} CPUs, all on one machine over TCP")
     for title in ("system", "operation", "MiB", "GB/s", "of its engine", "CPU s/GB", "p99 ms"):

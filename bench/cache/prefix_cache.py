@@ -1,4 +1,4 @@
-"""What simulations compare the index with: a prefix cache without bounds, as vLLM's, with or without backtracking."""
+"""The simulations' baseline: an unbounded prefix cache like that of vLLM, with or without backtracking."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from fusionkv.kvcache_service.keys import entry_key, path_keys
 
 
 class PrefixCache:
-    """Chunks by the exact path before them.
+    """A cache of chunks by their exact path. Misses are stored.
 
-    With `backtrack` it also looks behind shorter paths, as FusionRAG 4.1 describes: the earlier chunks are dropped
-    one at a time, the system prompt never, until an entry is found. What is not found is stored by its exact path.
+    With `backtrack` it also tries shorter paths, as FusionRAG 4.1 describes: the chunks after the system prompt are
+    dropped one at a time until an entry is found.
     """
 
     def __init__(self, namespace: bytes, *, backtrack: bool) -> None:
@@ -22,7 +22,7 @@ class PrefixCache:
         return len(self._entries)
 
     def ask(self, path: Sequence[bytes]) -> list[HitKind]:
-        """How each element of a path was found; those that were not are stored."""
+        """Looks up each element of a path, and stores misses."""
         kinds = []
         for at, key in enumerate(path_keys(self._namespace, path)):
             if key in self._entries:

@@ -1,9 +1,9 @@
-"""What an index of many chunks costs: `python -m fusionkv.bench.cache.scale`.
+"""Measures the cost of an index of many chunks: `python -m fusionkv.bench.cache.scale`.
 
-For each number of chunks, in a process of its own: the files of a disk tier are written, a store is opened on them,
-asked for paths of 20 chunks, and given some more. The segment files are sparse: entries have their places and no
-bytes, all else is as in service. Of 1,000 chunks 979 are encoded right after the system prompt, 20 behind each other
-as one path, and one has a second replica. Times are processor times: other work on the machine is not in them.
+For each number of chunks, a new process writes the files of a disk tier, opens a store on them, looks up paths of 20
+chunks, and adds chunks. The segment files are sparse: entries have places but no bytes. Of 1,000 chunks, 979 are
+encoded right after the system prompt, 20 after each other as one path, and one has a second replica. Times are CPU
+times, which other load on the machine hardly affects.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 
 NAMESPACE = keys.namespace(b"scale", {}, "")
 SYSTEM = keys.chunk_digest([0])
-PATH = 20  # chunks of a path that is asked for
+PATH = 20  # chunks of a looked-up path
 GROUP = 1000
 LOOKUPS = 5000
 ADDED = 5000
@@ -46,21 +46,21 @@ ADDED = 5000
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One size. Lookups are whole calls of the store, lease and heat included, without gRPC; microseconds."""
+    """The results for one number of chunks. Lookups are calls of the store with lease and heat, without gRPC."""
 
     chunks: int
     bytes_per_chunk: float
-    """Memory of the process; the disk tier's index is a file, mapped, and not part of it."""
+    """Anonymous memory of the process; the disk tier's index is a mapped file and not included."""
     index_file_bytes_per_chunk: float
     add_us: float
-    """A chunk made visible: its place, the disk tier's record, the index, its key."""
+    """Microseconds to make a chunk visible: place, record of the disk tier, index and key."""
     lookup_us: dict[str, tuple[float, float]]
-    """Median and 99th percentile of a path found exactly, in other ways but for its first chunk, and not at all."""
+    """Microseconds by kind of hit, median and 99th percentile. An alternative path's first chunk is an exact hit."""
     restart_seconds: float
 
 
 def path_of(group: int, length: int = PATH) -> list[bytes]:
-    """A path of chunks that are stored behind each other."""
+    """A path of chunks that are stored after each other."""
     return [SYSTEM, *(chunk(group * GROUP + i) for i in range(length))]
 
 
@@ -69,7 +69,7 @@ def chunk(number: int) -> bytes:
 
 
 def record_at(number: int) -> record.Record:
-    """The entry that a number stands for."""
+    """The entry with a number."""
     group, i = divmod(number, GROUP)
     if i < PATH:
         path = path_of(group)[: 2 + i]
@@ -82,7 +82,7 @@ def record_at(number: int) -> record.Record:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Anonymous memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
@@ -92,7 +92,7 @@ def capacity(chunks: int) -> int:
 
 
 def write_files(directory: Path, chunks: int) -> None:
-    """What a disk tier of so many entries leaves behind. Records come in the order of their keys: each page once."""
+    """Writes the files of a disk tier, with records in the order of their keys, so that each page is written once."""
     (directory / "segments").mkdir(parents=True)
     for segment in range(capacity(chunks) // SEGMENT_BYTES + 1):
         with open(directory / "segments" / f"{segment:06d}.kv", "wb") as file:
@@ -112,7 +112,7 @@ def make_store(directory: Path, chunks: int) -> Store:
 
 
 def add(store: Store, chunks: int) -> float:
-    """Adds entries as a Put does, but for their bytes; microseconds each."""
+    """Adds entries as a Put does, without bytes; returns microseconds per entry."""
     residents = store.residents
     home = residents.home
     start = time.process_time()
@@ -168,10 +168,10 @@ async def measure(directory: Path, chunks: int) -> Row:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.scale", description=__doc__)
     parser.add_argument(
-        "--chunks", type=int, default=1_000_000, help="up to so many, from 10,000 in steps of 10 times"
+        "--chunks", type=int, default=1_000_000, help="maximum number of chunks, from 10,000 in factors of 10"
     )
     parser.add_argument(
-        "--directory", type=Path, help="where the disk tiers are made (default: a temporary directory)"
+        "--directory", type=Path, help="directory for the disk tiers (default: a temporary directory)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     parser.add_argument("--only", type=int, help=argparse.SUPPRESS)

@@ -1,8 +1,8 @@
-"""Storage with and without alternative paths: `python -m fusionkv.bench.cache.simulation`.
+"""Simulates storage with and without alternative hits: `python -m fusionkv.bench.cache.simulation`.
 
-FusionRAG 5.3.3: 1,000 queries, 60% of their chunks in the knowledge base, 30% uploaded and shared, 10% unique. The
-store and the index are those of the service; only the bytes of the entries are left out. Next to them, on the same
-queries, a standard prefix cache and one with the backtracking that the paper describes. Nothing is ever evicted.
+The workload is that of FusionRAG 5.3.3: 1,000 queries, with 60% of their chunks from the knowledge base, 30% uploaded
+and shared, and 10% unique. Store and index are those of the service, without the entries' bytes. Baselines on the
+same queries are a standard prefix cache, and one with the backtracking that the paper describes. Nothing is evicted.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 
 NAMESPACE = keys.namespace(b"simulation", {}, "")
-# The values at which the paper's own algorithm comes nearest to the paper's four figures; it states none of them.
+# Values for which the paper's algorithm comes closest to its four reported figures; the paper does not state them.
 PAPER = Workload(queries=1000, chunks=6, knowledge=12, shared=200, zipf=0.5)
 SWEEP: list[dict[str, Any]] = [
     *({"chunks": n} for n in (4, 5, 8, 10)),
@@ -43,12 +43,12 @@ SWEEP: list[dict[str, Any]] = [
     {"sorted": True},
     *({"knowledge": 1000, "shared": 1000, "topics": n, "sorted": True} for n in (1, 10, 50)),
 ]
-# A corpus that a service may well have; what grows with the queries is drawn over it.
+# A realistic corpus, for the growth of storage with the number of queries.
 LARGE = Workload(queries=1000, chunks=10, knowledge=100_000, shared=10_000, zipf=1.0, topics=100, sorted=True)
 
 
 class WithoutBytes(MemoryTier):
-    """The memory tier's space, handed out as ever; what is written to it is dropped."""
+    """A memory tier that allocates space but drops the bytes."""
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         pass
@@ -56,12 +56,12 @@ class WithoutBytes(MemoryTier):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one cache did with one workload. Chunks are of one size, so that entries measure storage."""
+    """The result of a cache with a workload. All chunks have the same size, so entries measure storage."""
 
     stored: int
-    """Entries at the end: of the knowledge base, which is there from the start, and of chunks that were computed."""
+    """Entries at the end: those of the knowledge base, stored before, and those of computed chunks."""
     redundant: int
-    """Computations of a chunk that was in the cache, behind other chunks."""
+    """Computations of a chunk that the cache had after other chunks."""
     exact: int
     alternative: int
     missed: int
@@ -72,9 +72,9 @@ class Outcome:
 
 
 class Service:
-    """The cache service's store and a worker's use of it: one Lookup a query, one Put for each miss.
+    """The cache service's store, used like a worker does: one Lookup per query, one Put for each miss.
 
-    A miss is encoded after the system prompt alone, as the worker does it, or `in_place`, behind the whole path.
+    A miss is encoded after the system prompt only, as in the worker, or, with `in_place`, after the whole path.
     """
 
     def __init__(self, capacity: int, *, in_place: bool = False) -> None:
@@ -108,7 +108,7 @@ class Service:
 
 
 class Baseline:
-    """A prefix cache behind the same call."""
+    """A prefix cache with the same interface."""
 
     def __init__(self, backtrack: bool) -> None:
         self._cache = PrefixCache(NAMESPACE, backtrack=backtrack)
@@ -124,7 +124,7 @@ class Baseline:
 
 
 async def simulate(workload: Workload, cache: Service | Baseline, marks: Sequence[int]) -> list[tuple[int, Outcome]]:
-    """Runs a workload; gives what was so after each number of queries in `marks`."""
+    """Runs a workload; returns the outcome after each number of queries in `marks`."""
     seen: set[bytes] = set()
     for chunk in workload.corpus():
         await cache.ask([SYSTEM, chunk])
@@ -166,7 +166,7 @@ async def compare(workload: Workload, marks: Sequence[int], backtracking: bool) 
 
 
 async def measure(seeds: int, queries: int, progress: Progress) -> dict[str, list[dict[str, Any]]]:
-    """The paper's point and what lies around it, each with several seeds; then growth, with one."""
+    """Simulates the paper's workload and variations of it, with several seeds; then growth, with one seed."""
     points = [PAPER, *(replace(PAPER, **changes) for changes in SWEEP)]
     task = progress.add_task("workloads", total=len(points) * seeds + 2)
     sweep, growth = [], []
@@ -183,9 +183,9 @@ async def measure(seeds: int, queries: int, progress: Progress) -> dict[str, lis
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.simulation", description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3, help="workloads of each kind (default: 3)")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of each workload (default: 3)")
     parser.add_argument(
-        "--queries", type=int, default=30_000, help="how far growth is followed (default: 30,000; a million: an hour)"
+        "--queries", type=int, default=30_000, help="queries of the growth (default: 30,000; a million takes an hour)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     options = parser.parse_args(argv)
@@ -228,10 +228,10 @@ def _show(rows: dict[str, list[dict[str, Any]]], seconds: float) -> None:
 
 
 def _differs(workload: dict[str, Any]) -> str:
-    """What of a workload is not as at the paper's point."""
+    """The parameters of a workload that differ from the paper's."""
     names = [field.name for field in fields(Workload) if field.name != "seed"]
     changed = [f"{n} {workload[n]}" for n in names if workload[n] != getattr(PAPER, n)]
-    return ", ".join(changed) or "the paper's point"
+    return ", ".join(changed) or "the paper's workload"
 
 
 def _mean(rows: list[dict[str, Any]], cache: str, what: str) -> float:

@@ -1,4 +1,4 @@
-"""Queries of a RAG service as paths of chunks: some from a knowledge base, some uploaded and shared, some unique."""
+"""Generates the queries of a RAG service as paths of chunks: from a knowledge base, shared uploads, or unique."""
 
 import random
 from bisect import bisect_right
@@ -9,7 +9,7 @@ from itertools import accumulate
 from fusionkv.kvcache_service import keys
 
 SYSTEM = keys.chunk_digest([0])
-# FusionRAG 5.3.3: shares of the chunks that queries ask for.
+# Shares of the queries' chunks (FusionRAG 5.3.3).
 KNOWLEDGE, SHARED = 0.6, 0.3
 
 
@@ -18,21 +18,21 @@ class Workload:
     """A seeded sequence of queries.
 
     A query has `chunks` different chunks, each from the knowledge base with probability 0.6, from the shared uploads
-    with 0.3, and otherwise one that no other query has. Every query belongs to one of `topics`, drawn with the same
-    exponent as the chunks within it; each topic has an equal part of the knowledge base and of the uploads. Chunk
-    number r of a topic is asked for in proportion to (r + 1) ** -zipf.
+    with probability 0.3, and otherwise unique to the query. Every query belongs to one of `topics`, drawn with the
+    same exponent as the chunks within it. Each topic has an equal part of the knowledge base and of the uploads.
+    Chunk r of a topic is drawn with a probability proportional to (r + 1) ** -zipf.
     """
 
     queries: int
     chunks: int
     knowledge: int
-    """Chunks of the knowledge base."""
+    """Number of chunks of the knowledge base."""
     shared: int
-    """Uploads that several queries have."""
+    """Number of chunks of shared uploads."""
     zipf: float
     topics: int = 1
     sorted: bool = False
-    """Chunks in the order of their documents, as the gateway sends them; else in the order they were drawn."""
+    """Whether chunks are in the order of their documents, as the gateway sends them, or in the order drawn."""
     seed: int = 0
 
     def corpus(self) -> list[bytes]:
@@ -40,7 +40,7 @@ class Workload:
         return [_digest("knowledge", i) for i in range(self.knowledge)]
 
     def __iter__(self) -> Iterator[list[bytes]]:
-        """Each query's digests, the system prompt first."""
+        """Yields each query's digests, the system prompt first."""
         draw = random.Random(self.seed)
         pools = {"knowledge": self.knowledge // self.topics, "shared": self.shared // self.topics}
         ranks = {kind: _cumulated(size, self.zipf) for kind, size in pools.items()}

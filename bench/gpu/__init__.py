@@ -1,1 +1,1 @@
-"""All that is to be measured on one GPU, in one run."""
+"""Benchmarks of a GPU: all measurements in one run."""

@@ -1,4 +1,4 @@
-"""From a disk into device memory: through pinned host memory, and by kvikio; and the checksum of what arrived."""
+"""Reads from a disk into device memory, through pinned host memory and with kvikio, and the device's checksum."""
 
 import os
 import tempfile
@@ -11,11 +11,12 @@ from fusionkv.bench.gpu.setup import Setup, share
 from fusionkv.kernels.checksum import piece_digests
 from fusionkv.kernels.xxh3 import accumulate
 
-# As protos/runtime/checksum.py has it, which needs a package that this run may lack.
+# As in protos/runtime/checksum.py, which needs a package that may not be installed for this run.
 _PIECE_BYTES = 256 << 10
 
 
 def measure(setup: Setup) -> None:
+    """Measures each way to read, and the checksum."""
     if not setup.allows("reading from a disk", 15):
         return
     size = max(setup.sizes.copied // 16, _PIECE_BYTES)
@@ -36,7 +37,7 @@ def measure(setup: Setup) -> None:
             device.zero_()
             ms = setup.clock.ms(run)
             if not device.cpu().equal(written):
-                setup.report.fail(f"reading from a disk {name}: other bytes arrived")
+                setup.report.fail(f"reading from a disk {name}: the bytes differ")
             rate = size / ms / 1e6
             baseline = "through pinned host memory" if host_ms else ""
             row = Row("disk", f"{name}, {size >> 20} MiB", ms, baseline=baseline, baseline_ms=host_ms, rate=rate)
@@ -51,7 +52,7 @@ def _through_host(file: int, device: torch.Tensor) -> Callable[[], None]:
     host = torch.empty(len(device), dtype=torch.uint8, pin_memory=device.is_cuda)
 
     def run() -> None:
-        # kvikio reads from the disk itself; so does this.
+        # Drops the page cache: kvikio reads from the disk, too.
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.preadv(file, [host.numpy().data], 0)
         device.copy_(host)
@@ -76,17 +77,17 @@ def _direct(file: int, device: torch.Tensor) -> Callable[[], object] | None:
 
 
 def _checksum(setup: Setup, data: torch.Tensor) -> tuple[object, ...]:
-    """All bytes are read once, those of a line twice, from the cache."""
+    """Measures the checksum, which reads all bytes twice, the second time from the cache."""
     few = data[: 4 * _PIECE_BYTES]
     expected = accumulate(few.cpu(), _PIECE_BYTES)
     if setup.device.type == "cuda":
         from fusionkv.kernels.gpu import checksum_triton
 
         if not checksum_triton.accumulate(few, _PIECE_BYTES).cpu().equal(expected):
-            setup.report.fail("checksum: the kernel's accumulators are not the reference's")
+            setup.report.fail("checksum: the kernel's accumulators differ from the reference")
     ms = setup.clock.ms(lambda: piece_digests(data, _PIECE_BYTES))
     rate = len(data) / ms / 1e6
     # The ceiling counts bytes read and bytes written.
     part = share(rate, setup.copy_gbs / 2)
     setup.report.add(Row("disk", f"checksum, {len(data) >> 20} MiB", ms, rate=rate, share=part))
-    return "checksum there", rate, None, part
+    return "checksum on the device", rate, None, part

@@ -1,7 +1,7 @@
-"""Speed and correctness on one GPU: the kernels against reference and rivals, and time to first token of a 7B model.
+"""Speed and correctness on a GPU: kernels against reference and other kernels, and time to first token of a 7B model.
 
-Needs torch and triton, and for the time to first token what a fusion worker imports (transformers, grpcio, jinja2);
-no installation of this package. Ceilings and baselines are measured in the same run.
+Needs torch and triton, and for the time to first token the packages that a fusion worker imports (transformers,
+grpcio, jinja2); this package need not be installed. Ceilings and baselines are measured in the same run.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def _commit() -> str:
 
 
 def _run(args: argparse.Namespace) -> int:
-    """All parts, the short ones first. A part that breaks is told of and does not stop the others."""
+    """Runs all parts, the short ones first. A part that fails is reported and does not stop the others."""
     from fusionkv.bench.gpu import disk, ttft
     from fusionkv.bench.gpu.report import Machine, Report
     from fusionkv.bench.gpu.setup import FULL, TINY, Setup
@@ -43,7 +43,7 @@ def _run(args: argparse.Namespace) -> int:
 
     torch.manual_seed(0)
     if args.tiny:
-        torch.set_num_threads(1)  # toy shapes: a second thread costs more in waiting than it saves
+        torch.set_num_threads(1)  # at toy sizes, a second thread waits longer than it computes
     device = torch.device("cpu" if args.tiny else "cuda")
     report = Report(Machine.of(device, args.commit or _commit()), args.out)
     setup = Setup(
@@ -62,7 +62,7 @@ def _run(args: argparse.Namespace) -> int:
             part.measure(setup)
         except Exception as error:
             traceback.print_exc()
-            report.fail(f"{name} broke: {type(error).__name__}: {error}".splitlines()[0])
+            report.fail(f"{name} failed: {type(error).__name__}: {error}".splitlines()[0])
     print(f"\n{len(report.rows)} rows in {time.perf_counter() - started:.0f} s, written to {args.out or 'no file'}")
     for failure in report.failures:
         print(f"FAILED {failure}")
@@ -74,23 +74,23 @@ def main() -> int:
         prog="python -P bench/gpu/gpu.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit status: 0 all checks passed, 1 a check failed or a part broke, 2 no CUDA device.",
+        epilog="Exit status: 0 all checks passed, 1 a check or a part failed, 2 no CUDA device.",
     )
     parser.add_argument(
         "--budget-seconds",
         type=float,
         default=440,
         metavar="S",
-        help="rows that would end later are left out and named, the longest first (%(default)s)",
+        help="skip rows that would end later, the longest ones first (%(default)s)",
     )
-    parser.add_argument("--commit", default="", help="recorded with every row (what git says)")
+    parser.add_argument("--commit", default="", help="commit to record in every row (default: from git)")
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE.csv",
-        help=f"append the rows there ({OUT.relative_to(ROOT)}; nowhere with --tiny)",
+        help=f"file to append the rows to (default: {OUT.relative_to(ROOT)}; none with --tiny)",
     )
-    parser.add_argument("--tiny", action="store_true", help="every part at toy sizes on the CPU: tests this script")
+    parser.add_argument("--tiny", action="store_true", help="run every part at toy sizes on the CPU, as a test")
     args = parser.parse_args()
     if not args.tiny and not torch.cuda.is_available():
         print("no CUDA device: nothing to measure (--tiny runs every part at toy sizes on the CPU)", file=sys.stderr)

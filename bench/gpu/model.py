@@ -1,4 +1,4 @@
-"""A Qwen2 model with random weights, served as the fusion worker does: chunks in host memory, a pool, a question."""
+"""A Qwen2 model with random weights, served as in the fusion worker: chunks in host memory, a pool, a question."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 
 class Served:
-    """One request to one model. Positions: system prompt, chunks, question. Slots: the same, then fresh ones."""
+    """A request to a model. Positions are system prompt, chunks, question; slots are the same, then fresh ones."""
 
     def __init__(self, setup: Setup) -> None:
         sizes, self._device = setup.sizes, setup.device
@@ -33,26 +33,26 @@ class Served:
         self._stale[SYSTEM:] = True
         self._ids = torch.randint(self._model.vocabulary, (self._tokens,), device=self._device)
         kv = self._model.kv
-        # All fresh tokens fit behind the cached ones: full attention writes over everything, and loading restores it.
+        # Fresh tokens fit after the cached ones. Full attention overwrites all slots, and loading restores them.
         slots = 2 * self._start + QUESTION
         self._pool = torch.zeros(kv.layers, 2, slots, kv.kv_heads, kv.head_dim, dtype=kv.dtype, device=self._device)
         self._host = HostCache(self._pool, self._parts[1:], self._model.network.model.layers)
         self.cached_bytes = self._host.bytes
 
     def install(self) -> None:
-        """Makes the model attend through the pool, for good."""
+        """Switches the model permanently to attention over the pool."""
         attention.install(self._model)
 
     def sdpa(self) -> int:
-        """First token by transformers' own SDPA over the whole prompt, keeping no cache; before `install`."""
+        """First token by transformers' SDPA over the whole prompt, without a cache; only before `install`."""
         return self._first(self._sdpa_hidden())
 
     def full(self) -> int:
-        """First token with every token a row, in one step: 28k rows of a 7B model take 4 GiB beside the weights."""
+        """First token with every token a row, in one step: 28k rows of a 7B model take 4 GiB besides the weights."""
         return self._first(self._full_hidden())
 
     def disagreement(self) -> float:
-        """Norm of the difference between both full forwards' last hidden states, over the norm."""
+        """Relative norm of the difference between the last hidden states of both full forwards."""
         ours = self._full_hidden()[-1].float()
         network = self._model.network
         network.config._attn_implementation = "sdpa"
@@ -61,11 +61,11 @@ class Served:
         return float((ours - other).norm() / other.norm())
 
     def load(self) -> None:
-        """Begins to copy all chunks into the pool."""
+        """Starts copying all chunks into the pool."""
         self._host.load()
 
     def select(self, ratio: float) -> torch.Tensor:
-        """Positions int64 [tokens], ascending, on the CPU: those the question attends to most in the last layer."""
+        """int64 [tokens], ascending, on the CPU: positions that the question attends to most in the last layer."""
         count = budget(ratio, self.context, self.context)
         if count == 0:
             return torch.empty(0, dtype=torch.int64)
@@ -79,13 +79,13 @@ class Served:
         return self._first(attention.forward(self._model, self._batch(self._span(chosen), [])))
 
     def operations(self, ratio: float) -> int:
-        """Floating-point operations of a forward over so much of the context and the question, without scoring."""
+        """Floating-point operations of a forward over a share of the context and the question, without scoring."""
         if ratio == 1:
             rows, pairs = self._tokens, self._tokens * (self._tokens + 1) // 2
         else:
             count = budget(ratio, self.context, self.context)
             rows = count + QUESTION
-            # A chosen token stands anywhere among the chunks, so in the mean it sees half of them.
+            # A chosen token is anywhere among the chunks, so on average it sees half of them.
             pairs = (count * (SYSTEM + self._start) + QUESTION * (self._start + self._tokens)) // 2
         shape, kv = self._shape, self._model.kv
         width = 2 * shape.hidden + 2 * kv.kv_heads * kv.head_dim + 3 * shape.intermediate
@@ -109,7 +109,7 @@ class Served:
 
     @torch.inference_mode()
     def _sdpa_hidden(self) -> torch.Tensor:
-        # The CPU has a flash backend of its own; on a GPU it is named so that no slower one is the baseline.
+        # Named explicitly so that the baseline on a GPU is not a slower backend. The CPU has a flash backend, too.
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             out = self._model.network.model(input_ids=self._ids[None], use_cache=False)
         hidden: torch.Tensor = out.last_hidden_state[0]
@@ -120,7 +120,7 @@ class Served:
 
 
 def build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> models.Model:
-    """The model with random weights, made where it runs."""
+    """A model with random weights, created on its device."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -141,7 +141,7 @@ def build(shape: ModelShape, dtype: torch.dtype, device: torch.device) -> models
     for module in network.modules():
         if module.__class__.__name__.endswith("RMSNorm"):
             torch.nn.init.ones_(module.weight)
-    # Buffers hold nothing after `to_empty`: made again from the configuration.
+    # Buffers are uninitialised after `to_empty`: create them again.
     network.model.rotary_emb = type(network.model.rotary_emb)(config).to(device)
     words = Tokenizer(WordLevel({"0": 0}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)

@@ -1,4 +1,4 @@
-"""What was measured: rows appended to a CSV file at once, tables on standard output, and what went wrong."""
+"""Reports measurements: rows appended to a CSV file immediately, tables on standard output, and failures."""
 
 import csv
 import importlib.metadata
@@ -18,7 +18,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """What the figures hold for."""
+    """The machine and the versions that the figures hold for."""
 
     gpu: str
     commit: str
@@ -33,11 +33,17 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement, against one baseline or none.
+    """A measurement, with or without a baseline.
 
-    kind: prefill, decode, scores, disk, e2e or rate. context: tokens of all chunks. r: share of them that is
-    recomputed. ideal: the ratio that the numbers of operations allow. rate: TFLOP/s where operations count, GB/s
-    where bytes do. share: of the ceiling measured in the same run.
+    Attributes:
+        kind: prefill, decode, scores, disk, e2e or rate.
+        shape: name of the model's shape, or of the operation.
+        context: tokens of all chunks.
+        r: share of the context that is recomputed.
+        batch: number of requests.
+        ideal: speed-up over the baseline by the number of operations.
+        rate: TFLOP/s, or GB/s where memory bandwidth is the limit.
+        share: rate as a share of the ceiling measured in the same run.
     """
 
     kind: str
@@ -54,13 +60,13 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster than the baseline."""
+        """Speed-up over the baseline."""
         return None if self.baseline_ms is None else self.baseline_ms / self.ms
 
 
 @dataclass
 class Report:
-    """Collects rows. path: of the CSV file, or None to write none."""
+    """Collects rows. path: the CSV file, or None to write none."""
 
     machine: Machine
     path: Path | None
@@ -74,7 +80,7 @@ class Report:
         print(f"{machine.gpu}{driver}, {versions}", flush=True)
 
     def add(self, row: Row) -> Row:
-        """Keeps the row and writes it down at once: a run that is cut short loses no figure."""
+        """Adds a row and writes it immediately, so that an interrupted run loses no figures."""
         self.rows.append(row)
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,17 +93,17 @@ class Report:
         return row
 
     def fail(self, message: str) -> None:
-        """A check that did not hold; the run goes on and ends with status 1."""
+        """Records a failed check; the run continues and ends with status 1."""
         self.failures.append(message)
         print(f"FAILED {message}", flush=True)
 
     def notice(self, message: str) -> None:
-        """Something that was left out, and why."""
-        print(f"left out: {message}", flush=True)
+        """Prints what was skipped, and why."""
+        print(f"skipped: {message}", flush=True)
 
     @staticmethod
     def table(title: str, columns: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-        """Prints lines of cells below their columns; None is an empty cell."""
+        """Prints a table; None is an empty cell."""
         if not lines:
             return
         cells = [list(columns), *([cell(value) for value in line] for line in lines)]
@@ -114,7 +120,7 @@ class Report:
 
 
 def cell(value: object) -> str:
-    """A value as text: four digits of a number that is not whole."""
+    """A value as text; floats with four significant digits."""
     if value is None:
         return ""
     if isinstance(value, float):

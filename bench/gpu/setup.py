@@ -1,4 +1,4 @@
-"""What every part of the benchmark is given: the device, sizes, clock, budget and report, and the ceilings."""
+"""The setup that every part of the GPU benchmark receives: device, sizes, clock, budget, report and ceilings."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from fusionkv.bench.kernels.clock import Budget, Clock
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Qwen2 model, without its weights."""
+    """The dimensions of a Qwen2 model."""
 
     name: str
     layers: int
@@ -24,10 +24,12 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large everything is. Tokens, unless said otherwise.
+    """Sizes of all measurements, in tokens unless stated. The full shapes are those of Qwen2.5-7B and Llama-3.1-8B.
 
-    matrix: rows of the square matrices of the matrix rate. copied: bytes of the copies. cut: what the lengths of the
-    checks' prompts are divided by. The shapes are those of Qwen2.5-7B and Llama-3.1-8B.
+    Attributes:
+        matrix: rows of the square matrices for the matrix rate.
+        copied: bytes of the copies.
+        cut: divisor of the lengths of the checks' prompts.
     """
 
     shapes: tuple[Shape, ...]
@@ -76,7 +78,7 @@ TINY = Sizes(
 
 @dataclass
 class Setup:
-    """One run. matrix_tflops, copy_gbs, host_gbs: ceilings, known once `rates` has measured them; 0 before."""
+    """A benchmark run. matrix_tflops, copy_gbs, host_gbs: ceilings, 0 until `rates` has measured them."""
 
     device: torch.device
     dtype: torch.dtype
@@ -89,13 +91,13 @@ class Setup:
     host_gbs: float = 0.0
 
     def allows(self, what: str, seconds: float) -> bool:
-        """Whether a row that takes about so long still fits the budget; says so when it does not."""
+        """Whether a row that takes about `seconds` fits the time budget; prints a notice if it does not."""
         if self.budget.allows(seconds):
             return True
-        self.report.notice(f"{what}: the time budget has no {seconds:.0f} s left")
+        self.report.notice(f"{what}: fewer than {seconds:.0f} s of the time budget are left")
         return False
 
 
 def share(rate: float, ceiling: float) -> float | None:
-    """`rate` over its ceiling; None where no ceiling was measured."""
+    """`rate` as a share of its ceiling; None without a ceiling."""
     return rate / ceiling if ceiling else None

@@ -1,7 +1,7 @@
-"""Time to first token of a whole model: full attention, and chunks that come from pinned host memory.
+"""Time to first token of a whole model: full attention, and chunks loaded from pinned host memory.
 
-Random weights, since speed does not read them. Wall-clock time from the request to the first token's id, the making
-of all tables included; the prompt is tokenized, and the system prompt is in the pool already.
+Weights are random, which does not affect speed. Times are wall time from the request to the first token's id,
+including all tables; the prompt is tokenised, and the system prompt is in the pool.
 """
 
 import itertools
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 RATIOS = (0.15, 0.0)
 _SECONDS = 60
 _RUNS = 3
-# Of the last row's hidden state against SDPA. In bfloat16 the error of all layers adds up; a wrong key gives about 1.
+# Maximum relative error of the last row's hidden state against SDPA. In bfloat16 the errors of all layers add up; a
+# wrong key gives about 1.
 _AGREEMENT = {"bfloat16": 0.1, "float32": 1e-3}
 _COLUMNS = ("r", "TTFT", "load", "select", "prefill", "to SDPA full", "to own full", "ideal", "TFLOP/s", "share")
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds. load: until all copies are asked for; select: scoring and choosing; prefill: until the token."""
+    """Milliseconds to launch all copies (load), to score and choose tokens (select), and to prefill."""
 
     load: float
     select: float
@@ -39,7 +40,7 @@ class Timing:
 
 
 def measure(setup: Setup) -> None:
-    """Needs what the fusion worker imports; without that it is left out."""
+    """Measures each ratio. Skipped if the fusion worker can't be imported."""
     try:
         from fusionkv.bench.gpu import model
     except ImportError as missing:
@@ -62,7 +63,7 @@ def measure(setup: Setup) -> None:
 
 
 def _row(setup: Setup, served: "Served", ratio: float, timing: Timing, flash: float, full: float) -> list[object]:
-    """A row of the report for each baseline, and a line of the table. flash, full: milliseconds of full attention."""
+    """Adds a row for each baseline; returns a line of the table. flash, full: milliseconds of full attention."""
     operations, ms = served.operations(ratio), timing.total
     tflops, ideal = operations / (ms * 1e-3) / 1e12, served.operations(1.0) / operations
     known = share(tflops, setup.matrix_tflops)
@@ -74,15 +75,15 @@ def _row(setup: Setup, served: "Served", ratio: float, timing: Timing, flash: fl
 
 
 def _timed(setup: Setup, run: Callable[[], object]) -> Timing:
-    """A run that loads and selects nothing."""
+    """Times a run without loading and selection."""
     setup.clock.synchronize()
     started = time.perf_counter()
-    run()  # ends on the host, with a token's id or by waiting: nothing is left to wait for
+    run()  # ends on the host, so that no kernels are still running
     return Timing(0.0, 0.0, (time.perf_counter() - started) * 1e3)
 
 
 def _reuse(setup: Setup, served: "Served", ratio: float) -> Timing:
-    """A run over cached chunks. Layers wait for their own keys only, so the first forward hides the copies."""
+    """Times a run over cached chunks. Layers wait only for their own keys, so the first forward hides the copies."""
     setup.clock.synchronize()
     marks = [time.perf_counter()]
     served.load()
@@ -95,14 +96,14 @@ def _reuse(setup: Setup, served: "Served", ratio: float) -> Timing:
 
 
 def _median(run: Callable[[], Timing]) -> Timing:
-    """The run of median length, after one that compiles."""
+    """The run with the median time, after a warm-up that compiles."""
     run()
     timings = sorted((run() for _ in range(_RUNS)), key=lambda timing: timing.total)
     return timings[_RUNS // 2]
 
 
 def _load_rate(setup: Setup, served: "Served") -> None:
-    """The copies alone, from asking to the last byte."""
+    """Measures only the copies, from the launch to the last byte."""
 
     def run() -> None:
         served.load()

@@ -1,4 +1,4 @@
-"""Prompts laid out in a pool as the engine does it: a system prompt, chunks written elsewhere, a question."""
+"""Prompts laid out in a pool as in the engine: a system prompt, chunks cached at other positions, and a question."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from fusionkv.kernels.sparse_attention import sparse_attention
 
 SYSTEM, QUESTION = 32, 32  # tokens
 DECODE_CHUNKS = 64
-DECODE_HIDDEN = 0.15  # of a context while an answer is decoded: what was recomputed when it was read
+DECODE_HIDDEN = 0.15  # share of hidden tokens of a context during decoding: those recomputed in the prefill
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Shape:
     dim: int
 
     def operations(self, pairs: int) -> int:
-        """Floating-point operations of QK^T and PV over so many pairs of a row and a key that it sees."""
+        """Floating-point operations of QK^T and PV over pairs of a row and a visible key."""
         return 4 * self.heads * self.dim * pairs
 
 
 @dataclass(frozen=True)
 class Part:
-    """Cached pool slots `[slot, slot + length)`, whose keys were written for the positions from `base` on."""
+    """Cached pool slots `[slot, slot + length)`, with keys rotated for positions from `base`."""
 
     slot: int
     length: int
@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Problem:
-    """One layer's attention. q: [rows, heads, dim]; k, v: [slots, kv_heads, dim]."""
+    """The attention of one layer. q: [rows, heads, dim]. k, v: [slots, kv_heads, dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -54,7 +54,7 @@ class Problem:
 
     @classmethod
     def random(cls, shape: Shape, slots: int, spans: Spans, dtype: torch.dtype) -> "Problem":
-        """Normal queries, keys and values for these spans, on their device."""
+        """Random normal queries, keys and values for these spans, on their device."""
         device, rows = spans[0].positions.device, spans[-1].stop
         q = torch.randn(rows, shape.heads, shape.dim, dtype=dtype, device=device)
         k, v = (torch.randn(slots, shape.kv_heads, shape.dim, dtype=dtype, device=device) for _ in range(2))
@@ -66,19 +66,19 @@ class Problem:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a row and a key that it sees, without a window."""
+        """Number of pairs of a row and a visible key, without a window."""
         return sum(int((span.positions + 1).sum()) for span in self.spans)
 
     @property
     def keys(self) -> int:
-        """Keys that the requests see; one that two requests share counts twice, a hidden one not at all."""
+        """Number of visible keys, summed over requests, so that shared keys count for each request."""
         return sum(int(span.positions[-1]) + 1 for span in self.spans)
 
     def attend(self) -> torch.Tensor:
         return sparse_attention(self.q, self.k, self.v, self.spans, self.rotation, self.scale, self.window)
 
     def apart(self) -> torch.Tensor:
-        """As `attend`, requests that share chunks each by itself: on a GPU in one launch all the same."""
+        """The same as `attend`, without sharing keys between requests; on a GPU still in one launch."""
         rest = self.rotation, self.scale, self.window
         if self.q.device.type == "cpu" or not has_triton():
             alone = (sparse_attention(self.q, self.k, self.v, Spans([span]), *rest) for span in self.spans)
@@ -93,23 +93,28 @@ class Problem:
 
 
 def rotary(dim: int, partial: bool = False, interleaved: bool = False) -> Rotation:
-    """RoPE with base 1e6, of all channels or of the first half."""
+    """RoPE with base 1e6, of all channels or, if `partial`, of the first half."""
     half = dim // (4 if partial else 2)
     return Rotation(1e6 ** (-torch.arange(half, dtype=torch.float64) / half), interleaved)
 
 
 def choose(first: int, tokens: int, share: float) -> torch.Tensor:
-    """A random share of the positions `[first, first + tokens)`: int64, ascending, on the CPU."""
+    """int64, ascending, on the CPU: a random share of the positions `[first, first + tokens)`."""
     return first + torch.randperm(tokens)[: round(share * tokens)].sort().values
 
 
 def lay_out(
     parts: Sequence[Part], computed: torch.Tensor, fresh: int, row: int, rows: int, device: torch.device
 ) -> QuerySpan:
-    """The last `rows` computed tokens as query rows from `row` on, and every key that they see.
+    """The span of the last `rows` computed tokens, and all keys that they see.
 
-    computed: int64 [tokens], ascending, on the CPU. The fresh key of token i lies in slot `fresh + i`; its
-        cached one, where it has one, is hidden.
+    Args:
+        parts: cached parts, in prompt order.
+        computed: int64 [tokens], ascending, on the CPU. Their cached keys are hidden.
+        fresh: slot of the first computed token's fresh key; the others follow.
+        row: first query row.
+        rows: number of query rows.
+        device: device of the span's tensors.
     """
     stale = torch.zeros(sum(part.length for part in parts), dtype=torch.bool)
     stale[computed[computed < len(stale)]] = True
@@ -127,9 +132,9 @@ def lay_out(
 
 
 def cached(context: int, chunk: int) -> list[Part]:
-    """A system prompt and chunks, in slots `[0, SYSTEM + context)`, the chunks in an order of their own.
+    """A system prompt and chunks in random order, in slots `[0, SYSTEM + context)`.
 
-    Every chunk was written for position 0, so that none is in its own place.
+    All chunks were rotated for position 0, so that none is at its own position.
     """
     places = torch.randperm(context // chunk).tolist()
     return [Part(0, SYSTEM, 0), *(Part(SYSTEM + place * chunk, chunk, 0) for place in places)]
@@ -138,7 +143,7 @@ def cached(context: int, chunk: int) -> list[Part]:
 def prefill(
     shape: Shape, context: int, chunk: int, ratio: float, device: torch.device, dtype: torch.dtype
 ) -> Problem:
-    """A random share of the context and a question as rows over cached chunks."""
+    """The problem with a random share of the context and a question as rows over cached chunks."""
     start = SYSTEM + context
     computed = torch.cat([choose(SYSTEM, context, ratio), torch.arange(start, start + QUESTION)])
     span = lay_out(cached(context, chunk), computed, start, 0, len(computed), device)
@@ -146,7 +151,7 @@ def prefill(
 
 
 def decode(shape: Shape, context: int, batch: int, shared: bool, device: torch.device, dtype: torch.dtype) -> Problem:
-    """One row a request, over 64 chunks with recomputed tokens. shared: all requests over the same chunks."""
+    """The problem with one row per request over 64 chunks with recomputed tokens. shared: the same chunks for all."""
     chunk, spans, slot = context // DECODE_CHUNKS, [], context if shared else 0
     for row in range(batch):
         computed = torch.cat([choose(0, context, DECODE_HIDDEN), torch.tensor([context])])

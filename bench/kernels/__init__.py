@@ -1,1 +1,1 @@
-"""Speed and errors of the kernels, on a CPU and on a GPU."""
+"""Benchmarks of the kernels on CPUs and GPUs: speed and errors."""

@@ -1,4 +1,4 @@
-"""The kernels against the float64 reference on ragged batches; what no request may see is poisoned."""
+"""Checks the kernels against the float64 reference on ragged batches, with poisoned values in invisible slots."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from fusionkv.bench.gpu.workload import Part, Problem, Shape, choose, lay_out, r
 from fusionkv.kernels import reference
 from fusionkv.kernels.gpu.segment_table import Spans
 
-# Of an element, absolute and relative as in tests/kernels/test_attention.py, and of the norm of all elements.
+# Absolute and relative tolerance of an element, as in tests/kernels/test_attention.py, and of the norm.
 TOLERANCES = {
     torch.float32: (2e-5, 2e-5, 2e-5),
     torch.float16: (4e-3, 4e-3, 4e-3),
@@ -17,12 +17,15 @@ TOLERANCES = {
 }
 _ALL = tuple(TOLERANCES)
 _BF16 = (torch.bfloat16,)
-_POISON = 100.0  # in hidden slots: one that were seen would take all attention
+_POISON = 100.0  # value of hidden slots, which would attract all attention if they were visible
 
 
 @dataclass(frozen=True)
 class Request:
-    """Chunks of these lengths, a random share recomputed, and a question. repeated: every chunk is the first."""
+    """A request with chunks, of which a random share is recomputed, and a question.
+
+    chunks: lengths. question: length. repeated: whether all chunks are the same one.
+    """
 
     chunks: tuple[int, ...]
     ratio: float
@@ -32,7 +35,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch. heads: of queries and of keys."""
+    """A batch of requests. heads: numbers of query heads and of KV heads."""
 
     name: str
     requests: tuple[Request, ...]
@@ -69,7 +72,7 @@ CASES = (
 
 
 def measure(setup: Setup) -> None:
-    """Every case in its dtypes; errors are given as shares of what is tolerated, so that 1 is the limit."""
+    """Checks every case in its dtypes. Errors are shares of the tolerance, so the limit is 1."""
     lines = []
     for case in CASES:
         for dtype in case.dtypes:
@@ -78,7 +81,7 @@ def measure(setup: Setup) -> None:
                 continue
             try:
                 outputs, scores = _errors(_problem(case, setup.sizes.cut, dtype, setup.device), dtype)
-            except Exception as error:  # a kernel that can't be compiled for one shape says nothing of the others
+            except Exception as error:  # if a kernel can't be compiled for a shape, the others are still checked
                 setup.report.fail(f"check of {name}: {type(error).__name__}: {error}".splitlines()[0])
                 continue
             lines.append((name, outputs, scores))
@@ -89,7 +92,7 @@ def measure(setup: Setup) -> None:
 
 
 def _problem(case: Case, cut: int, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Slots that no request names hold NaN; hidden ones hold 100s."""
+    """Makes the problem of a case. Slots of no request hold NaN; hidden ones hold 100."""
     spans, row, slot = [], 0, 1
     for request in case.requests:
         lengths = [max(2, length // cut) for length in request.chunks]
@@ -99,7 +102,7 @@ def _problem(case: Case, cut: int, dtype: torch.dtype, device: torch.device) -> 
             slot += length
         context = sum(lengths)
         computed = torch.cat([choose(0, context, request.ratio), torch.arange(context, context + request.question)])
-        slot += 1  # a gap: runs of the pool need not touch
+        slot += 1  # a gap, since runs of slots need not be adjacent
         spans.append(lay_out(parts, computed, slot, row, len(computed), device))
         row, slot = row + len(computed), slot + len(computed)
     shape = Shape(case.name, *case.heads, case.dim)
@@ -108,7 +111,7 @@ def _problem(case: Case, cut: int, dtype: torch.dtype, device: torch.device) -> 
     for request, span in zip(case.requests, spans, strict=True):
         for s in span.segments:
             used[s.start : s.stop] = True
-            # Slots of a repeated chunk that are hidden in one place are seen in another.
+            # A repeated chunk's slots may be hidden at one position and visible at another.
             if s.hidden is not None and not request.repeated:
                 made.k[s.start : s.stop][s.hidden] = _POISON
                 made.v[s.start : s.stop][s.hidden] = _POISON
@@ -119,14 +122,14 @@ def _problem(case: Case, cut: int, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _errors(problem: Problem, dtype: torch.dtype) -> tuple[float, float]:
-    """Errors of the outputs and of all spans' scores, as shares of the tolerance; infinite for what is not finite."""
+    """Errors of the outputs and of all spans' scores, as shares of the tolerance; infinite for non-finite results."""
     q, k, v = problem.q.double(), problem.k.double(), problem.v.double()
     rest = problem.rotation, problem.scale, problem.window
     expected = reference.sparse_attention(q, k, v, problem.spans, *rest)
     outputs, scores = _error(problem.attend(), expected, dtype), 0.0
     for span in problem.spans:
         total = reference.attention_scores(q, k, span, *rest)
-        # As multiples of the mean over rows, heads and keys, so that the tolerance means the same at every length.
+        # Relative to the mean over rows, heads and keys, so that the tolerance does not depend on the length.
         mean = span.rows * q.shape[1] / len(total)
         scores = max(scores, _error(problem.scores(span) / mean, total / mean, dtype))
     return outputs, scores

@@ -1,4 +1,4 @@
-"""The attention of one layer on a CPU: explicit weights beside torch's fused operator, turned rows beside keys."""
+"""Attention of one layer on a CPU: explicit weights against torch's fused operator, rotated rows against keys."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,14 +16,17 @@ from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 
 _CPU = torch.device("cpu")
-_SPREAD = 3.0  # standard deviation of the scores
-_SLICE = 64  # rows of a call of the fused operator: with more, it computes too much beyond the diagonal
-_CHECKED = 64  # rows that errors are taken of
+_SPREAD = 3.0  # standard deviation of the logits
+_SLICE = 64  # rows per call of the fused operator: with more, it computes too much beyond the diagonal
+_CHECKED = 64  # number of rows to compute errors of
 _REQUESTS = 8
 
 
 def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
-    """All rows of a prompt, scattered ones, then one, in bfloat16. Laying out keys in order counts for every way."""
+    """Measures all rows of a prompt, scattered rows, and single rows, in bfloat16.
+
+    All times include laying out the keys in order.
+    """
     tokens = SYSTEM + context + QUESTION
     plain = Spans([QuerySpan(0, tokens, torch.arange(tokens), (KVSegment(0, tokens, 0),))])
     whole = _sharp(Problem.random(shape, tokens, plain, torch.bfloat16))
@@ -69,7 +72,7 @@ def _attend(path: Callable[..., torch.Tensor], problem: Problem) -> torch.Tensor
 
 
 def _decode(problem: Problem, batches: list[Spans]) -> torch.Tensor:
-    """The batches one after another. What they found out about their spans they keep, as from layer to layer."""
+    """Runs the batches one after another. Their spans keep cached data, as between layers."""
     out, rest = torch.empty_like(problem.q), (problem.rotation, problem.scale, None)
     for spans in batches:
         decode_attention_cpu.attention(problem.q, problem.k, problem.v, spans, spans, *rest, out)
@@ -81,7 +84,7 @@ def _causal(dense: Dense) -> torch.Tensor:
 
 
 def _sliced(dense: Dense, masks: list[torch.Tensor]) -> torch.Tensor:
-    """The fused operator over slices of the rows and the keys up to their last, the heads of a group as rows."""
+    """The fused operator over slices of the rows, with keys up to the last row and a group's heads as rows."""
     out, start = torch.empty_like(dense.q), 0
     kv_heads = dense.k.shape[1]
     for mask in masks:
@@ -94,7 +97,7 @@ def _sliced(dense: Dense, masks: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _masks(span: QuerySpan, groups: int) -> list[torch.Tensor]:
-    """For each slice 0 or -inf [groups * rows, keys]."""
+    """The additive mask of each slice, [groups * rows, keys]."""
     masks = []
     for rows in span.positions.split(_SLICE):
         unseen = torch.arange(int(rows[-1]) + 1) > rows[:, None]
@@ -110,7 +113,7 @@ def _rows(out: torch.Tensor) -> torch.Tensor:
 
 
 def _error(problem: Problem, found: torch.Tensor) -> float:
-    """Norm of the difference to float64 over the norm, of some rows of every request."""
+    """Relative norm of the difference to float64, over some rows of every request."""
     exact, seen = [], []
     for span in problem.spans:
         some = torch.linspace(0, span.rows - 1, min(_CHECKED, span.rows)).long()

@@ -1,4 +1,4 @@
-"""Other attention kernels on the same problem. Each gets its keys in prompt order and turned, which is not timed."""
+"""Baseline attention kernels for the same problem. Keys are rotated and ordered beforehand, which is not timed."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusionkv.bench.gpu.workload import Problem
 
-# Of the norm of all outputs; the kernels and the baselines round turned queries and turned keys respectively.
+# Maximum relative error of the outputs' norm: kernels round rotated queries, baselines round rotated keys.
 AGREEMENT = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
 
 
@@ -27,9 +27,9 @@ class Dense:
 
 
 class Masked:
-    """SDPA with a boolean mask [rows, keys], by whichever backend torch chooses.
+    """SDPA with a boolean mask [rows, keys], with the backend that torch chooses.
 
-    Keys and values are repeated for every query head beforehand: no fused backend takes a mask and grouped heads.
+    Keys and values are repeated for every query head beforehand: no fused backend supports a mask and grouped heads.
     """
 
     def __init__(self, dense: Dense) -> None:
@@ -40,13 +40,13 @@ class Masked:
 
     @staticmethod
     def refusal(dense: Dense) -> str:
-        """Why this problem's mask is too large; empty when it is not."""
+        """Why this problem's mask is too large; empty if it is not."""
         elements = len(dense.positions) * dense.keys
-        # Of the mask, and of the bias of the queries' dtype that SDPA makes of it at every call.
+        # Bytes of the mask, and of the bias in the queries' dtype that SDPA makes of it at every call.
         needs = elements * (1 + dense.q.dtype.itemsize)
         if dense.q.device.type == "cuda" and needs > torch.cuda.mem_get_info()[0] // 2:
             return f"mask and bias take {needs / 2**30:.1f} GiB"
-        # Not every fused kernel reckons in 64 bits, and one that reads astray ends the whole run.
+        # Some fused kernels index with 32 bits, and an invalid access would end the whole run.
         return f"a mask of {elements} elements" if elements >= 2**31 else ""
 
     def __call__(self) -> torch.Tensor:
@@ -54,7 +54,7 @@ class Masked:
 
 
 class FlashCausal:
-    """SDPA's flash backend over a whole prompt, every token a row: what a plain prefill computes."""
+    """SDPA's flash backend over a whole prompt with every token a row, as in a full prefill."""
 
     def __init__(self, dense: Dense) -> None:
         shape = (1, dense.q.shape[1], dense.keys, dense.q.shape[3])
@@ -67,6 +67,6 @@ class FlashCausal:
 
 
 def disagreement(found: torch.Tensor, dense: torch.Tensor) -> float:
-    """Norm of the difference over the norm; found [rows, heads, dim], dense [1, heads, rows, dim]."""
+    """Relative norm of the difference. found: [rows, heads, dim]. dense: [1, heads, rows, dim]."""
     other = dense[0].transpose(0, 1).float()
     return float((found.float() - other).norm() / other.norm())

@@ -1,4 +1,4 @@
-"""Time on a device: medians of repeated runs with a cold L2 cache, and how much of the allowance is left."""
+"""Timing on a device: medians of repeated runs with a cold L2 cache, and the time budget of a run."""
 
 import statistics
 import time
@@ -24,7 +24,7 @@ class Clock:
         return statistics.median(self.samples(run))
 
     def samples(self, run: Callable[[], object]) -> list[float]:
-        """Milliseconds of 5 to 20 runs, after one that compiles and one that tells how many fit into 0.3 s."""
+        """Milliseconds of 5 to 20 runs, after one that compiles and one that estimates how many fit into 0.3 s."""
         run()
         self.synchronize()
         started = time.perf_counter()
@@ -35,7 +35,7 @@ class Clock:
         return self._cuda_samples(run, count) if self._cuda else [_wall_ms(run) for _ in range(count)]
 
     def synchronize(self) -> None:
-        """Waits until the device has done all that was asked of it."""
+        """Waits until the device has finished all work."""
         if self._cuda:
             torch.cuda.synchronize()
 
@@ -43,7 +43,7 @@ class Clock:
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         for before, after in events:
             self._sweep.zero_()
-            # Python gets ahead of the device meanwhile, so that launching is no part of the time.
+            # Lets Python run ahead of the device, so that the time excludes launching.
             torch.cuda._sleep(_SLEEP_CYCLES)
             before.record()
             run()
@@ -53,13 +53,13 @@ class Clock:
 
 
 class Budget:
-    """The seconds that a whole run may take."""
+    """The time budget of a whole run, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.perf_counter() + seconds
 
     def allows(self, seconds: float) -> bool:
-        """Whether something that takes about so long ends in time."""
+        """Whether something that takes about `seconds` ends in time."""
         return time.perf_counter() + seconds <= self._end
 
 

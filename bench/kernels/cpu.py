@@ -1,4 +1,4 @@
-"""Speed and errors of the kernels on a CPU, each beside its alternative in the same run: the best of several."""
+"""Speed and errors of the kernels on a CPU, each against an alternative in the same run: the best of several runs."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> None:
     started, pairs = time.perf_counter(), Pairs(0.0 if args.tiny else args.seconds)
     rates = _rates(128 if args.tiny else 2048)
     if args.tiny:
-        torch.set_num_threads(1)  # toy shapes: a second thread costs more in waiting than it saves
+        torch.set_num_threads(1)  # at toy sizes, a second thread waits longer than it computes
         attention_cpu.measure(pairs, Shape("toy", 4, 2, 32), 128, 32)
         linears.measure(pairs, 64, 32, 128, (1, 3))
     else:
@@ -52,7 +52,7 @@ def _run(args: argparse.Namespace) -> None:
         attention_cpu.measure(pairs, Shape("0.5B", 14, 2, 64), 8192, 512)
         linears.measure(pairs, 896, 128, 4864, (1, 32, 1261))
     threads, seconds = torch.get_num_threads(), time.perf_counter() - started
-    kind = "1 thread, processor time" if threads == 1 else f"{threads} threads"
+    kind = "1 thread, CPU time" if threads == 1 else f"{threads} threads"
     print(f"torch {torch.__version__}, {kind}, measured in {seconds:.0f} s")
     Report.table("Matrix products, GFLOP/s", list(rates), [list(rates.values())])
     columns = ("what", "baseline", "ms", "here", "ms", "ratio", "error of the baseline", "error here")
@@ -71,14 +71,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -P bench/kernels/cpu.py",
         description=__doc__,
-        epilog="OMP_NUM_THREADS=1 measures one thread, in processor time: for a machine that others use too.",
+        epilog="With OMP_NUM_THREADS=1, one thread is measured in CPU time, for machines with other load.",
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each pair, at least (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="everything at toy sizes: tests this script")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there as well")
+    parser.add_argument("--seconds", type=float, default=4.0, help="minimum seconds for each pair (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="run everything at toy sizes, as a test")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to a file")
     args = parser.parse_args()
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        print("this CPU does not compute in bfloat16: the paths measured here are not taken on it", file=sys.stderr)
+        print("this CPU does not compute in bfloat16, so it does not use the measured kernels", file=sys.stderr)
         return 2
     _name_packages()
     _run(args)

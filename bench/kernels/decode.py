@@ -1,4 +1,4 @@
-"""Decoding: one row a request over tens of chunks, which is a matter of how fast keys and values are read."""
+"""Decoding: one row per request over tens of chunks, which is limited by the reading of keys and values."""
 
 from fusionkv.bench.gpu import workload
 from fusionkv.bench.gpu.report import Row
@@ -10,10 +10,10 @@ _COLUMNS = ("shape", "chunks", "batch", "context", "ms", "GB/s", "share of copy"
 
 
 def measure(setup: Setup) -> None:
-    """Bytes are those of the keys and values that the rows see: hidden ones count for nothing.
+    """Measures batches with separate and with shared chunks. Bytes are those of visible keys and values.
 
-    Where requests share their chunks, a key counts once for each request, so the rate may exceed that of a copy; the
-    same with each request by itself is the baseline.
+    Shared keys count once for each request, so the rate may exceed that of a copy. The baseline is the same batch
+    without sharing.
     """
     sizes, lines = setup.sizes, []
     lots = [(batch, False) for batch in sizes.batches] + [(sizes.batches[-1], True)]
@@ -41,9 +41,9 @@ def measure(setup: Setup) -> None:
 
 
 def _apart(setup: Setup, problem: workload.Problem, name: str) -> float:
-    """Time without sharing, whose result must be the same."""
+    """Milliseconds without sharing; checks that the results agree."""
     other = problem.apart()
     error = float((problem.attend() - other).float().norm() / other.float().norm())
     if not error <= AGREEMENT[setup.dtype]:
-        setup.report.fail(f"decode {name}: with chunks shared it differs by {error:.2e} of the norm")
+        setup.report.fail(f"decode {name}: the result with shared chunks differs by {error:.2e} of the norm")
     return setup.clock.ms(problem.apart)

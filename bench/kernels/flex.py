@@ -1,4 +1,4 @@
-"""One layer's sparse prefill against FlexAttention, compiled for each shape, with and without making its mask."""
+"""One layer's sparse prefill against FlexAttention, compiled for each shape, with and without creating its mask."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ from fusionkv.bench.kernels.prefill import cases
 
 _COLUMNS = ("shape", "context", "r", "ms", "flex", "ratio", "flex with mask", "ratio")
 _COMPILE_SECONDS = 15
-# Every shape is compiled anew, so the most telling ratios come first and the budget decides how many follow.
+# Every shape is compiled separately, so the most important ratios come first, in case the budget runs out.
 _ORDER = (0.15, 1.0, 0.3, 0.05, 0.0)
 
 
 def measure(setup: Setup) -> None:
-    """A row for FlexAttention alone and one with its mask's making, for each prefill row that was measured."""
+    """Measures FlexAttention without and with creating its mask, for each measured row of prefill."""
     if setup.device.type != "cuda":
         setup.report.notice("FlexAttention: no CUDA device")
         return
@@ -32,7 +32,7 @@ def measure(setup: Setup) -> None:
         problem = workload.prefill(shape, context, setup.sizes.chunk, ratio, setup.device, setup.dtype)
         try:
             lines.append(_rows(setup, flex, problem, row, shape, what))
-        except Exception as error:  # a baseline that can't be compiled is no fault of ours
+        except Exception as error:  # a baseline that can't be compiled is not a failure
             setup.report.notice(f"{what}: {type(error).__name__}: {error}".splitlines()[0])
     setup.report.table("Prefill of one layer against FlexAttention, ms", _COLUMNS, lines)
 
@@ -53,19 +53,19 @@ def _rows(setup: Setup, flex: "Flex", problem: Problem, ours: Row, shape: Shape,
 
 
 class Flex:
-    """FlexAttention and the making of its block mask, both compiled with static shapes, as it runs fastest."""
+    """FlexAttention and the creation of its block mask, both compiled with static shapes, which is fastest."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        # One entry for each shape; past the limit torch would fall back to a version that holds all scores at once.
+        # One entry per shape. Past the limit, torch would fall back to a version that stores all scores.
         config.recompile_limit = 256
         self._attend: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         self._make: Any = torch.compile(create_block_mask, dynamic=False)
 
     def mask(self, dense: Dense) -> Any:
-        """The block mask by which a row sees the keys up to its own position."""
+        """The causal block mask: a row sees keys up to its own position."""
         positions = dense.positions
 
         def seen(batch: Any, head: Any, row: Any, key: Any) -> Any:
@@ -74,6 +74,6 @@ class Flex:
         return self._make(seen, None, None, len(positions), dense.keys, device=positions.device)
 
     def attend(self, dense: Dense, mask: Any) -> torch.Tensor:
-        """[1, heads, rows, dim]."""
+        """The attention's output, [1, heads, rows, dim]."""
         out: torch.Tensor = self._attend(dense.q, dense.k, dense.v, block_mask=mask, enable_gqa=True)
         return out

@@ -1,4 +1,4 @@
-"""The linear layers of a model on a CPU, packed beside plain."""
+"""Linear layers of a model on a CPU: packed against plain."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ _LAYERS = 4  # so that the weights of Qwen2.5-0.5B's shape (119 MB) don't stay i
 
 
 def measure(pairs: Pairs, hidden: int, kv_width: int, intermediate: int, rows: tuple[int, ...]) -> None:
-    """Four layers of a Qwen2 model, seven products each, in bfloat16."""
+    """Measures four layers of a Qwen2 model, with seven products each, in bfloat16."""
     shapes = [(hidden, hidden), (hidden, kv_width), (hidden, kv_width), (hidden, hidden)]
     shapes += [(hidden, intermediate), (hidden, intermediate), (intermediate, hidden)]
     plain = [torch.nn.Linear(*shape, bias=False, dtype=torch.bfloat16) for shape in _LAYERS * shapes]

@@ -1,4 +1,4 @@
-"""Two ways to the same result, timed in turn in one process: the best of several runs of each, and their errors."""
+"""Compares two ways to compute a result, timed alternately in one process: best of several runs, and errors."""
 
 import time
 from collections.abc import Callable
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-_LEAST, _MOST = 2, 100  # runs of each
+_MIN_RUNS, _MAX_RUNS = 2, 100  # of each way
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a result is come by."""
+    """A way to compute a result."""
 
     name: str
     run: Callable[[], torch.Tensor]
@@ -19,7 +19,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured. Times in ms; errors as a share of the result's norm, where there is an exact one."""
+    """A measurement. Times are in ms; errors are relative to the exact result's norm, None without one."""
 
     what: str
     baseline: str
@@ -31,24 +31,24 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times faster than the baseline."""
+        """Speed-up over the baseline."""
         return self.baseline_ms / self.ms
 
 
 class Pairs:
-    """Measures pairs for so many seconds each, or two runs of each where that takes longer."""
+    """Measures pairs for a number of seconds each, or with two runs of each way if that takes longer."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self.rows: list[Row] = []
 
     def add(self, what: str, baseline: Way, way: Way, error: Callable[[torch.Tensor], float] | None = None) -> None:
-        """error: of a result, against an exact one."""
+        """Measures a pair. error: computes the error of a result."""
         found = [w.run() for w in (baseline, way)]
         errors = [error(result) if error else None for result in found]
         best, started, runs = [float("inf")] * 2, time.perf_counter(), 0
-        # Best, not median: whatever else runs on the machine can only make a run slower.
-        while runs < _LEAST or (runs < _MOST and time.perf_counter() - started < self._seconds):
+        # Best, not median: other load on the machine can only make a run slower.
+        while runs < _MIN_RUNS or (runs < _MAX_RUNS and time.perf_counter() - started < self._seconds):
             for i, w in enumerate((baseline, way)):
                 best[i] = min(best[i], milliseconds(w.run))
             runs += 1
@@ -56,7 +56,7 @@ class Pairs:
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Processor time with one thread, where others on the machine don't count; with several, what the clock says."""
+    """CPU time with one thread, which excludes other load; wall time with several threads."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     started = clock()
     run()

@@ -11,12 +11,12 @@ from fusionkv.bench.gpu.workload import QUESTION, SYSTEM, Problem, Shape
 from fusionkv.bench.kernels.baselines import AGREEMENT, Dense, FlashCausal, Masked, disagreement
 
 _COLUMNS = ("shape", "context", "r", "rows", "ms", "TFLOP/s", "share", "flash", "ratio", "ideal", "mask", "ratio")
-_RUNS = 15  # of each operation, about
-_SLOW = 0.15  # of the matrix rate: what a row's time is guessed with
+_RUNS = 15  # approximate runs of each operation
+_SLOW = 0.15  # share of the matrix rate that is assumed to estimate a row's time
 
 
 def measure(setup: Setup) -> None:
-    """From the shortest rows to the longest, so that a short budget leaves out the longest."""
+    """Measures from the shortest rows to the longest, so that a short budget skips the longest."""
     if setup.device.type != "cuda":
         setup.report.notice("the flash backend over the whole prompt: no CUDA device")
     flash: dict[tuple[str, int], float | None] = {}
@@ -34,7 +34,7 @@ def measure(setup: Setup) -> None:
 
 
 def cases(setup: Setup) -> Iterator[tuple[int, float, Shape]]:
-    """Context, ratio and shape of every row."""
+    """Yields context, ratio and shape of every row."""
     for context in setup.sizes.contexts:
         for ratio in setup.sizes.ratios:
             for shape in setup.sizes.shapes:
@@ -50,7 +50,7 @@ def _rows(
     flash: dict[tuple[str, int], float | None],
     what: str,
 ) -> list[object]:
-    """Times one problem and its baselines; a row of the report for each baseline, and a line of the table."""
+    """Times a problem and its baselines; adds a row for each baseline, and returns a line of the table."""
     dense = Dense(problem)
     ms = setup.clock.ms(problem.attend)
     if (shape.name, context) not in flash:
@@ -76,7 +76,7 @@ def _rows(
 
 
 def _masked(setup: Setup, problem: Problem, dense: Dense, what: str) -> float | None:
-    """Time of SDPA with a mask, whose result must be the same; None where its mask is too large."""
+    """Milliseconds of SDPA with a mask; None if the mask is too large. Checks that the results agree."""
     if reason := Masked.refusal(dense):
         setup.report.notice(f"SDPA with a mask, {what}: {reason}")
         return None
@@ -93,7 +93,7 @@ def _masked(setup: Setup, problem: Problem, dense: Dense, what: str) -> float | 
 
 
 def _guess(setup: Setup, shape: Shape, context: int, ratio: float) -> float:
-    """Seconds that a row takes with all its baselines, rather too many than too few."""
+    """A conservative estimate of the seconds of a row with all its baselines."""
     keys = SYSTEM + context + QUESTION
     pairs = keys * keys * (1 + 3 * ratio)
     return 3 + _RUNS * shape.operations(round(pairs)) / (_SLOW * 1e12 * (setup.matrix_tflops or 1.0))

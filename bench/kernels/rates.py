@@ -1,4 +1,4 @@
-"""The ceilings of this device: matrix products, copies within its memory, and copies from pinned host memory."""
+"""Measures the ceilings of a device: matrix products, copies in its memory, and copies from pinned host memory."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from fusionkv.bench.gpu.setup import Setup
 
 
 def measure(setup: Setup) -> None:
-    """Fills in the setup's ceilings."""
+    """Measures the ceilings and sets them in the setup."""
     lines = []
     setup.matrix_tflops = _matrix(setup)
     lines.append(("matrix product, TFLOP/s", setup.matrix_tflops))
@@ -25,7 +25,7 @@ def measure(setup: Setup) -> None:
 
 def _matrix(setup: Setup) -> float:
     size = setup.sizes.matrix
-    # Normal values: with zeros the same product draws less power and runs faster than real work ever does.
+    # Normal values: with zeros, the product draws less power and runs faster than with real data.
     a, b = (torch.randn(size, size, dtype=setup.dtype, device=setup.device) for _ in range(2))
     out = torch.empty_like(a)
     name = f"matmul {size} {str(setup.dtype)[6:]}"
@@ -48,7 +48,7 @@ def _host(setup: Setup) -> float:
 
 
 def _row(setup: Setup, name: str, run: Callable[[], object], work: float, unit: float) -> float:
-    """The best rate of `run`, which does `work` operations or bytes, in `unit` a second."""
+    """The best rate of `run`, which processes `work` operations or bytes, in `unit` per second."""
     ms = min(setup.clock.samples(run))
     rate = work / (ms * 1e-3) / unit
     setup.report.add(Row("rate", name, ms, rate=rate))

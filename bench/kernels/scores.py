@@ -1,4 +1,4 @@
-"""Attention scores of a question over all keys: what choosing the tokens to recompute costs a layer."""
+"""Attention scores of a question over all keys: the cost per layer of choosing the tokens to recompute."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from fusionkv.bench.gpu.workload import QUESTION
 
 
 def measure(setup: Setup) -> None:
-    """Bytes are those of the keys, read once: as little as can be."""
+    """Measures scores. Bytes are those of all keys, read once, which is the minimum."""
     context, lines = setup.sizes.scores_context, []
     for shape in setup.sizes.shapes:
         if not setup.allows(f"scores {shape.name}", 5):

@@ -1,1 +1,1 @@
-"""`fusionkv eval` and `fusionkv check`: what recipes answer, on tasks, questions and models."""
+"""`fusionkv eval` and `fusionkv check`: the answer quality of recipes, on tasks, questions and models."""

@@ -1,10 +1,10 @@
-"""`fusionkv check`: holds a model to the oracles, and says which recipes are safe on it, by natural text.
+"""`fusionkv check`: compares the engine with the model's own code, and finds which recipes are safe on a model.
 
-Full attention answers questions over passages, and its answers are fed to every recipe. A recipe is safe if its
-next-token distributions are at most 0.1 nats (KL) from full attention's, by an interval of 95%; unsafe if they are
-further; otherwise the evidence is not enough. The questions are those that come with this program, or those of --data
-or --corpus. The verdicts are written to fusionkv-check.json beside the model: a worker that serves it answers with
-full attention in the place of an unsafe recipe.
+Full attention answers questions about passages, and its answers are fed to every recipe. A recipe is safe if the KL
+divergence of its next-token distributions from full attention is at most 0.1 nats, by a 95% interval; it is unsafe if
+the divergence is larger; otherwise there is not enough evidence. The questions are built in, or given by --data or
+--corpus. The verdicts are written to fusionkv-check.json in the model's directory. A worker that serves the model
+answers with full attention instead of an unsafe recipe.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="fusionkv check",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="--corpus NAME takes a gateway's corpus (--gateway ADDRESS ...): `--corpus NAME --help` says how.",
+        epilog="--corpus NAME uses a gateway's corpus (--gateway ADDRESS ...): see `--corpus NAME --help`.",
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="directory of a Hugging Face causal language model")
@@ -66,24 +66,24 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="own questions and their passages, in a form that `fusionkv eval` takes (default: this program's)",
+        help="files of questions with passages, in a format of `fusionkv eval` (default: built-in questions)",
     )
-    add("--auxiliary", type=Path, metavar="MODEL", help="small second model, to check the recipe cacheclip with")
-    add("--n", type=positive, default=24, help="questions of a file, at most (default: %(default)s)")
+    add("--auxiliary", type=Path, metavar="MODEL", help="small auxiliary model, to check the recipe cacheclip with")
+    add("--n", type=positive, default=24, help="maximum questions of a file (default: %(default)s)")
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add(
         "--dtype",
         default="auto",
-        help="float32, bfloat16, float16 or auto: the model's, where the device computes in it",
+        help="float32, bfloat16, float16 or auto (the checkpoint's dtype if the device supports it)",
     )
-    add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="KV on the device (default: 2GiB)")
+    add("--pool-bytes", type=parse_bytes, default=2 << 30, metavar="SIZE", help="size of the KV pool (default: 2GiB)")
     add(
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"where to write the verdict (default: {FILE} beside the model, where workers look for it)",
+        help=f"file for the verdicts (default: {FILE} in the model's directory, where workers look for it)",
     )
-    add("--json", action="store_true", help="print the verdict as JSON")
+    add("--json", action="store_true", help="print the verdicts as JSON")
     return parser
 
 
@@ -102,10 +102,11 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
         reusing = [recipe for recipe in recipes if not recipe.lossless]
         judged |= await _judge(Runner(model, config, _CHUNK_TOKENS, auxiliary), tasks, reusing, console)
     else:
-        why = f"the engine is off by {max(oracles.full_attention, oracles.full_reuse):.1e} from the model's own code"
+        error = max(oracles.full_attention, oracles.full_reuse)
+        why = f"the engine's logits differ by {error:.1e} from those of the model's own code"
         judged = {recipe.name: Judged(UNSAFE, recipe.ratio, why) for recipe in recipes}
     verdict = Verdict(model.fingerprint.hex(), judged, auxiliary.fingerprint.hex() if auxiliary else "")
-    # Before it is written, which fails where the model is mounted to be read only: what was measured is said then.
+    # Printed before it is written, which fails if the model is on a read-only file system.
     if args.json:
         print(json.dumps({"oracles": asdict(oracles), **asdict(verdict)}), flush=True)
     else:
@@ -115,15 +116,15 @@ async def _check(args: argparse.Namespace, console: Console) -> int:
         verdict.write(path)
     except OSError as error:
         raise OSError(
-            f"the verdict is not written: {error}; --out FILE takes another place, and workers look for {FILE} "
-            "beside the model"
+            f"can't write the verdicts: {error}; set another file with --out, but workers look for {FILE} in the "
+            "model's directory"
         ) from error
     console.print(f"written to {path}")
     return 0 if oracles.held else 1
 
 
 def _recipes(model: Model, auxiliary: Model | None) -> list[Recipe]:
-    """What the model can follow of the table, and the gateway's default with and without its modifiers."""
+    """The recipes that the model can follow, and the gateway's default with and without its modifiers."""
     base = DEFAULT_RECIPE.partition("+")[0]
     named = dict.fromkeys([*RECIPES, DEFAULT_RECIPE, f"{base}+corrected"])
     found = [recipe for recipe in map(modifiers.find, named) if recipe.links <= max(map(len, model.links), default=0)]
@@ -139,7 +140,7 @@ async def _judge(
             bar = progress.add_task("questions", total=sum(len(task.samples) for task in tasks))
 
             def on_round(asked: int, doubtful: int) -> None:
-                progress.update(bar, completed=asked, description=f"questions, {doubtful} recipes in doubt")
+                progress.update(bar, completed=asked, description=f"questions, {doubtful} recipes undecided")
 
             return await judge(runner, tasks, recipes, on_round)
     finally:
@@ -150,8 +151,8 @@ def _table(model: Model, oracles: Oracles, judged: dict[str, Judged]) -> Table:
     table = Table(
         box=None,
         pad_edge=False,
-        title=f"{model.name}: off from its own code by {oracles.full_attention:.1e} with all recomputed, "
-        f"{oracles.full_reuse:.1e} with nothing",
+        title=f"{model.name}: difference from its own code {oracles.full_attention:.1e} with full recomputation, "
+        f"{oracles.full_reuse:.1e} with full reuse",
     )
     for column in ("recipe", "ratio", "verdict", "KL", "95%", "top-1", "n"):
         table.add_column(column, justify="left" if column in ("recipe", "verdict") else "right")

@@ -1,4 +1,4 @@
-"""Contexts in the pool: every chunk once for each way of encoding, shared by all recipes and ratios of a sample."""
+"""Contexts in the pool: each chunk once per encoding, shared by all recipes and ratios of a sample."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -16,7 +16,7 @@ from fusionkv.fusion_worker.prompt import Chunk, Prompt
 from fusionkv.fusion_worker.recipes.recipes import Anchored, Isolated, Recipe, SimilarityGuided
 from fusionkv.kvcache_service import keys
 
-# Ways of encoding that an evaluation compares: those of `recipes.Encode` that depend on no chunk before.
+# Encodings that an evaluation compares: those of `recipes.Encode` that do not depend on earlier chunks.
 Encoding = Isolated | SimilarityGuided | Anchored
 
 
@@ -24,8 +24,10 @@ Encoding = Isolated | SimilarityGuided | Anchored
 class Contexts:
     """The chunks of a few prompts, encoded and held in the pool.
 
-    parts: of each prompt, by how they were encoded. wholes: of each prompt, its system prompt and all its chunks as
-    one behind it, which is what full attention makes of them.
+    Attributes:
+        loader: the loader of the pool.
+        parts: parts by prompt and encoding.
+        wholes: by prompt, its system prompt, and all its chunks encoded as a single one, as by full attention.
     """
 
     loader: Loader
@@ -34,14 +36,14 @@ class Contexts:
 
     @asynccontextmanager
     async def placed(self, prompt: Prompt, encode: Encoding, fresh: int) -> AsyncIterator[PromptLayout]:
-        """One of the prompts with its parts as `encode` made them and `fresh` slots of its own."""
+        """A prompt's parts with an encoding, and `fresh` new slots."""
         async with self.loader.plain(fresh) as room:
-            # The parts are held for others as well: nobody gives them up.
+            # The parts are shared, so a request can't release them.
             yield PromptLayout(self.parts[prompt, encode], room.fresh, lambda: None)
 
     @asynccontextmanager
     async def whole(self, prompt: Prompt, fresh: int) -> AsyncIterator[PromptLayout]:
-        """The same with what full attention computed."""
+        """A prompt's parts as computed by full attention, and `fresh` new slots."""
         async with self.loader.plain(fresh) as room:
             yield PromptLayout(self.wholes[prompt], room.fresh, lambda: None)
 
@@ -55,13 +57,19 @@ async def hold(
     encodes: Sequence[Encoding],
     correction: Correction | None = None,
 ) -> AsyncIterator[Contexts]:
-    """The prompts' chunks in the pool in every way of `encodes` and as a whole, until the context is left.
+    """Encodes the prompts' chunks with every encoding and as a whole, and holds them in the pool.
 
-    library: where a chunk's neighbours are looked for; None: among the prompts' chunks. They are in the pool while
-    the chunk is encoded, and stay there as long as nobody needs the room.
+    Args:
+        loader: the loader of the pool.
+        neighbours: finds neighbours.
+        library: passages among which neighbours are found; None uses the prompts' chunks. Neighbours are pinned while
+            a chunk is encoded, and stay in the pool while there is room.
+        prompts: the prompts.
+        encodes: the encodings.
+        correction: the correction of corrected encodings.
 
     Raises:
-        ResourceExhausted: they don't fit the pool.
+        ResourceExhausted: the chunks don't fit the pool.
     """
     restored: set[bytes] = set()
     parts: dict[tuple[Prompt, Encoding], tuple[LoadedChunk, ...]] = {}
@@ -88,7 +96,7 @@ async def hold(
             for prompt in prompts:
                 parts[prompt, anchored] = await bring(_wanted(loader, loader.laid(prompt, anchored), {}))
         for encode in (encode for encode in encodes if isinstance(encode, SimilarityGuided)):
-            # All but the first chunk, which is found by its exact path.
+            # All but the first chunk, which is an exact hit.
             similarity = neighbours.among(library, prompts)
             for prompt in prompts:
                 variants = {}
@@ -102,39 +110,39 @@ async def hold(
 
 
 def encoding(recipe: Recipe) -> Encoding:
-    """How the recipe's chunks are encoded; not for recipes that are full attention."""
+    """The encoding of a recipe's chunks; not for recipes that are full attention."""
     assert isinstance(recipe.encode, Encoding)
     return recipe.encode
 
 
 def encodings(cells: Iterable[Cell]) -> list[Encoding]:
-    """The ways of encoding that the cells need, each once."""
+    """The distinct encodings of cells."""
     return list(dict.fromkeys(encoding(cell.recipe) for cell in cells if not cell.recipe.lossless))
 
 
 def whole(prompt: Prompt) -> Prompt:
-    """The prompt with its chunks as one."""
+    """The prompt with its chunks joined to one."""
     ids = tuple(token for chunk in prompt.chunks for token in chunk.ids)
     return replace(prompt, chunks=(Chunk(ids),) if ids else ())
 
 
 def encoded_tokens(prompt: Prompt, encode: Encoding) -> int:
-    """Tokens that are computed ahead of time to encode all chunks of a prompt, as `laid` for `encode`."""
+    """Tokens that are computed ahead of time to encode a prompt's chunks. prompt: as `laid` for `encode`."""
     if isinstance(encode, Anchored):
         chunks = [chunk for chunk in prompt.chunks if isinstance(chunk, AnchoredChunk)]
         return sum(len(cut.text) + len(cut.anchors) for chunk in chunks for cut in chunk.cuts)
-    # Behind its neighbours, each of which has to be there as encoded alone: that makes two for a chunk of a corpus.
+    # A chunk is encoded after its neighbours, which are encoded alone first: twice for each chunk of a corpus.
     return prompt.context_tokens * (2 if isinstance(encode, SimilarityGuided) else 1)
 
 
 def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes, bytes]]) -> list[ChunkSource]:
-    """A prompt's parts. variants: variant and key of the entries of chunks not encoded alone, by their digests."""
+    """The sources of a prompt's parts. variants: variant and key of chunks not encoded alone, by digest."""
     namespace = loader.namespace(prompt.tenant)
     found = []
     for i, (part, start) in enumerate(zip(prompt.parts, prompt.starts, strict=True)):
         alone = loader.locator.alone(prompt, i, start, namespace)
         if (variant := variants.get(part.digest)) and i and not alone.lossless:
-            # A chunk that stands right behind the system prompt is found by its exact path, before any variant.
+            # A chunk right after the system prompt is an exact hit, which wins over variants.
             name, key = variant
             alone = ChunkSource(part, start, start, alone.path, key, name, alone=False)
         if i and not loader.storage.lossless:
@@ -144,7 +152,7 @@ def _wanted(loader: Loader, prompt: Prompt, variants: Mapping[bytes, tuple[bytes
 
 
 def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) -> set[bytes]:
-    """Has chunks that are new here look as if they had been stored and fetched; gives their keys."""
+    """Quantises new chunks as if they had been stored and fetched; returns their keys."""
     new = {p.wanted.key: p.resident for p in placed if p.wanted.key.endswith(RESTORED)}
     for key, resident in new.items():
         if key not in done:
@@ -155,7 +163,7 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) ->
 def _after(
     loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
 ) -> tuple[list[ChunkSource], tuple[bytes, bytes]]:
-    """A chunk behind its neighbours, each of those as encoded alone (FusionRAG 3.1); its variant and key."""
+    """The sources of a chunk after its neighbours, which are encoded alone (FusionRAG 3.1); its variant and key."""
     namespace = loader.namespace(prompt.tenant)
     before = Prompt(prompt.system, tuple(near), (), prompt.tenant)
     wanted = [loader.locator.alone(before, i, start, namespace) for i, start in enumerate(before.starts)]

@@ -1,4 +1,4 @@
-"""How far reused KV is from what full attention computes, layer by layer."""
+"""The deviation of reused KV from that of full attention, by layer."""
 
 from collections.abc import Sequence
 
@@ -12,11 +12,13 @@ from fusionkv.kernels.rope import Rotation
 def deviation(
     kv: torch.Tensor, rotations: Sequence[Rotation], reused: PromptLayout, full: torch.Tensor
 ) -> dict[str, float]:
-    """Relative L2 of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks together.
+    """Relative L2 error of the reused chunks' keys and values, by layer: |reused - full| / |full| over all chunks.
 
-    kv: the pool, [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer. reused: a prompt's
-    parts. full: int64, the slots in which full attention over the same prompt left its KV, in prompt order, the keys
-    as they stand there.
+    Args:
+        kv: the pool, [layers, 2, slots, kv_heads, head_dim].
+        rotations: the RoPE of each layer.
+        reused: a prompt's parts.
+        full: int64, slots of full attention's KV of the same prompt, in prompt order, with keys at their positions.
     """
     away = torch.zeros(len(kv), dtype=torch.float64)
     size = torch.zeros(len(kv), dtype=torch.float64)
@@ -27,7 +29,7 @@ def deviation(
         there = _take(kv, full[start : start + len(part.wanted.chunk)])
         here = _take(kv, slots_of(part.resident.runs)[: len(part.wanted.chunk)])
         for layer, rotation in zip(here, rotations, strict=True):
-            # From where the keys were written to where the prompt has them.
+            # Rotates keys from their base to their position in the prompt.
             layer[0] = rotation.turn(layer[0], part.wanted.position - part.resident.base)
         away += (here - there).square().sum((1, 2, 3, 4)).cpu()
         size += there.square().sum((1, 2, 3, 4)).cpu()

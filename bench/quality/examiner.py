@@ -1,4 +1,4 @@
-"""Has a fused prompt answered, by feeding in the expected answer or by generating one, and scores the answer."""
+"""Answers a planned prompt, by feeding in the expected answer or by generating one, and scores the answer."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from fusionkv.fusion_worker.recipes.keep import SnapKV
 
 @dataclass(slots=True)
 class Answer:
-    """What one sample gave in one cell. given: of full attention, where answers are generated."""
+    """The results of a sample in a cell. given: full attention's answer, where answers are generated."""
 
     values: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -36,9 +36,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A sample as tokens.
+    """A tokenised sample.
 
-    expected: the first expected answer. left_out: chunks of the context that did not fit the model.
+    Attributes:
+        task, sample: the sample and its task.
+        prompt: its prompt.
+        expected: tokens of the first expected answer.
+        left_out: number of chunks that did not fit the model's length.
     """
 
     task: Task
@@ -49,12 +53,12 @@ class Asked:
 
     @property
     def answer_tokens(self) -> int:
-        """The longest answer, generated or fed in."""
+        """Maximum tokens of an answer, generated or fed in."""
         return max(self.task.max_tokens, len(self.expected) + 1)
 
 
 class Examiner:
-    """Asks one model."""
+    """Answers prompts with one model, and scores the answers."""
 
     def __init__(self, model: Model, pool: KVPool, engine: Engine) -> None:
         self._model = model
@@ -71,12 +75,19 @@ class Examiner:
         keep: SnapKV | None = None,
         timed: bool = True,
     ) -> PrefillPlan:
-        """Prefills, then feeds in the expected answer or generates one, and scores it. Gives the context that it came
-        from in the end.
+        """Prefills, feeds in the expected answer or generates one, and scores it.
 
-        given: full attention's answer; without it this one is given to others. keep: what stays of the context behind
-        the prefill. timed: whether the prefill is a step of its own; otherwise an answer is fed in with the question
-        where that comes to the same.
+        Args:
+            asked: the sample.
+            fused: the plan of its prompt.
+            answer: receives the results.
+            given: full attention's answer; None for full attention itself, whose answer is stored in `answer`.
+            keep: the context to keep after the prefill; None keeps all.
+            timed: whether the prefill is a separate, timed step; otherwise an answer is fed in together with the
+                question where the result is the same.
+
+        Returns:
+            The plan that the last token was computed with.
         """
         first = None
         if keep is not None or timed:
@@ -88,7 +99,7 @@ class Examiner:
             fused, logits = await self._yardstick.feed(fused, first, expected)
             answer.first = logits[0].cpu().numpy()
             found = logits.argmax(-1).tolist()
-            # Up to the first wrong token this sees what generating would see, so all right equals generated right.
+            # Up to the first wrong token this sees the same as generation, so an exact match here is one there.
             right = tuple(found[:-1]) == expected and found[-1] in self._model.ends
             answer.values["exact_match"] = float(right)
         answer.values |= {"recomputed": len(fused.chosen) + fused.links, "scored_rows": fused.scored_rows}
@@ -98,9 +109,9 @@ class Examiner:
     async def _measure(
         self, asked: Asked, fused: PrefillPlan, first: torch.Tensor | None, answer: Answer, given: Given | None
     ) -> PrefillPlan:
-        """Feeds in the expected answer and the given one, then generates; what each says goes into `answer`.
+        """Feeds in the expected answer and the given one, then generates an answer; adds the results to `answer`.
 
-        Where the task is not graded, the given answer alone is fed in.
+        If the task is not graded, only the given answer is fed in.
         """
         task, measure = asked.task, self._yardstick
         if task.graded or given is None:
@@ -129,7 +140,7 @@ class Examiner:
     async def _prefill(
         self, asked: Asked, fused: PrefillPlan, answer: Answer, keep: SnapKV | None
     ) -> tuple[PrefillPlan, torch.Tensor]:
-        """Logits of the first answer token, float32 [1, vocabulary], and the context that it came from."""
+        """Returns the plan of the first answer token, and its logits, float32 [1, vocabulary]."""
         with clock(answer, "prefill"):
             votes = len(asked.prompt.question) if keep else 0
             fused, result = await step(self._engine, fused, (), GREEDY, logits=1, votes=votes)
@@ -143,14 +154,14 @@ class Examiner:
 
 @contextmanager
 def clock(answer: Answer, name: str) -> Iterator[None]:
-    """Keeps the seconds spent inside."""
+    """Records the seconds spent inside."""
     started = time.perf_counter()
     yield
     answer.seconds[name] = time.perf_counter() - started
 
 
 def together(answers: Sequence[Answer]) -> Measured:
-    """One cell's samples in order."""
+    """Joins the results of a cell's samples, in order."""
     values = {name: [a.values[name] for a in answers] for name in answers[0].values}
     seconds: dict[str, list[float]] = {}
     for answer in answers:

@@ -1,4 +1,4 @@
-"""The work of an evaluation, cut into jobs for a few processes: a block of samples under a model."""
+"""Splits an evaluation into jobs for several processes: blocks of samples under a model."""
 
 import asyncio
 import multiprocessing
@@ -12,7 +12,7 @@ from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Stor
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 
-# Samples of a job: what an interrupted run loses at most, for each process.
+# Samples of a job, which an interrupted run loses at most for each process.
 BLOCK = 25
 # One sample of every second block runs alone and is timed: 10 of 500.
 _TIMED = 2 * BLOCK
@@ -20,7 +20,7 @@ _TIMED = 2 * BLOCK
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Cells that are to be measured over a block."""
+    """Cells to measure over a block."""
 
     block: Block
     cells: tuple[Cell, ...]
@@ -31,13 +31,13 @@ class Part:
 
     @property
     def picture(self) -> bool:
-        """Whether what is chosen in the first sample is kept, to be drawn."""
+        """Whether to keep the chosen tokens of the first sample, to draw them."""
         return self.block.start == 0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Blocks that ask about the same contexts, so that one process encodes them once."""
+    """Blocks with the same contexts, which one process encodes once."""
 
     subject: Subject
     config: WorkerConfig
@@ -45,10 +45,10 @@ class Job:
 
 
 def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> list[Cell]:
-    """A task's cells: every recipe at every ratio, those that fix it at their own.
+    """A task's cells: every recipe at every ratio, or at its fixed ratio.
 
-    A recipe that encodes otherwise than alone is asked at 0 as well: what its encoding brings without recomputing.
-    Where answers are generated, the question without its context is a cell too.
+    Recipes that encode with neighbours are also measured at 0, to show the effect of their encoding alone. If answers
+    are generated, the question without its context is a cell as well.
     """
     found: dict[Cell, None] = {}
     for recipe in recipes:
@@ -60,7 +60,7 @@ def cells_of(task: Task, recipes: Sequence[Recipe], ratios: Sequence[float]) -> 
 def missing(
     subject: Subject, config: WorkerConfig, plan: Sequence[tuple[Task, Sequence[Cell]]], store: Store
 ) -> Iterator[Job]:
-    """Jobs for what the store lacks of a plan: tasks, each with its cells."""
+    """Yields jobs for the cells of a plan that the store lacks. plan: tasks, each with its cells."""
     parts: dict[tuple[str, int], list[Part]] = {}
     for task, cells in plan:
         for block in task.blocks(BLOCK):
@@ -72,18 +72,18 @@ def missing(
 
 
 def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job, list[list[Measured]]]]:
-    """Does the jobs in `processes` processes of `threads` CPU threads each; yields them as they are done.
+    """Runs jobs in `processes` processes of `threads` CPU threads each; yields them as they finish.
 
-    Raises what the first job that fails raises.
+    Raises the error of the first job that fails.
     """
-    # Not forked: a child would take over locks that the parent's threads hold.
+    # Not forked: a child would inherit locks held by the parent's threads.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, _start, (threads,)) as pool:
         waiting: dict[Future[list[list[Measured]]], Job] = {}
         queue = iter(jobs)
         try:
             while True:
-                # One more than there are processes: none waits for its next job, and few are lost when one fails.
+                # One more than processes: no process idles, and few jobs are lost when one fails.
                 while len(waiting) <= processes and (job := next(queue, None)) is not None:
                     waiting[pool.submit(_work, job)] = job
                 if not waiting:
@@ -91,7 +91,7 @@ def run(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Job
                 for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                     yield waiting.pop(future), future.result()
         except BaseException:
-            # Nobody wants what the others still compute, and it may take them half an hour.
+            # The others' results are not needed any more, and could take half an hour.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
@@ -111,7 +111,7 @@ def _work(job: Job) -> list[list[Measured]]:
 
 
 class _Bench:
-    """A process's model and engine, kept from job to job while the model stays the same."""
+    """A process's model and engine, kept for the next job with the same model."""
 
     _current: "_Bench | None" = None
 
@@ -135,7 +135,7 @@ class _Bench:
         if cls._current is None or cls._current.key != wanted:
             if cls._current is not None:
                 cls._current.close()
-            cls._current = None  # two models at once may not fit
+            cls._current = None  # two models may not fit at the same time
             cls._current = cls(*wanted)
         return cls._current
 

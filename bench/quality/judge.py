@@ -1,4 +1,4 @@
-"""Which recipes keep to full attention's answers: by intervals, over as few questions as they take."""
+"""Judges which recipes match full attention's answers, by confidence intervals over as few questions as needed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker.quality.verdict import SAFE, UNDECIDED, UNSAFE, Judged
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Recipe
 
-# KL divergence from full attention, in nats: a token that it would draw keeps exp(-0.1), 90%, of its probability.
-# docs/quality.md has what the bound separates.
+# Maximum KL divergence from full attention, in nats: full attention's tokens keep exp(-0.1), 90%, of their
+# probability. docs/quality.md shows what the bound separates.
 BOUND = 0.1
-# Questions between two looks at the intervals; questions before the first, since fewer make intervals too narrow.
+# Questions between two decisions; and questions before the first one, since fewer make intervals too narrow.
 ROUND, LEAST = 6, 12
-# Level of the interval that ends a recipe's questions early: looks at one of 95% would err more often than 1 in 20.
+# Confidence level of early decisions: repeated decisions at 95% would err more often than once in 20.
 _EARLY = 0.99
 
 
 @dataclass(slots=True)
 class Tally:
-    """A recipe's answers so far: full attention's, each fed to it."""
+    """A recipe's results so far, over full attention's answers."""
 
     recipe: Recipe
     kl: list[float] = field(default_factory=list)
@@ -31,11 +31,11 @@ class Tally:
 
     @property
     def decided(self) -> bool:
-        """Whether more questions would hardly change the verdict."""
+        """Whether more questions are unlikely to change the verdict."""
         return len(self.kl) >= LEAST and _verdict(average(self.kl, _EARLY)) != UNDECIDED
 
     def judge(self) -> Judged:
-        """The verdict on what was asked."""
+        """The verdict."""
         kl, agreement = average(self.kl), fsum(self.agreement) / len(self.agreement)
         verdict = _verdict(kl) if kl.n >= LEAST else UNDECIDED
         why = (
@@ -48,11 +48,16 @@ class Tally:
 async def judge(
     runner: Runner, tasks: Sequence[Task], recipes: Sequence[Recipe], on_round: Callable[[int, int], None]
 ) -> dict[str, Judged]:
-    """The recipes, each at its own ratio, over the tasks' samples in turn.
+    """Judges recipes, each at its default ratio, over the tasks' samples in turn.
 
-    on_round: told how many samples were asked, and how many recipes are still in doubt.
+    Args:
+        runner: measures cells.
+        tasks: the tasks.
+        recipes: the recipes.
+        on_round: called with the number of samples so far, and the number of undecided recipes.
 
-    Raises as `Runner.measure`.
+    Returns:
+        The verdicts by recipe name. Raises as `Runner.measure`.
     """
     tallies = [Tally(recipe) for recipe in recipes]
     full, asked = Cell(RECIPES["full_attention"], 1.0), 0
@@ -71,7 +76,7 @@ async def judge(
 
 
 def _in_turn(tasks: Sequence[Task]) -> Iterator[Block]:
-    """A round of each task, then the next of each."""
+    """Yields blocks of all tasks in turn."""
     return (block for block in chain(*zip_longest(*(task.blocks(ROUND) for task in tasks))) if block is not None)
 
 

@@ -1,6 +1,6 @@
-"""How good an answer is: text against expected answers, logits against full attention's, KV against full attention's.
+"""Metrics of an answer: text against expected answers, and logits against full attention.
 
-All are per sample; the mean over samples is the score of a cell. Text metrics are between 0 and 1.
+All are per sample; a cell's score is the mean over samples. Text metrics are between 0 and 1.
 """
 
 import re
@@ -14,9 +14,9 @@ import numpy as np
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f]")
 _NO_SIGNS = str.maketrans("", "", string.punctuation)
-# Chinese punctuation, which is no word either.
+# Chinese punctuation.
 _WIDE_SIGNS = re.compile(r"[\u3000-\u303f\uff01-\uff0f\uff1a-\uff20\uff3b-\uff40\uff5b-\uff65]")
-# A word, or one Chinese, Japanese or Korean character: those are written without spaces.
+# A word, or a Chinese, Japanese or Korean character, since these are written without spaces.
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[^\s\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]+")
 _ROUGE_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|[a-z0-9]+")
 
@@ -34,21 +34,21 @@ def exact_match(answer: str, expected: Sequence[str]) -> float:
 
 
 def f1(answer: str, expected: Sequence[str]) -> float:
-    """Overlap of words after normalising, the best over the expected answers (SQuAD, LongBench's qa_f1_score).
+    """F1 of words after normalisation, the best over the expected answers (SQuAD, LongBench's qa_f1_score).
 
-    Chinese text counts by characters; LongBench's own scripts count words found by a segmenter.
+    Chinese text is split into characters, while LongBench's scripts use a word segmenter.
     """
     return max((_f1(_words(answer), _words(e)) for e in expected), default=0.0)
 
 
 def string_match_all(answer: str, expected: Sequence[str]) -> float:
-    """Share of the expected strings that stand in the answer, case ignored (RULER; all its tasks but QA)."""
+    """Share of the expected strings that the answer contains, ignoring case (RULER; all its tasks but QA)."""
     text = _printable(answer).lower()
     return sum(e.lower() in text for e in expected) / len(expected)
 
 
 def string_match_part(answer: str, expected: Sequence[str]) -> float:
-    """1 when any of the expected strings stands in the answer, case ignored (RULER's QA tasks)."""
+    """1 when the answer contains any of the expected strings, ignoring case (RULER's QA tasks)."""
     text = _printable(answer).lower()
     return float(any(e.lower() in text for e in expected))
 
@@ -63,15 +63,17 @@ def rouge_l(answer: str, expected: Sequence[str]) -> float:
 
 
 def number_match(answer: str, expected: Sequence[str]) -> float:
-    """Share of the numbers in the answer that are the expected one (LongBench's passage retrieval and count)."""
+    """Share of the answer's numbers that are expected (LongBench's passage retrieval and count)."""
     found = re.findall(r"\d+", answer)
     wanted = {number for e in expected for number in re.findall(r"\d+", e)[:1]}
     return sum(number in wanted for number in found) / len(found) if found else 0.0
 
 
 def code_similarity(answer: str, expected: Sequence[str]) -> float:
-    """Ratcliff and Obershelp's similarity of the answer's first line that is no comment, in hundredths (LongBench's
-    code_sim_score: fuzzywuzzy's ratio, which is difflib's). The best over the expected lines."""
+    """Ratcliff-Obershelp similarity of the answer's first line that is not a comment, rounded to hundredths.
+
+    The best over the expected lines (LongBench's code_sim_score: fuzzywuzzy's ratio, which is that of difflib).
+    """
     lines = answer.lstrip("\n").split("\n")
     line = next((line for line in lines if not any(sign in line for sign in ("`", "#", "//"))), "")
     return max(
@@ -80,8 +82,10 @@ def code_similarity(answer: str, expected: Sequence[str]) -> float:
 
 
 def class_match(answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
-    """1 / the classes named in the answer when the expected one is among them, else 0 (LongBench's
-    classification_score). Classes whose name is a part of the expected one's do not count."""
+    """1 / the number of classes named in the answer if the expected one is among them, otherwise 0.
+
+    Classes whose name is a part of the expected one's do not count (LongBench's classification_score).
+    """
 
     def share(right: str) -> float:
         named = [name for name in classes if name in answer and (name == right or name not in right)]
@@ -98,26 +102,26 @@ SCORES = (*TEXT_METRICS, class_match.__name__)
 
 
 def text_score(name: str, answer: str, expected: Sequence[str], classes: Sequence[str]) -> float:
-    """One of TEXT_METRICS, or class_match, which needs to know all classes."""
+    """Scores an answer by one of TEXT_METRICS, or by class_match, which needs all classes."""
     if name == class_match.__name__:
         return class_match(answer, expected, classes)
     return TEXT_METRICS[name](answer, expected)
 
 
 def normalised(score: float, full_reuse: float, full_attention: float) -> float:
-    """Share of what full reuse lost that a recipe brings back (FusionRAG eq. 11); nan when nothing was lost."""
+    """Share of full reuse's loss that a recipe recovers (FusionRAG eq. 11); nan without a loss."""
     lost = full_attention - full_reuse
     return (score - full_reuse) / lost if lost > 0 else float("nan")
 
 
 def kl(reference: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """KL(reference || logits) in nats, float64 [...], of distributions given as logits, float [..., vocabulary]."""
+    """KL(reference || logits) in nats, float64 [...], of distributions given by logits, float [..., vocabulary]."""
     p, q = _log_softmax(reference), _log_softmax(logits)
     return np.maximum(0.0, (np.exp(p) * (p - q)).sum(-1))
 
 
 def nll(logits: np.ndarray, tokens: Sequence[int]) -> float:
-    """Mean negative log likelihood of tokens in nats. logits: float [tokens, vocabulary], of each before it."""
+    """Mean negative log-likelihood of tokens in nats. logits: float [tokens, vocabulary], predicting each token."""
     return -float(_log_softmax(logits)[np.arange(len(tokens)), list(tokens)].mean())
 
 
@@ -132,7 +136,7 @@ def _words(text: str) -> list[str]:
 
 def _f1(answer: list[str], expected: list[str]) -> float:
     if not answer or not expected:
-        # SQuAD: an empty answer is right when the expected one is empty as well.
+        # SQuAD: an empty answer is right if the expected one is empty, too.
         return float(answer == expected)
     common = sum((Counter(answer) & Counter(expected)).values())
     return 2 * common / (len(answer) + len(expected))

@@ -1,4 +1,4 @@
-"""Does the engine compute what the model's own code does? All recomputed, and nothing recomputed (invariant 1)."""
+"""Compares the engine with the model's own code, with all tokens recomputed and with none (invariant 1)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ from fusionkv.fusion_worker.recipes.modifiers import find
 
 _CHUNKS = (40, 1, 57, 23)
 _QUESTION = 12
-# Relative to the largest logit. Two right computations in bfloat16 were seen to differ by 3% after three layers.
+# Relative to the largest logit. Two correct computations in bfloat16 differed by 3% after three layers.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True, slots=True)
 class Oracles:
-    """Largest difference of the next token's logits, over the largest of the model's own code."""
+    """Largest differences of the next token's logits, relative to the largest logit of the model's own code."""
 
     full_attention: float
     full_reuse: float
@@ -37,10 +37,10 @@ class Oracles:
 
 
 async def compare(directory: Path, model: Model, config: WorkerConfig) -> Oracles:
-    """Answers a prompt of random tokens by the engine and by the untouched model.
+    """Computes a prompt of random tokens with the engine and with the unmodified model.
 
-    There is no system prompt, so that full reuse is full attention under a mask of blocks: distances within a chunk
-    are what they were, and nothing else is seen.
+    There is no system prompt, so full reuse equals full attention with a block-diagonal mask: distances within a
+    chunk are the same, and chunks do not see each other.
     """
     chance = torch.Generator().manual_seed(0)
     chunks = [_draw(model, count, chance) for count in _CHUNKS]
@@ -62,7 +62,7 @@ def _draw(model: Model, count: int, chance: torch.Generator) -> tuple[int, ...]:
 
 
 async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list[torch.Tensor]:
-    """Logits of the next token with everything recomputed, then with nothing."""
+    """Logits of the next token, with all tokens recomputed and with none."""
     pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
     engine = Engine(model, pool, config)
     loader, fuser = Loader(config, model, pool, engine, None), Planner(model, engine)
@@ -82,7 +82,7 @@ async def _by_engine(model: Model, prompt: Prompt, config: WorkerConfig) -> list
 
 @torch.inference_mode()
 def _own(network: Any, prompt: Prompt, seen: torch.Tensor) -> torch.Tensor:
-    """float32 [vocabulary] of the untouched model, whose tokens see what is `seen` and not behind them."""
+    """float32 [vocabulary]: logits of the unmodified model with a causal mask that is limited to `seen`."""
     config, at = network.config, torch.arange(len(seen), device=seen.device)
 
     def mask(window: int | None) -> torch.Tensor:

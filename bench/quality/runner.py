@@ -1,4 +1,4 @@
-"""Measures cells over a block of samples, in process and on the real engine: many samples at once."""
+"""Measures cells over a block of samples, in process with the real engine, many samples at a time."""
 
 import asyncio
 from collections.abc import Iterable, Sequence
@@ -39,19 +39,19 @@ from fusionkv.protos.runtime.errors import ResourceExhausted
 
 _Answered = tuple[Answer, dict[Cell, dict[str, float]]]
 _Scorings = dict[tuple[Any, Selector[Any] | None], Scored]
-# Groups of samples at once: enough rows for full steps of the engine.
-_MOST_GROUPS = 8
-# The same where neighbours come from a whole file: what the pool has left keeps them for the next samples.
-_MOST_BESIDE_LIBRARY = 2
-_MOST_DEVIATIONS = 1024
+# Maximum concurrent groups of samples: enough rows for full steps of the engine.
+_MAX_GROUPS = 8
+# The same if neighbours come from a whole file, so that the pool has room to keep them for the next samples.
+_MAX_GROUPS_WITH_LIBRARY = 2
+_MAX_DEVIATIONS = 1024
 
 
 class Runner:
-    """One model, one pool, one engine. Made and used inside one event loop."""
+    """Measures with one model, pool and engine. Create and use it inside one event loop."""
 
     def __init__(self, model: Model, config: WorkerConfig, chunk_tokens: int, auxiliary: Model | None = None) -> None:
         self._model = model
-        # No answer is streamed to anybody: steps are as long beside decodes as without them.
+        # No answers are streamed, so steps need not be shorter during decoding.
         config = replace(config, max_mixed_tokens=config.max_step_tokens)
         self._pool = KVPool.of(model.kv, config.pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
@@ -72,10 +72,16 @@ class Runner:
         self._engine.close()
 
     async def measure(self, block: Block, cells: Sequence[Cell], timed: bool, picture: bool) -> list[Measured]:
-        """The cells over the block's samples, in the order of `cells`.
+        """Measures cells over a block's samples.
 
-        timed: whether the first sample runs alone, one cell after the other, with a clock; the others run together.
-        picture: whether to keep what was chosen in the first sample, if it is timed.
+        Args:
+            block: the samples.
+            cells: the cells.
+            timed: whether the first sample runs alone, one cell after another, and is timed; others run concurrently.
+            picture: whether to keep the chosen tokens of the first sample, if it is timed.
+
+        Returns:
+            The results in the order of `cells`.
 
         Raises:
             ResourceExhausted: a group of samples does not fit the pool.
@@ -94,7 +100,7 @@ class Runner:
             async with slots:
                 return await self._group(group, cells, correction, alone, picture)
 
-        # What is timed has nothing running beside it.
+        # A timed sample runs without concurrent ones.
         first = [await one(groups.pop(0), True)] if timed else []
         others = await asyncio.gather(*(one(group, False) for group in groups))
         answers = [answer for group in (*first, *others) for answer in group]
@@ -102,7 +108,7 @@ class Runner:
         return [together([of_sample[i] for of_sample in answers]) for i in range(len(cells))]
 
     async def _learned(self, task: Task, like: Prompt) -> Correction | None:
-        """The correction of the passages of a whole file, or of all samples of a task without one."""
+        """Learns the correction of a whole file's passages, or of all samples of a task without a library."""
         prompts = () if task.library else [self._ask(task, sample).prompt for sample in task.samples]
         passages = self._neighbours.among(task.library, prompts).chunks
         return await learned(self._corrector, task.name, passages, like)
@@ -113,9 +119,9 @@ class Runner:
         return Asked(task, sample, prompt, expected, left_out)
 
     def _at_once(self, task: Task, groups: Sequence[Sequence[Asked]], cells: Sequence[Cell]) -> int:
-        """How many groups fit the pool together with one request's own slots, so that nobody waits for ever."""
+        """How many groups fit the pool, besides one request's own slots, so that no request waits forever."""
         prompts = [asked.prompt for group in groups for asked in group]
-        # The chunks as one for full attention; beside anchor tokens the text that is read for them, once at a time.
+        # Each encoding, and the whole context for full attention; anchor tokens also need slots for their text.
         ways = 1 + sum(2 if isinstance(encode, Anchored) else 1 for encode in {*encodings(cells), Isolated()})
         held = ways * task.group * max(sum(map(self._pool.slots_for, map(len, p.parts))) for p in prompts)
         links = sum(map(len, self._model.links))
@@ -126,11 +132,11 @@ class Runner:
                 f"{task.name}: {task.group} samples need {held + own} tokens of KV and the pool holds "
                 f"{self._pool.capacity}: raise pool_bytes to {(held + own) * self._model.kv.token_bytes}"
             )
-        most = _MOST_GROUPS if task.library is None else _MOST_BESIDE_LIBRARY
-        return max(1, min(most, (self._pool.capacity - own) // held))
+        limit = _MAX_GROUPS if task.library is None else _MAX_GROUPS_WITH_LIBRARY
+        return max(1, min(limit, (self._pool.capacity - own) // held))
 
     def _beside(self, task: Task, encodes: Sequence[Encoding]) -> int:
-        """Slots of the neighbours that a chunk is encoded behind, where they are no part of its group."""
+        """Slots of the neighbours that a chunk is encoded after, if they are not part of its group."""
         count = max((encode.neighbours for encode in encodes if isinstance(encode, SimilarityGuided)), default=0)
         if task.library is None or not count:
             return 0
@@ -158,7 +164,7 @@ class Runner:
     async def _sample(
         self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, alone: bool, picture: bool
     ) -> list[Answer]:
-        """Every cell of one sample; full attention first, since the others are held against it."""
+        """Measures every cell of a sample; full attention first, with which the others are compared."""
         answering = self._plain(asked, cells, contexts) if alone else self._full_attention(asked, cells, contexts)
         full, away = await answering
         assert full.first is not None
@@ -191,16 +197,16 @@ class Runner:
         return [answers[cell] for cell in cells]
 
     async def _plain(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
-        """As `_full_attention`, every token a row, as a worker would have it."""
+        """As `_full_attention`, but with every token a row, as in a worker."""
         prompt, answer = asked.prompt, Answer()
         async with self._loader.plain(prompt.tokens + asked.answer_tokens) as placement:
             await self._examiner.answer(asked, self._fuser.plain(placement, prompt), answer)
             return answer, await self._away(asked, cells, contexts, slots_of(placement.fresh))
 
     async def _full_attention(self, asked: Asked, cells: Sequence[Cell], contexts: Contexts) -> _Answered:
-        """The answer of full attention, and how far the reused KV of cells that recompute nothing is away from it.
+        """Full attention's answer, and the KV deviation of cells that recompute nothing.
 
-        What it makes of the context is computed once for all questions about it.
+        The context's KV is computed once for all questions about it.
         """
         one, answer = whole(asked.prompt), Answer()
         async with contexts.whole(asked.prompt, len(one.question) + asked.answer_tokens) as placement:
@@ -213,7 +219,7 @@ class Runner:
     async def _away(
         self, asked: Asked, cells: Sequence[Cell], contexts: Contexts, full: torch.Tensor
     ) -> dict[Cell, dict[str, float]]:
-        """How far the KV of cells that recompute nothing is away from that of full attention, in the slots `full`."""
+        """The KV deviation of cells that recompute nothing. full: slots of full attention's KV."""
         away = {}
         for cell in cells:
             # Anchor tokens have no counterpart in full attention.
@@ -223,22 +229,22 @@ class Runner:
         return away
 
     def _deviation(self, reused: PromptLayout, full: torch.Tensor) -> dict[str, float]:
-        """As `deviation`; the same for all questions about a context, and for all recipes that encode it alike."""
+        """As `deviation`, cached for all questions about a context and all recipes with the same encoding."""
         parts = tuple((part.wanted.key, part.wanted.position) for part in reused.parts)
         if parts not in self._deviations:
-            if len(self._deviations) >= _MOST_DEVIATIONS:
+            if len(self._deviations) >= _MAX_DEVIATIONS:
                 self._deviations.clear()
             self._deviations[parts] = deviation(self._pool.kv, self._model.rotations, reused, full)
         return self._deviations[parts]
 
     def _encoded(self, asked: Asked, cell: Cell) -> dict[str, float]:
-        """What the sample's chunks cost ahead of time."""
+        """Tokens encoded ahead of time for the sample's chunks."""
         recipe = cell.recipe
         tokens = 0 if recipe.lossless else encoded_tokens(self._laid(asked, recipe), encoding(recipe))
         return {"encoded_tokens": tokens, "encoded_tokens_per_chunk": tokens / len(asked.prompt.chunks)}
 
     async def _without_context(self, asked: Asked) -> Answer:
-        """What the question alone gives: how its answer scores, and nothing that is held against full attention."""
+        """Answers the question without its context; returns only its scores, without comparisons."""
         bare, answer = replace(asked, prompt=replace(asked.prompt, chunks=())), Answer()
         async with self._loader.plain(bare.prompt.tokens + bare.answer_tokens) as placement:
             await self._examiner.answer(bare, self._fuser.plain(placement, bare.prompt), answer, timed=False)
@@ -247,7 +253,7 @@ class Runner:
     async def _alone(
         self, asked: Asked, cell: Cell, contexts: Contexts, given: Given | None, picture: bool
     ) -> Answer:
-        """One cell, timed, each step as a worker would take it."""
+        """Measures a cell with times, with the same steps as in a worker."""
         answer = Answer()
         async with self._placed(asked, cell.recipe, cell.ratio, contexts) as placement:
             with clock(answer, "select"):
@@ -259,10 +265,7 @@ class Runner:
         return answer
 
     async def _scored(self, asked: Asked, recipes: Iterable[Recipe], contexts: Contexts) -> _Scorings:
-        """The recipes' scores, each once, by the chunks' encoding and the selector.
-
-        Selectors that need the same have one pass together.
-        """
+        """Computes scores once for each encoding and selector of the recipes. Equal needs share a pass."""
         first = {(recipe.encode, recipe.select): recipe for recipe in recipes if recipe.select is not None}
         passes: dict[Any, list[Recipe]] = {}
         for recipe in first.values():
@@ -289,7 +292,7 @@ class Runner:
         ratios: Sequence[float],
         scored: Scored | None,
     ) -> dict[Cell, Answer]:
-        """A recipe's cells, from one scoring."""
+        """Measures a recipe's cells, with shared scores."""
 
         prompt = self._laid(asked, recipe)
 
@@ -297,7 +300,7 @@ class Runner:
             answer = Answer()
             async with self._placed(asked, recipe, ratio, contexts) as placement:
                 fused = await self._fuser.fuse(placement, prompt, recipe, ratio, scored)
-                # Layer 0's KV is exact in the cache: going through it again gives the same, and in full steps.
+                # Running through layer 0 again gives the same result, and allows full steps.
                 fused.ahead = None
                 await self._examiner.answer(asked, fused, answer, given, _keep(recipe, prompt), timed=False)
             return answer
@@ -314,10 +317,10 @@ class Runner:
         return contexts.placed(asked.prompt, encoding(recipe), fresh)
 
     def _laid(self, asked: Asked, recipe: Recipe) -> Prompt:
-        """The prompt with what the recipe has in the place of its chunks."""
+        """The prompt as the recipe lays it out in the pool."""
         return self._loader.laid(asked.prompt, recipe.encode)
 
 
 def _keep(recipe: Recipe, prompt: Prompt) -> SnapKV | None:
-    """What stays of the context, if anything goes."""
+    """The recipe's eviction; None if the whole context is kept."""
     return recipe.keep if recipe.kept(prompt.context_tokens) else None

@@ -1,6 +1,6 @@
-"""What an answer in words is measured by: full attention's own answer and the expected one fed in, and one generated.
+"""Measures textual answers: feeds in full attention's answer and the expected one, and generates an answer.
 
-All three branch off behind one prefill, and use the same slots one after the other.
+All three start from the same prefill, and use the same slots one after another.
 """
 
 from collections.abc import Sequence
@@ -22,10 +22,12 @@ GREEDY = Sampler(SamplingParams(max_tokens=1))
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Full attention's greedy answer, which all recipes are fed.
+    """Full attention's greedy answer, which is fed to all recipes.
 
-    tokens: with the one that ended it (an end token, or a line's end), unless it was cut at the task's most tokens.
-    logits: float32 [tokens, vocabulary], that each was the most likely by.
+    Attributes:
+        tokens: with the token that ended it (an end token, or the end of a line), unless it was cut at the task's
+            limit.
+        logits: float32 [tokens, vocabulary], which predict each token.
     """
 
     tokens: tuple[int, ...]
@@ -33,7 +35,7 @@ class Given:
 
 
 class Yardstick:
-    """Measures a prompt that is ready to be answered."""
+    """Measures answers to a planned prompt."""
 
     def __init__(self, model: Model, engine: Engine) -> None:
         self._model = model
@@ -42,9 +44,16 @@ class Yardstick:
     async def feed(
         self, fused: PrefillPlan, first: torch.Tensor | None, answer: Sequence[int]
     ) -> tuple[PrefillPlan, torch.Tensor]:
-        """Logits of an answer's tokens and of what follows, float32 [len(answer) + 1, vocabulary], and their context.
+        """Feeds in an answer.
 
-        first: those of the first token when the prompt is prefilled already; otherwise that is done together.
+        Args:
+            fused: the plan.
+            first: logits of the first token if the prompt is prefilled already; None prefills it in the same pass.
+            answer: the answer's tokens.
+
+        Returns:
+            The plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
+            answer's tokens and of the one after them.
         """
         if first is None or fused.doubt is not None:
             return await fed(self._engine, fused, answer)
@@ -56,7 +65,7 @@ class Yardstick:
         return fused, torch.cat([first, more.cpu()])
 
     async def give(self, task: Task, fused: PrefillPlan, first: torch.Tensor) -> tuple[PrefillPlan, Given]:
-        """The greedy answer behind a prefilled prompt, and the context that it came from."""
+        """Generates the greedy answer of a prefilled prompt. first: logits of the first token."""
         tokens, rows = [int(first.argmax())], [first]
         while not self._over(task, tokens):
             fused, result = await step(self._engine, fused, tokens, GREEDY, logits=1)
@@ -69,10 +78,15 @@ class Yardstick:
     async def follow(
         self, task: Task, fused: PrefillPlan, given: Given, logits: torch.Tensor
     ) -> tuple[PrefillPlan, tuple[int, ...]]:
-        """The greedy answer of a prompt that was fed another one last, and the context that it came from.
+        """Generates the greedy answer of a prompt after feeding in the given one.
 
-        As long as the given tokens are the most likely ones it is that answer; from the first that is not, it is
-        decoded.
+        The given tokens are kept while they are the most likely ones; the rest is decoded.
+
+        Args:
+            task: limits the answer.
+            fused: the plan.
+            given: the given answer.
+            logits: those of the given answer's tokens.
         """
         found = logits.argmax(-1).tolist()
         same = next((i for i, pair in enumerate(zip(found, given.tokens, strict=True)) if len({*pair}) > 1), None)
@@ -86,9 +100,9 @@ class Yardstick:
         return fused, tuple(tokens)
 
     def text(self, task: Task, tokens: Sequence[int]) -> str:
-        """An answer as it is scored."""
-        said = self._model.tokenizer.decode([*tokens[:-1], *(t for t in tokens[-1:] if t not in self._model.ends)])
-        return said.lstrip("\n").split("\n")[0] if task.first_line else said
+        """An answer's text for scoring."""
+        text = self._model.tokenizer.decode([*tokens[:-1], *(t for t in tokens[-1:] if t not in self._model.ends)])
+        return text.lstrip("\n").split("\n")[0] if task.first_line else text
 
     def _over(self, task: Task, tokens: Sequence[int]) -> bool:
         if tokens[-1] in self._model.ends or len(tokens) >= task.max_tokens:
@@ -97,7 +111,7 @@ class Yardstick:
 
 
 def compared(given: Given, logits: np.ndarray) -> dict[str, float]:
-    """How far a recipe's distributions are from full attention's over its answer, the mean over the tokens."""
+    """Mean KL divergence and agreement of a recipe with full attention, over the tokens of the given answer."""
     agree = logits.argmax(-1) == np.array(given.tokens)
     return {
         "answer_kl": float(metrics.kl(given.logits, logits).mean()),

@@ -1,1 +1,1 @@
-"""Services under load, hostile input, and for hours."""
+"""Benchmarks of running services: load, hostile input, soak tests, start-up, telemetry, and vLLM."""

@@ -1,7 +1,7 @@
-"""Latency of List and of answers beside hostile documents: `python -P bench/services/hostile.py [SECONDS]`.
+"""Latency of List and of answers under hostile documents: `python -P bench/services/hostile.py [SECONDS]`.
 
-Services as installed and a reference model; another tenant sends one hostile document after another. Rounds with them
-and without take turns, so that both see the same machine.
+Runs the services with default settings and a reference model, while another tenant sends hostile documents one after
+another. Rounds with and without them alternate, so that both see the same load on the machine.
 """
 
 import itertools
@@ -54,7 +54,7 @@ def _service(module: str, *flags: str) -> Iterator[str]:
 def _sender(
     address: str, content: bytes, sends: threading.Event, ends: threading.Event, in_work: threading.Semaphore
 ) -> tuple[list[float], Callable[[], None]]:
-    """How long each document took until it was answered, and what sends them while `sends` is set."""
+    """Returns a list of seconds that documents took, and a function that sends documents while `sends` is set."""
     took: list[float] = []
 
     def run() -> None:
@@ -81,7 +81,7 @@ def _calls(call: Callable[[Client], object], client: Client, seconds: float) -> 
 
 
 def _measure(address: str, content: bytes, call: Callable[[Client], object], seconds: float) -> dict[str, float]:
-    """Milliseconds of a call, without and with the document in work."""
+    """Milliseconds of a call, with and without concurrent ingestion of the document."""
     sends, ends = threading.Event(), threading.Event()
     in_work = threading.Semaphore(_SENDERS)
     took, run = _sender(address, content, sends, ends, in_work)
@@ -97,7 +97,7 @@ def _measure(address: str, content: bytes, call: Callable[[Client], object], sec
                     time.sleep(0.3)
                 times[hostile] += _calls(call, client, seconds / ROUNDS)
                 sends.clear()
-                # What is in work still, a parser that is started again for what was killed too.
+                # Waits for running ingestions, including a parser's restart after it was killed.
                 for _ in range(_SENDERS):
                     in_work.acquire()
                 in_work.release(_SENDERS)

@@ -1,8 +1,8 @@
-"""What signatures cost a worker: `python -P bench/services/signatures.py [ROUNDS]`.
+"""Measures the cost of signatures for a worker: `python -P bench/services/signatures.py [ROUNDS]`.
 
-It signs entries, verifies their signatures and bytes, and fetches them from a cache service process that it starts:
-streamed over TCP, and copied from the service's memory over a unix socket. Medians of ROUNDS (300). The figures of
-docs/security.md.
+Signs entries, verifies their signatures and bytes, and fetches them from a cache service: streamed over TCP, and
+    copied
+from the service's memory (unix socket). Reports medians of ROUNDS (300), the figures of docs/security.md.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ NAMESPACE, SYSTEM = os.urandom(32), os.urandom(32)
 
 @contextlib.contextmanager
 def service(folder: Path) -> Iterator[dict[str, str]]:
-    """The addresses of a cache service, by how bytes come from there."""
+    """Runs a cache service; yields its addresses, by the way that bytes are fetched."""
     listen = f"127.0.0.1:0,unix:{folder}/s"
     flags = ("--listen", listen, "--data-dir", str(folder / "data"), "--memory-bytes", "64MiB", "--disk-bytes", "0")
     argv = [sys.executable, "-P", "-m", "fusionkv.kvcache_service", *flags]
@@ -40,7 +40,7 @@ def service(folder: Path) -> Iterator[dict[str, str]]:
 
 
 async def measure(clients: dict[str, CacheClient], signer: Signer, size: int, rounds: int) -> dict[str, float]:
-    """Seconds by what was done; all take turns, since a machine is not equally fast all the time."""
+    """Median seconds by operation. Operations alternate, because a machine's speed varies over time."""
     data, chunk = memoryview(os.urandom(size)), os.urandom(32)
     seconds: dict[str, list[float]] = {}
     clock = time.perf_counter

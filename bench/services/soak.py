@@ -1,9 +1,9 @@
-"""Hours of mixed traffic over a pool and a cache that are too small: every answer right, nothing left behind.
+"""A soak test: hours of mixed traffic over a pool and a cache that are too small; checks answers and leaks.
 
-Questions of the reference models' tasks are asked by several clients at once, by many recipes; one in seven is given
-up at some moment. Each answer is held to what the same question gave with nobody else there and no cache. Ten times
-all clients pause: nothing may be pinned, leased or waiting then, and memory and open files may not have grown. In the
-end the cache service is stopped, and what it left on disk has to agree.
+Several clients ask questions of the reference models' tasks with many recipes, and cancel one in seven at a random
+moment. Each answer must equal that of the same question alone without a cache. Ten times all clients pause: nothing
+may be pinned, leased or waiting then, and memory and open files must not have grown. In the end the cache service is
+stopped, and its files on disk are checked.
 """
 
 import argparse
@@ -50,15 +50,15 @@ RECIPES = (
     ("prefix_cache", 0.0),
 )
 ANSWER = 8
-_SHOWN = 20  # wrong answers
-_GIVEN_UP = 1 / 7
-# Between a tenth of the run, when all is warm, and its end.
-BOUNDS = (1.1, 16 << 20, 8)  # growth, bytes more, files more
+_SHOWN = 20  # maximum number of printed wrong answers
+_CANCELLED = 1 / 7
+# Allowed growth between the first tenth of the run, after the warm-up, and its end.
+BOUNDS = (1.1, 16 << 20, 8)  # factor of memory, additional bytes, additional files
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """A question and how it is answered. Prefix caching has a tenant of its own: its entries are exact for others."""
+    """A question and its recipe. Prefix caching has a separate tenant: its entries would be exact hits for others."""
 
     prompt: Prompt
     recipe: str
@@ -76,7 +76,7 @@ class Soak:
         self.wrong: list[str] = []
 
     async def run(self, clients: int, seconds: float, seed: int) -> None:
-        """All clients ask until the time is over; `wrong` has the answers that were not what they are alone."""
+        """All clients ask until the time is over; answers that differ from the expected ones are added to `wrong`."""
         end = time.monotonic() + seconds
         async with asyncio.TaskGroup() as group:
             for client in range(clients):
@@ -86,11 +86,11 @@ class Soak:
         while time.monotonic() < end:
             number = chance.randrange(len(self._cases))
             asking = asyncio.ensure_future(answer(self._servicer, self._cases[number]))
-            if chance.random() < _GIVEN_UP:
+            if chance.random() < _CANCELLED:
                 await asyncio.wait([asking], timeout=chance.expovariate(20))
                 asking.cancel()
                 await asyncio.wait([asking])
-                self.seen["given up"] += asking.cancelled()
+                self.seen["cancelled"] += asking.cancelled()
                 continue
             ids, summary = await asking
             case = self._cases[number]
@@ -103,7 +103,7 @@ class Soak:
 
 
 async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...], Summary]:
-    """The answer's token ids."""
+    """The answer's token ids and summary."""
     ids: list[int] = []
     recipe, params = modifiers.find(case.recipe), SamplingParams(max_tokens=ANSWER)
     async with aclosing(servicer.answerer.answer(case.prompt, recipe, case.ratio, params)) as events:
@@ -116,7 +116,7 @@ async def answer(servicer: FusionServicer, case: Case) -> tuple[tuple[int, ...],
 
 
 def questions(model: models.Model, count: int) -> list[Case]:
-    """`count` questions of every task, their recipes by turns."""
+    """`count` questions of every task, with alternating recipes."""
     prompter = Prompter(model, 512)
     cases: list[Case] = []
     for name in TASKS:
@@ -129,20 +129,20 @@ def questions(model: models.Model, count: int) -> list[Case]:
 
 
 class Trail:
-    """What a process held, from the first look on."""
+    """Memory and open files of a process over time."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._looks: list[Footing] = []
 
     def look(self) -> None:
-        """Raises AssertionError when it has grown since the first look."""
+        """Records the figures. Raises AssertionError when they have grown since the first call."""
         now = Footing.of(self._pid)
         self._looks.append(now)
-        assert not now.outgrew(self._looks[0], *BOUNDS), f"{self._looks[0]} became {now}"
+        assert not now.outgrew(self._looks[0], *BOUNDS), f"the process grew from {self._looks[0]} to {now}"
 
     def row(self, name: str) -> dict[str, object]:
-        """First, last and most memory in MiB and open files."""
+        """First, last and maximum memory in MiB and open files."""
         mib, files = [look.bytes >> 20 for look in self._looks], [look.files for look in self._looks]
         return {
             f"{name}_{what}": [each[0], each[-1], max(each)] for what, each in (("rss_mib", mib), ("files", files))
@@ -152,22 +152,22 @@ class Trail:
 async def soak(
     model: models.Model, cases: list[Case], minutes: float, clients: int, console: Console
 ) -> tuple[dict[str, object], list[str]]:
-    """Runs for so many minutes; gives what was counted, and the answers that were wrong.
+    """Runs the soak test for `minutes`; returns counts, and wrong answers.
 
     Raises:
-        AssertionError: something was left behind.
+        AssertionError: something leaked.
     """
     chunk = max(len(part) for case in cases for part in case.prompt.parts) * model.kv.token_bytes
     longest = max(case.prompt.tokens for case in cases) * model.kv.token_bytes
     started, pieces = time.monotonic(), 10
     with tempfile.TemporaryDirectory() as directory:
-        # Small as well, so that what it leaves to the allocator hides no growth.
+        # A small pool as well: memory that it returns to the allocator would hide growth.
         alone = FusionServicer(WorkerConfig(pool_bytes=max(1 << 20, 4 * longest)), model)
         try:
             expected = [(await answer(alone, case))[0] for case in cases]
         finally:
             await alone.close()
-        # A few chunks in memory, a part of all on disk, a few prompts in the pool: all is evicted all the time.
+        # Memory for a few chunks, disk for a part of them, and a pool for a few prompts, so that all tiers evict.
         memory, disk = max(1 << 20, 8 * chunk), max(4 << 20, len(cases) * chunk)
         async with cache_process(Path(directory), memory, disk) as (address, pid):
             pool = max(1 << 20, 4 * longest)
@@ -204,7 +204,7 @@ async def soak(
 
 
 def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
-    """Entries that a stopped cache service left. Raises AssertionError when they do not agree with each other."""
+    """Counts the entries of a stopped cache service. Raises AssertionError when its files are inconsistent."""
     command = [sys.executable, "-P", "-m", "fusionkv.kvcache_service.integrity"]
     command += ["--data-dir", str(data_dir), "--disk-bytes", str(disk_bytes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -213,12 +213,12 @@ def _check_stopped(data_dir: Path, disk_bytes: int) -> int:
 
 
 async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
-    """Nothing is held by anybody once all has been answered."""
+    """Checks that no lease and no slot is held once everything is answered."""
     await servicer.settle()
     for _ in range(200):
         if not (await cache.stats()).active_leases:
             break
-        await asyncio.sleep(0.05)  # releases are on their way
+        await asyncio.sleep(0.05)  # releases may be in flight
     else:
         raise AssertionError("a lease was not released")
     servicer.pool.check_integrity(idle=True)
@@ -226,11 +226,11 @@ async def _check_idle(servicer: FusionServicer, cache: CacheClient) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.soak", description=__doc__)
-    parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="a reference model (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=30.0, help="(%(default)s)")
-    parser.add_argument("--clients", type=int, default=12, help="(%(default)s)")
-    parser.add_argument("--questions", type=int, default=20, help="of every task (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write what was counted there as well")
+    parser.add_argument("--model", type=Path, default=WorkerConfig().model, help="reference model (%(default)s)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="duration (%(default)s)")
+    parser.add_argument("--clients", type=int, default=12, help="concurrent clients (%(default)s)")
+    parser.add_argument("--questions", type=int, default=20, help="questions of every task (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the counts to a file")
     args = parser.parse_args(argv)
     console, model = Console(stderr=True), models.load(args.model)
     cases = questions(model, args.questions)

@@ -1,4 +1,4 @@
-"""How long `fusionkv serve all` takes to be ready, and the memory of its services, each beside its goal."""
+"""Measures the start-up time of `fusionkv serve all` and the memory of its services, against goals."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ MODULES = {"kvcache_service": "kvcache", "fusion_worker": "worker", "gateway": "
 
 
 def _seconds(*command: str, repeats: int = 3) -> float:
-    """The least of several runs of a command."""
+    """The minimum time of several runs of a command."""
     taken = []
     for _ in range(repeats):
         started = time.perf_counter()
@@ -32,14 +32,14 @@ def _seconds(*command: str, repeats: int = 3) -> float:
 
 
 def _children(parent: int) -> dict[str, int]:
-    """The services that a process has started, by name."""
+    """Process ids of the services that a process has started, by name."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             argv = (folder / "cmdline").read_text().split("\0")
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) != parent:
                 continue
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         for module, name in MODULES.items():
             if f"fusionkv.{module}" in argv:
@@ -48,7 +48,7 @@ def _children(parent: int) -> dict[str, int]:
 
 
 def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
-    """Seconds until the services are ready, and what each has some seconds later."""
+    """Seconds until the services are ready, and the memory of each some seconds later."""
     settings = {
         "FUSIONKV_KVCACHE_MEMORY_BYTES": str(_CACHE_BYTES),
         "FUSIONKV_WORKER_POOL_BYTES": str(_POOL_BYTES),
@@ -67,7 +67,7 @@ def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
             if line.startswith("ready"):
                 break
             if time.perf_counter() - started > _PATIENCE_SECONDS:
-                raise RuntimeError("the services are not ready:\n" + "".join(lines))
+                raise RuntimeError("the services did not get ready in time:\n" + "".join(lines))
         else:
             raise RuntimeError("the services ended:\n" + "".join(lines))
         seconds = time.perf_counter() - started
@@ -79,7 +79,7 @@ def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
 
 
 def measure(model: str) -> list[dict[str, object]]:
-    """Rows of what is measured, its floor or 0 where there is none, and the goal; megabytes or seconds."""
+    """Rows of figures, their floors (0 without one) and their goals, in megabytes or seconds."""
     directory = resolve(model)
     known = models.load(directory, "cpu")
     weights = sum(tensor.nbytes for tensor in known.network.parameters())
@@ -93,7 +93,7 @@ def measure(model: str) -> list[dict[str, object]]:
     ]
     goals = {"worker": (weights, weights / 1e6 + 500), "gateway": (0, 300.0), "kvcache": (0, 150.0)}
     for name, (floor, goal) in goals.items():
-        # Nothing has been asked: of pool and memory tier only what was written to is resident.
+        # Without requests, only written pages of the pool and the memory tier are resident.
         rows.append((f"{name}: memory", "MB", held[name].bytes / 1e6, floor / 1e6, goal))
     return [
         {"figure": figure, "unit": unit, "value": round(value, 2), "floor": round(floor, 2), "goal": round(goal, 2)}
@@ -104,7 +104,7 @@ def measure(model: str) -> list[dict[str, object]]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.start", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     try:
         rows = measure(args.model)

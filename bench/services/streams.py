@@ -1,9 +1,9 @@
-"""Streams at a gateway, all at once: held, shed or refused, and what it costs.
+"""Opens many streams at a gateway at once: how many are answered, shed or refused, and at what cost in memory.
 
-`python -P bench/services/streams.py 10000`.
+Run `python -P bench/services/streams.py 10000`.
 
-Starts a cache service, a worker with a reference model and a gateway; then another one, whose limits let all of them
-wait. A second number takes the place of the first gateway's limit. The figures of docs/reliability.md.
+Starts a cache service, a worker with a reference model, and a gateway; then a second gateway whose limits let all
+streams wait. A second argument replaces the first gateway's limit. The figures of docs/reliability.md.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 MODEL = min(file.parent for file in (Path(__file__).parents[2] / "models").glob("*/config.json"))
 CORPUS, PAGES = "streams", 20
-# One connection for so many streams: 10,000 of them are no question of open files then.
+# Streams per connection, so that 10,000 streams do not need as many open files.
 _STREAMS_EACH = 250
 _WATCH_SECONDS = 0.1
-# So long a caller waits at most: nobody is given up for lost before.
+# Deadline of each stream in seconds, long enough for all that are admitted.
 DEADLINE = 240.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of streams that began together. Megabytes and open files: the gateway's; seconds: the callers'."""
+    """The outcome of concurrent streams. Megabytes and files are the gateway's; seconds are the callers'."""
 
     streams: int
     statuses: dict[str, int]
@@ -52,7 +52,7 @@ class Outcome:
 
 
 async def load(address: str, pid: int, streams: int, deadline: float = DEADLINE) -> Outcome:
-    """Asks so many questions at once; `pid` is the gateway's."""
+    """Asks `streams` questions at once. pid: the gateway's process."""
     clients = [AsyncClient(address, timeout=deadline) for _ in range(-(-streams // _STREAMS_EACH))]
     for client in clients:
         await client.stats()
@@ -110,7 +110,7 @@ async def load(address: str, pid: int, streams: int, deadline: float = DEADLINE)
 
 
 async def fill(address: str) -> None:
-    """A small corpus, and one answer, so that everything is loaded."""
+    """Ingests a small corpus and asks a question, as a warm-up."""
     async with AsyncClient(address, timeout=DEADLINE) as client:
         for number in range(PAGES):
             await client.ingest(CORPUS, f"{number}.txt", f"Report on page {number}: the code is {100 + number}.")
@@ -119,7 +119,7 @@ async def fill(address: str) -> None:
 
 @contextmanager
 def _service(module: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of one that serves."""
+    """Runs a service; yields its address and process id."""
     command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None

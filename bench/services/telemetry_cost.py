@@ -1,10 +1,10 @@
-"""What OpenTelemetry costs until the first token: `python -P bench/services/telemetry_cost.py 150 [large]`.
+"""Cost of OpenTelemetry up to the first token: `python -P bench/services/telemetry_cost.py 150 [large]`.
 
-Two sets of services, each a cache service, a worker with a reference model and a gateway: one exports traces and
-metrics to an OTLP receiver in this process, the other has no telemetry. Each question goes to both, one after the
-other and first to each in turn. OTEL_* variables hold for the set that exports. The figures of docs/observability.md.
+Runs two sets of services, each a cache service, a worker with a reference model and a gateway: one exports traces and
+metrics to an OTLP receiver in this process, the other has no telemetry. Each question goes to both, in alternating
+order. OTEL_* variables apply to the set that exports. The figures of docs/observability.md.
 
-`large` takes a model with the layers of Qwen2.5-0.5B instead and random weights, which speed does not read.
+`large` uses a model with the layer sizes of Qwen2.5-0.5B and random weights, which do not affect speed.
 """
 
 import asyncio
@@ -34,29 +34,29 @@ from fusionkv.gateway.client.results import Summary, Token
 ROOT = Path(__file__).parents[2]
 MODEL = min(file.parent for file in (ROOT / "models").glob("*/config.json"))
 CORPUS, FOLDER = "shelf", ROOT / "examples/corpus/shelf-01"
-# Long enough for all stages; what is fetched and encoded is so before the first pair that counts.
+# Exercises all stages. Two passes before the measurement fetch and encode all chunks.
 RECIPE, RATIO, QUESTIONS, PASSES_BEFORE = "prophetkv", 0.2, 20, 2
 _RESAMPLES, _SEED = 4000, 1
 _STOP_SECONDS = 60
-# No answer may be without the cache because the machine was busy: it would be another kind of request.
+# Long timeouts, so that no answer is degraded by load: it would not be comparable.
 _PATIENT = ("--lookup-timeout", "60", "--fetch-timeout", "60", "--cache-seconds", "120")
 
 
 @dataclass(frozen=True)
 class Services:
-    """The gateway's address, and the processes of all three services."""
+    """The gateway's address, and the process ids of all three services."""
 
     address: str
     pids: tuple[int, ...]
 
     def processor_seconds(self) -> float:
-        """Of all their threads so far, a hundredth exactly."""
-        told = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids)
-        return sum(int(ticks) for fields in told for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+        """CPU seconds of all their threads so far, in steps of 10 ms."""
+        stats = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in self.pids)
+        return sum(int(ticks) for fields in stats for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
 class Receiver(grpc.GenericRpcHandler):
-    """Takes what is exported, as it comes: `traces`, and all `calls`."""
+    """An OTLP receiver: collects exported traces and counts calls."""
 
     def __init__(self) -> None:
         self.traces: list[bytes] = []
@@ -72,7 +72,7 @@ class Receiver(grpc.GenericRpcHandler):
         return grpc.unary_unary_rpc_method_handler(export)
 
     def spans(self, traces: set[bytes]) -> int:
-        """How many belong to these traces."""
+        """Number of spans that belong to these traces."""
         requests = map(trace_service_pb2.ExportTraceServiceRequest.FromString, self.traces)
         scopes = (scope for request in requests for group in request.resource_spans for scope in group.scope_spans)
         return sum(span.trace_id in traces for scope in scopes for span in scope.spans)
@@ -80,7 +80,7 @@ class Receiver(grpc.GenericRpcHandler):
 
 @contextmanager
 def _receiving() -> Iterator[tuple[Receiver, str]]:
-    """The receiver and its endpoint."""
+    """Runs the receiver; yields it and its endpoint."""
     receiver, server = Receiver(), grpc.server(futures.ThreadPoolExecutor(2))
     server.add_generic_rpc_handlers((receiver,))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -91,7 +91,7 @@ def _receiving() -> Iterator[tuple[Receiver, str]]:
 
 @contextmanager
 def _service(env: dict[str, str], module: str, *flags: str) -> Iterator[tuple[str, int]]:
-    """Address and process id of one that serves; it is ended in order, so that it sends the rest."""
+    """Runs a service; yields its address and process id. It is stopped with SIGTERM, so that it exports the rest."""
     command = [sys.executable, "-P", "-m", f"fusionkv.{module}", "--listen", "127.0.0.1:0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
     assert process.stdout is not None
@@ -104,7 +104,7 @@ def _service(env: dict[str, str], module: str, *flags: str) -> Iterator[tuple[st
 
 @contextmanager
 def _services(folder: Path, model: Path, endpoint: str) -> Iterator[Services]:
-    """A gateway with all that it needs; they export if there is an endpoint."""
+    """Runs a cache service, a worker and a gateway, which export if there is an endpoint."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     env = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint} if endpoint else plain
     pids: list[int] = []
@@ -121,7 +121,7 @@ def _services(folder: Path, model: Path, endpoint: str) -> Iterator[Services]:
 
 
 def _large(folder: Path) -> Path:
-    """A model directory: random layers of Qwen2.5-0.5B, the reference model's vocabulary and tokenizer."""
+    """Writes a model with random layers of Qwen2.5-0.5B's size, and the reference model's tokenizer."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
@@ -134,7 +134,7 @@ def _large(folder: Path) -> Path:
 
 
 async def _first_token(client: AsyncClient, question: str) -> tuple[float, str]:
-    """Seconds until it comes, as the caller sees it, and the answer's trace."""
+    """Seconds to the first token, measured by the caller, and the answer's trace id."""
     began, seconds, trace = time.perf_counter(), 0.0, ""
     async for event in client.stream(CORPUS, question, recipe=RECIPE, ratio=RATIO, max_tokens=2):
         if isinstance(event, Token):
@@ -146,7 +146,7 @@ async def _first_token(client: AsyncClient, question: str) -> tuple[float, str]:
 
 
 async def _pairs(sets: Sequence[Services], pairs: int) -> tuple[np.ndarray, list[float], list[str]]:
-    """Without telemetry and with it: seconds [pair, 2] and processor seconds; and the traces of the latter."""
+    """Seconds [pair, 2] and CPU seconds without and with telemetry, and the trace ids of the latter."""
     questions = [q["question"] for q in json.loads((FOLDER.parent / "questions.json").read_text())]
     questions = questions[: min(QUESTIONS, pairs)]
     clients = [AsyncClient(each.address, timeout=120) for each in sets]
@@ -169,7 +169,7 @@ async def _pairs(sets: Sequence[Services], pairs: int) -> tuple[np.ndarray, list
 
 
 def report(seconds: np.ndarray) -> dict[str, float]:
-    """Of seconds [pair, 2]: medians, and the median of the pairs' differences with its bootstrap interval of 95%."""
+    """Medians of seconds [pair, 2], and the median difference of pairs with its bootstrapped 95% interval."""
     difference = seconds[:, 1] - seconds[:, 0]
     draws = np.random.default_rng(_SEED).integers(len(difference), size=(_RESAMPLES, len(difference)))
     low, high = np.percentile(np.median(difference[draws], axis=1), [2.5, 97.5])

@@ -1,9 +1,9 @@
-"""Seconds to the first token of real passages: vLLM alone, with LMCache, with FusionKV, and FusionKV alone.
+"""Time to first token with real passages: vLLM alone, with LMCache, with FusionKV, and FusionKV alone.
 
 Each prompt has a question and eight passages. It is asked once (cold), again (same order), with its passages in
 another order, and with half of them replaced by passages of earlier prompts (other neighbours). All systems get the
-same token ids, and run one after another on one machine, with servers of their own. Agreement is the share of an
-answer's tokens that are full attention's, place by place, as the fusion worker computes it.
+same token ids, and run one after another on one machine, each with its own servers. Agreement is the share of an
+answer's tokens that equal those of full attention at the same index, as computed by the fusion worker.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer: its tokens, and the seconds to the first of them."""
+    """An answer: its token ids, and the seconds to the first one."""
 
     ids: list[int]
     ttft: float
@@ -63,7 +63,7 @@ Ask = Callable[[Prompt], Awaitable[Asked]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a system took for the prompts of a case; agreement of its answers with full attention's, 0 to 1."""
+    """A system's results for the prompts of a case. agreement: with full attention, 0 to 1."""
 
     system: str
     case: str
@@ -74,7 +74,7 @@ class Row:
 
 
 def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[dict[str, Prompt]]:
-    """For each question its prompt in every case; its passages stand in no prompt before it."""
+    """Yields each question's prompts by case. Passages of its cold prompt are in no earlier prompt."""
     chance, earlier = random.Random(1), list[str]()
     for question, texts in asked:
         own = [text for text in dict.fromkeys(texts) if text not in earlier][:_PASSAGES]
@@ -90,14 +90,14 @@ def prompts(asked: Iterable[tuple[str, Sequence[str]]], count: int) -> Iterator[
             chance.shuffle(mixed)
             made = (own, own, moved, mixed)
             yield {case: Prompt(question, tuple(p)) for case, p in zip(CASES, made, strict=True)}
-        else:  # the first fills the caches and warms up
+        else:  # the first prompt is a warm-up
             yield {"cold": Prompt(question, tuple(own))}
         earlier += own
 
 
 @contextlib.asynccontextmanager
 async def over_http(url: str, vocabulary: Vocabulary) -> AsyncIterator[Ask]:
-    """Asks a vLLM server."""
+    """Yields a function that asks a vLLM server."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(_ANSWER_SECONDS)) as session:
 
         async def ask(prompt: Prompt) -> Asked:
@@ -119,7 +119,7 @@ async def over_http(url: str, vocabulary: Vocabulary) -> AsyncIterator[Ask]:
 
 @contextlib.asynccontextmanager
 async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
-    """Asks a gateway."""
+    """Yields a function that asks a gateway."""
     client = AsyncClient(address)
 
     async def ask(prompt: Prompt) -> Asked:
@@ -142,7 +142,7 @@ async def over_gateway(address: str, recipe: str) -> AsyncIterator[Ask]:
 
 
 class Servers:
-    """Starts what a system consists of; all of it ends with the context."""
+    """Starts the servers of a system, which are stopped with the context."""
 
     def __init__(self, stack: ExitStack, folder: Path, model: Path) -> None:
         self._stack, self.folder, self._model = stack, folder, model
@@ -153,13 +153,13 @@ class Servers:
         return process
 
     def ours(self, name: str, *flags: str) -> str:
-        """Address of one of our services."""
+        """Starts a FusionKV service; returns its address."""
         here = f"unix:{self.folder}/{name.rpartition('.')[2]}.sock"
         process = self.start(sys.executable, "-P", "-m", f"fusionkv.{name}", "--listen", here, *flags)
         return process.address
 
     def worker(self) -> tuple[str, str]:
-        """Addresses of a worker and its cache service."""
+        """Starts a worker and its cache service; returns their addresses."""
         cache = self.ours("kvcache_service", "--data-dir", str(self.folder / "kvcache"))
         return self.ours("fusion_worker", "--model", str(self._model), "--cache", cache), cache
 
@@ -168,7 +168,7 @@ class Servers:
         return self.ours("gateway", "--workers", worker, "--data-dir", folder, "--embedder", "none", *flags)
 
     def vllm(self, connector: dict[str, Any] | None, *flags: str) -> str:
-        """URL of a vLLM server."""
+        """Starts a vLLM server; returns its URL."""
         port = free_port()
         more = ["--kv-transfer-config", json.dumps({"kv_role": "kv_both", **connector})] if connector else []
         own = (
@@ -182,7 +182,7 @@ class Servers:
         return f"http://127.0.0.1:{port}"
 
     def lmcache(self) -> dict[str, Any]:
-        """The connector to an LMCache server, in its multiprocess mode."""
+        """Starts an LMCache server in multiprocess mode; returns the configuration of its connector."""
         port = free_port()
         flags = ("--host", "127.0.0.1", "--port", str(port), "--l1-size-gb", "4", "--eviction-policy", "LRU")
         self.start(str(VLLM), "-P", "-m", "lmcache.v1.multiprocess.server", *flags).listens(port, 60.0)
@@ -190,7 +190,7 @@ class Servers:
         return {"kv_connector": "LMCacheMPConnector", "kv_connector_extra_config": more}
 
     def fusionkv(self, cache: str) -> dict[str, Any]:
-        """Our connector."""
+        """The configuration of FusionKV's connector."""
         return {
             "kv_connector": "FusionKVConnector",
             "kv_connector_module_path": "fusionkv.vllm.connector",
@@ -201,7 +201,7 @@ class Servers:
 
 @contextmanager
 def servers(model: Path) -> Iterator[Servers]:
-    """In a folder of their own."""
+    """Yields servers that use a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-vllm") as folder, ExitStack() as stack:
         yield Servers(stack, Path(folder), model)
 
@@ -215,7 +215,7 @@ async def vocabulary_of(worker: str) -> Vocabulary:
 
 
 class Bench:
-    """Asks one system after another the same prompts."""
+    """Asks all systems the same prompts, one system after another."""
 
     def __init__(self, model: Path, asked: Sequence[dict[str, Prompt]], progress: Progress) -> None:
         self._model, self._asked, self._progress = model, asked, progress
@@ -272,7 +272,7 @@ class Bench:
 
 
 def show(rows: Sequence[Row], console: Console) -> None:
-    """Medians, each beside how many times faster than vLLM's prefix cache it is, and agreement."""
+    """Prints medians, the speed-up over vLLM's prefix cache, and agreement."""
     there = {(row.system, row.case): row for row in rows}
     table = Table("system", *CASES, title="seconds to the first token (median), times vLLM's prefix cache, agreement")
     for system in dict.fromkeys(row.system for row in rows):
@@ -289,7 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.services.vllm", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
     parser.add_argument(
-        "--data", type=Path, nargs="+", metavar="FILE", help="questions with passages; default: the demo's"
+        "--data", type=Path, nargs="+", metavar="FILE", help="questions with passages (default: the demo's)"
     )
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each case (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
@@ -297,10 +297,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         if not VLLM.exists():
-            raise OSError(f"there is no {VLLM}: make vllm installs it")
+            raise OSError(f"{VLLM} does not exist: make vllm installs it")
         asked = list(prompts(questions(options.data or [], _PASSAGES), options.prompts))
         if len(asked) < 2:
-            raise ValueError(f"no two questions with {_PASSAGES} passages each that no other one has")
+            raise ValueError(f"fewer than two questions with {_PASSAGES} passages that no other question has")
         with Progress(console=console, transient=True) as progress:
             bench = Bench(resolve(options.model), asked, progress)
             asyncio.run(bench.run())

@@ -1,1 +1,1 @@
-"""Speed of a worker: time to first token, requests a second."""
+"""Benchmarks of a worker: time to first token, throughput, decoding and encoding."""

@@ -1,7 +1,7 @@
-"""Time of a decoding step over reused chunks, beside one piece of as many tokens, which is the floor.
+"""Time of a decoding step over reused chunks, against a single segment of as many tokens, which is the floor.
 
-Whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, as with the default
-recipe, 15% of each chunk's keys are hidden, and each request holds these tokens in a piece of its own.
+Measures whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, as with the
+default recipe, 15% of each chunk's keys are hidden, and each request has these tokens in a segment of its own.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CHUNKS, REQUESTS, RATIO = (1, 8, 20), (1, 8), 0.15
 
 
 def _segments(request: int, chunks: int, tokens: int, ratio: float) -> tuple[KVSegment, ...]:
-    """What one request sees: shared chunks that were written for another place, and its own tokens behind them."""
+    """Segments of a request: shared chunks that were rotated for other positions, and its own tokens after them."""
     each, own = tokens // chunks, tokens + request * (tokens + 1)
     if chunks == 1 and not ratio:
         return KVSegment(0, tokens, 0), KVSegment(own, 1, tokens)
@@ -54,7 +54,7 @@ def _step(model: models.Model, pool: torch.Tensor, chunks: int, requests: int, t
 
 
 def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, object]]:
-    """One row for each count of chunks and requests, with and without recomputed tokens."""
+    """Measures each number of chunks and requests, with and without recomputed tokens."""
     install(model)
     shape = model.kv
     slots = tokens + max(REQUESTS) * (tokens + 1)
@@ -63,7 +63,7 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
     for requests in REQUESTS:
         cases = [(chunks, ratio) for chunks in CHUNKS for ratio in (0.0, RATIO) if chunks > 1 or not ratio]
         seconds: dict[tuple[int, float], list[float]] = {case: [] for case in cases}
-        # In turns: a machine that others use is faster in one minute than in another.
+        # Cases alternate, because other load on the machine varies over time.
         for _ in range(repeats):
             for chunks, ratio in cases:
                 seconds[chunks, ratio].append(_step(model, pool, chunks, requests, tokens, ratio))
@@ -87,9 +87,9 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.decode", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=2560, help="of context (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=15, help="of which the median counts (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    parser.add_argument("--tokens", type=int, default=2560, help="tokens of context (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=15, help="runs, of which the median is reported (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     try:
         rows = measure(models.load(resolve(args.model), "cpu"), args.tokens, args.repeats)

@@ -1,7 +1,7 @@
-"""Tokens a second of encoding chunks ahead of time, as `ingest --precompute` does, beside plain prefill of as many.
+"""Tokens per second of encoding chunks ahead of time, as `ingest --precompute` does, against plain prefill.
 
-Four chunks at a time are encoded and stored in a real cache service. `computed_again` counts their tokens that the
-first question computes nevertheless.
+Four chunks at a time are encoded and stored in a cache service. `computed_again` counts their tokens that the first
+question computes again.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from fusionkv.fusion_worker.summary import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import ServiceError
 
-TOGETHER = 4  # as the gateway's precompute_concurrency
+CONCURRENCY = 4  # as the gateway's precompute_concurrency
 
 
 async def _encode(servicer: FusionServicer, passages: Passages) -> float:
     """Seconds until every chunk is encoded and stored."""
-    slots = asyncio.Semaphore(TOGETHER)
+    slots = asyncio.Semaphore(CONCURRENCY)
 
     async def one(ids: tuple[int, ...]) -> None:
         async with slots:
@@ -53,7 +53,7 @@ async def _answer(servicer: FusionServicer, prompt: Prompt, recipe: str) -> Summ
 
 
 async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[dict[str, object]]:
-    """One row: prompts of `prompt_chunks` whole chunks each are prefilled in full, then `count` chunks encoded."""
+    """Prefills prompts of `prompt_chunks` chunks in full, then encodes `count` chunks; returns one row."""
     passages = await Passages.of(model, [], count)
     with tempfile.TemporaryDirectory() as directory:
         stored = 2 * passages.tokens * model.kv.token_bytes
@@ -85,9 +85,9 @@ async def measure(model: models.Model, count: int, prompt_chunks: int) -> list[d
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.worker.encode", description=__doc__)
     parser.add_argument("--model", default="smollm2", help="as for `fusionkv serve worker` (default: %(default)s)")
-    parser.add_argument("--chunks", type=int, default=24, help="to encode (%(default)s)")
-    parser.add_argument("--prompt-chunks", type=int, default=8, help="of a prompt prefilled in full (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the row there as well")
+    parser.add_argument("--chunks", type=int, default=24, help="chunks to encode (%(default)s)")
+    parser.add_argument("--prompt-chunks", type=int, default=8, help="chunks of a prefilled prompt (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the row to a file")
     args = parser.parse_args()
     try:
         model = models.load(resolve(args.model), "cpu")

@@ -1,4 +1,4 @@
-"""Real passages and questions as a model's tokens, for the benches; or random tokens."""
+"""Passages and questions as a model's tokens, for benchmarks: real or random."""
 
 import json
 import random
@@ -20,7 +20,7 @@ _SYSTEM, _QUESTION, _RANDOM_IDS = 32, 32, 1000
 
 @dataclass(frozen=True, slots=True)
 class Passages:
-    """A knowledge base: the chunks of its passages, and questions that are asked over some of them."""
+    """A knowledge base: the chunks of its passages, and questions about them."""
 
     system: Chunk
     chunks: tuple[Chunk, ...]
@@ -28,10 +28,10 @@ class Passages:
 
     @classmethod
     async def of(cls, model: Model, files: Sequence[Path], count: int) -> "Passages":
-        """The first passages of files as `fusionkv eval` reads them, or of the demo's documents.
+        """The first `count` passages of files that `fusionkv eval` reads, or of the demo's documents.
 
         Raises:
-            ValueError: there are fewer than `count`.
+            ValueError: there are fewer than `count` passages.
         """
         servicer = FusionServicer(WorkerConfig(pool_bytes=1 << 20), model)
         try:
@@ -49,7 +49,7 @@ class Passages:
 
     @classmethod
     def random(cls, count: int, tokens: int) -> "Passages":
-        """Chunks of so many tokens each."""
+        """`count` random chunks of `tokens` tokens each."""
 
         def text(seed: int, length: int) -> tuple[int, ...]:
             chance = random.Random(seed)
@@ -60,16 +60,16 @@ class Passages:
 
     @property
     def tokens(self) -> int:
-        """Of all chunks together."""
+        """Tokens of all chunks together."""
         return sum(len(chunk.ids) for chunk in self.chunks)
 
     def prompt(self, numbers: Sequence[int], question: int) -> Prompt:
-        """A question over these chunks, in this order."""
+        """A prompt with these chunks, in this order, and a question."""
         asked = self.questions[question % len(self.questions)]
         return Prompt(self.system, tuple(self.chunks[n] for n in numbers), asked)
 
     async def store(self, servicer: FusionServicer) -> None:
-        """Has every chunk encoded and stored, as an ingestion would."""
+        """Encodes and stores every chunk, as ingestion does."""
         for chunk in self.chunks:
             system, own = pb.Tokens(ids=self.system.ids), pb.Tokens(ids=chunk.ids)
             request = pb.EncodeRequest(system=system, chunk=own, mode=pb.EncodeRequest.MODE_EXACT)
@@ -77,7 +77,7 @@ class Passages:
 
 
 def questions(files: Sequence[Path], passages: int = 8) -> Iterator[tuple[str, Sequence[str]]]:
-    """Questions with their passages, of files as `fusionkv eval` reads them; or the demo's, over its documents."""
+    """Yields questions with their passages, from files that `fusionkv eval` reads, or from the demo."""
     for file in files:
         for task in datasets.load(file):
             for sample in task.samples:

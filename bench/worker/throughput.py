@@ -1,11 +1,11 @@
-"""Questions a second at rising rates: recipes beside full attention and a prefix cache, one machine, one run.
+"""Throughput at rising request rates: recipes against full attention and a prefix cache, on one machine in one run.
 
-A real model is asked over real passages. Questions arrive at random (Poisson), whatever is still being answered. Each
-has chunks of its own choice and order, drawn by Zipf's law from passages that the cache service holds; the worker's
-pool holds a part of them. Each system has a worker and a cache service of its own; a prefix cache stores all that it
-computes, behind whatever path. The rate begins at half of what a system answers one after another and rises until p99
-of the time to the first token is over a bound: four times what full attention takes with nobody else there. Capacity
-is the rate where that happens.
+A real model answers questions about real passages. Questions arrive at random (Poisson), regardless of unfinished
+ones. Each has its own choice and order of chunks, drawn by Zipf's law from passages that the cache service stores;
+the worker's pool holds a part of them. Each system has its own worker and cache service; a prefix cache stores
+everything that it computes. The rate starts at half of a system's sequential rate, and rises until the p99 of the
+time to first
+token exceeds a bound: four times that of full attention without load. Capacity is the rate where that happens.
 """
 
 import argparse
@@ -45,20 +45,20 @@ Systems = Sequence[tuple[str, float]]
 # Name of a recipe, and the share of tokens that it recomputes.
 SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, 0.15))
 _BOUND = 4.0
-# A queue of few requests is short however fast they come: at each rate they arrive for five times the bound.
+# With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.
 _LASTING = 5.0
-_FIRST, _RISE, _MOST_RATES = 0.5, 1.5, 8
+_FIRST, _RISE, _MAX_RATES = 0.5, 1.5, 8
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Questions over passages, so many chunks each."""
+    """Questions about passages, with `chunks` chunks each."""
 
     passages: Passages
     chunks: int
 
     def prompts(self, count: int, seed: int) -> list[Prompt]:
-        """Questions over different chunks each, the first of the base most often (Zipf, exponent 1)."""
+        """Questions with different chunks each, drawn by Zipf's law (exponent 1)."""
         chance = random.Random(seed)
         weights = [1 / (n + 1) for n in range(len(self.passages.chunks))]
 
@@ -75,7 +75,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Load:
-    """What some requests took: seconds to the first token by request, and altogether."""
+    """The results of a load. ttft: seconds by request. busy: share of the time that the engine computed."""
 
     ttft: list[float]
     tokens: int
@@ -87,7 +87,7 @@ class Load:
 
 
 class Station:
-    """A worker that is asked, and a count of the seconds in which its engine computes."""
+    """A worker under load, with a count of the seconds that its engine computes."""
 
     def __init__(self, servicer: FusionServicer) -> None:
         self._servicer = servicer
@@ -105,7 +105,7 @@ class Station:
         engine.step = timed  # type: ignore[method-assign]
 
     async def ask(self, prompt: Prompt, recipe: str, ratio: float) -> tuple[float, Summary]:
-        """Seconds to the first token, and what the request took."""
+        """Seconds to the first token, and the summary."""
         started, first = time.perf_counter(), 0.0
         params = SamplingParams(max_tokens=ANSWER)
         answering = self._servicer.answerer.answer(prompt, modifiers.find(recipe), ratio, params)
@@ -120,9 +120,9 @@ class Station:
         raise RuntimeError("no summary")
 
     async def alone(self, traffic: Traffic, recipe: str, ratio: float) -> tuple[float, float]:
-        """Seconds to the first token and to the last of a request with nobody beside it: the mean of a few.
+        """Mean seconds to the first and to the last token of single requests, without load.
 
-        As many before them warm up; a recipe with corrections learns from these.
+        As many requests before them are a warm-up, from which recipes with corrections learn.
         """
         warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
         for prompt in warming:
@@ -136,7 +136,7 @@ class Station:
         return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
 
     async def load(self, prompts: Sequence[Prompt], recipe: str, ratio: float, rate: float, seed: int) -> Load:
-        """Asks everything at `rate` a second on average."""
+        """Asks all questions at `rate` per second on average."""
         chance = random.Random(seed)
         arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
         started, busy = time.perf_counter(), self._busy
@@ -154,7 +154,7 @@ class Station:
 async def bench(
     model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
 ) -> list[dict[str, object]]:
-    """One row for each system and rate. The first system alone sets the bound."""
+    """Measures a row for each system and rate. The bound comes from the first system without load."""
     rows: list[dict[str, object]] = []
     bound = 0.0
     with Progress(console=console) as progress:
@@ -166,7 +166,7 @@ async def bench(
                 station = Station(servicer)
                 alone = await station.alone(traffic, name, ratio)
                 bound = bound or _BOUND * alone[0]
-                for number in range(_MOST_RATES):
+                for number in range(_MAX_RATES):
                     rate = _FIRST * _RISE**number / alone[1]
                     prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
                     load = await station.load(prompts, name, ratio, rate, number)
@@ -180,11 +180,11 @@ async def bench(
 
 @asynccontextmanager
 async def worker(model: models.Model, passages: Passages) -> AsyncIterator[FusionServicer]:
-    """A worker, and a cache service of its own that holds the passages: no system finds what another one stored."""
+    """Runs a worker with its own cache service, which stores the passages."""
     base_bytes = passages.tokens * model.kv.token_bytes
     with tempfile.TemporaryDirectory() as directory:
         async with cache_process(Path(directory), max(1 << 20, 2 * base_bytes)) as (address, _):
-            # Half the base, and what the requests in flight need of their own.
+            # Half of the knowledge base's KV, and room for requests in flight.
             config = WorkerConfig(
                 cache=address, pool_bytes=max(1 << 20, base_bytes), max_requests=8, max_queue=1 << 20, **PATIENT
             )
@@ -197,9 +197,9 @@ async def worker(model: models.Model, passages: Passages) -> AsyncIterator[Fusio
 
 
 def store_at_once(servicer: FusionServicer) -> None:
-    """From now on all that the worker computes is stored, as a prefix cache does.
+    """Stores everything that the worker computes, as a prefix cache does.
 
-    Otherwise the cache service keeps a second replica of a chunk once its path is asked for again.
+    By default, the cache service stores a second replica of a chunk only when its path is looked up again.
     """
     assert servicer.cache is not None
     put = servicer.cache.put
@@ -224,7 +224,7 @@ def _row(name: str, ratio: float, rate: float, load: Load, bound: float) -> dict
 
 
 def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]:
-    """Requests a second within the bound, on a straight line between measured rates; and whether more would do."""
+    """Requests per second within the bound, interpolated linearly, and whether the capacity may be higher."""
     known = [(0.0, 0.0)]
     for row in rows:
         if row["name"] == name:
@@ -238,8 +238,8 @@ def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]
 
 
 def _capacities(rows: Sequence[dict[str, object]]) -> Table:
-    found = Table(title=f"requests a second with p99 TTFT within {rows[0]['bound_s']} s")
-    for column in ("name", "capacity", "of full attention's"):
+    found = Table(title=f"requests per second with p99 TTFT within {rows[0]['bound_s']} s")
+    for column in ("name", "capacity", "to full attention"):
         found.add_column(column, justify="right")
     base, _ = capacity(rows, str(rows[0]["name"]))
     for name in dict.fromkeys(str(row["name"]) for row in rows):
@@ -259,14 +259,14 @@ def main() -> int:
         metavar="FILE",
         help="questions with passages (default: the demo's)",
     )
-    parser.add_argument("--requests", type=int, default=40, help="at each rate, at least (%(default)s)")
+    parser.add_argument("--requests", type=int, default=40, help="minimum requests at each rate (%(default)s)")
     parser.add_argument("--base", type=int, default=64, help="passages of the knowledge base (%(default)s)")
-    parser.add_argument("--chunks", type=int, default=8, help="in each prompt (%(default)s)")
+    parser.add_argument("--chunks", type=int, default=8, help="chunks in each prompt (%(default)s)")
     names = [name for name, _ in SYSTEMS[1:]]
     parser.add_argument(
-        "--against", nargs="+", choices=names, default=names, help="what to compare full attention to (all)"
+        "--against", nargs="+", choices=names, default=names, help="systems to compare with full attention (all)"
     )
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")

@@ -1,1 +1,1 @@
-"""A small second model that says which tokens matter (CacheClip)."""
+"""The auxiliary model: a small model that scores the tokens of a context (CacheClip)."""

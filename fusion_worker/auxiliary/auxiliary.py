@@ -1,4 +1,4 @@
-"""A small second model that says which tokens matter, on the CPU, while the first one's KV loads (CacheClip)."""
+"""Scores context tokens with a small auxiliary model on the CPU, while the main model's KV loads (CacheClip)."""
 
 import asyncio
 from functools import lru_cache
@@ -18,10 +18,10 @@ from fusionkv.kvcache_service.client import CacheClient
 
 
 class Auxiliary:
-    """The second model with a pool, an engine and a place in the cache service of its own.
+    """The auxiliary model, with its own pool, engine and namespace in the cache service.
 
-    Each chunk and the question are a row of one batch: the question's rows over the chunk as encoded after the system
-    prompt alone, so its KV is found whatever prompt it stands in.
+    Each chunk is scored separately: the question's rows attend to the chunk as encoded after the system prompt only,
+    so a chunk's KV can be reused in any prompt.
     """
 
     def __init__(self, config: WorkerConfig, primary: Model, model: Model, cache: CacheClient | None) -> None:
@@ -30,39 +30,42 @@ class Auxiliary:
         self._pool = KVPool.of(model.kv, config.auxiliary_pool_bytes, config.page_tokens, model.device)
         self._engine = Engine(model, self._pool, config)
         self._loader = Loader(config, model, self._pool, self._engine, cache)
-        # Ids, spans in the primary's tokens and in its own, by the primary's ids.
-        self._read = lru_cache(maxsize=4096)(self._read_anew)
+        # Cached by the main model's ids.
+        self._retokenised = lru_cache(maxsize=4096)(self._retokenise)
 
     async def scores(self, prompt: Prompt) -> torch.Tensor:
-        """float32 [question_start]: last-layer attention of the question into each context token, summed over rows
-        and heads, 0 for the system prompt.
+        """Scores a prompt's tokens.
+
+        Returns:
+            float32 [question_start]: last-layer attention of the question into each context token, summed over rows
+            and heads; 0 for the system prompt.
 
         Raises:
             CacheFault: the cache service failed.
-            ResourceExhausted: a chunk and the question don't fit the second model's pool.
+            ResourceExhausted: a chunk and the question don't fit the auxiliary model's pool.
         """
         found = await asyncio.gather(*(self._chunk(prompt, chunk) for chunk in prompt.chunks))
         return torch.cat([torch.zeros(len(prompt.system)), *found])
 
     async def settle(self) -> None:
-        """Waits until every chunk encoded so far is stored or dropped."""
+        """Waits until all chunks encoded so far are stored or dropped."""
         await self._loader.settle()
 
     async def close(self) -> None:
-        """Puts back what waits and ends the engine."""
+        """Waits until chunks are stored or dropped, and stops the engine."""
         await self._loader.close()
         self._engine.close()
 
     def check_integrity(self, idle: bool = False) -> None:
-        """Raises AssertionError when the pool lost or shared a slot; see KVPool."""
+        """Raises AssertionError if the pool's accounting is wrong; see KVPool."""
         self._pool.check_integrity(idle)
 
     async def _chunk(self, prompt: Prompt, chunk: Chunk) -> torch.Tensor:
-        """float32 [len(chunk)]: scores of one chunk's tokens."""
-        ids, spans, own = self._read(chunk.ids)
+        """float32 [len(chunk)]: scores of a chunk's tokens."""
+        ids, spans, own = self._retokenised(chunk.ids)
         if not ids:
             return torch.zeros(len(chunk))
-        system, question = (self._read(part)[0] for part in (prompt.system.ids, prompt.question))
+        system, question = (self._retokenised(part)[0] for part in (prompt.system.ids, prompt.question))
         asked = Prompt(Chunk(system), (Chunk(ids),), question, prompt.tenant)
         if not question:
             return torch.zeros(len(chunk))
@@ -78,8 +81,8 @@ class Auxiliary:
         assert result.scores is not None
         return carry_over(result.scores[len(system) : asked.question_start], own, spans)
 
-    def _read_anew(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[CharacterSpan], list[CharacterSpan]]:
-        """Text of the primary's tokens in the second model's: ids, the primary's spans, its own spans."""
+    def _retokenise(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[CharacterSpan], list[CharacterSpan]]:
+        """Retokenises the main model's ids: the auxiliary model's ids, the main model's spans, and its own spans."""
         text, spans = spans_of(self._primary.tokenizer, ids)
         encoded = self._model.tokenizer.encode(text, add_special_tokens=False)
         return tuple(encoded.ids), spans, encoded.offsets

@@ -1,4 +1,4 @@
-"""From one tokenizer's tokens to another's, by the characters that they cover (CacheClip 3.4)."""
+"""Maps scores from one tokenizer's tokens to another's, by the characters that they cover (CacheClip 3.4)."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,10 @@ CharacterSpan = tuple[int, int]
 
 
 def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[CharacterSpan]]:
-    """The text of some tokens and, for each token, the characters it covers.
+    """Decodes tokens to a text, and to the characters that each token covers.
 
-    Tokens that only together make a character cover it each; those that make none at the end cover nothing.
+    Tokens that only together form a character each cover it. Tokens of an incomplete character at the end cover
+    nothing.
     """
     stream = DecodeStream(skip_special_tokens=False)
     text, spans, open_tokens = "", list[CharacterSpan](), 0
@@ -27,9 +28,15 @@ def spans_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[str, list[Charac
 
 
 def carry_over(scores: torch.Tensor, spans: Sequence[CharacterSpan], to: Sequence[CharacterSpan]) -> torch.Tensor:
-    """float32 [len(to)]: for each token of the other tokenizer the best score among those it shares a character with.
+    """Maps scores to another tokenizer's tokens. Each gets the highest score of the tokens that share its characters.
 
-    scores: float32 [len(spans)]. Both lists cover the same text in order. A token that shares nothing scores 0.
+    Args:
+        scores: float32 [len(spans)].
+        spans: characters of the scored tokens, in order.
+        to: characters of the other tokens, in order, over the same text.
+
+    Returns:
+        float32 [len(to)]; 0 for a token that shares no character.
     """
     best = [0.0] * (max((stop for _, stop in (*spans, *to)), default=0))
     for (start, stop), score in zip(spans, scores.tolist(), strict=True):

@@ -1,1 +1,1 @@
-"""Computes: the paged KV pool, what a request's rows see, batches of them, one step after another."""
+"""Computation: the paged KV pool, plans of prefills, scheduling, batches and forward passes."""

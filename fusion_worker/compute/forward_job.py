@@ -1,4 +1,4 @@
-"""A unit of work for the engine: some rows of one request, what they see, and what is wanted of them."""
+"""A job for the engine: rows of one request, the keys that they see, and the outputs to return."""
 
 import asyncio
 from collections.abc import Sequence
@@ -20,11 +20,14 @@ from fusionkv.kernels.tempered_attention import Temper
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was asked for, the rest None.
+    """The requested outputs of a job; the others are None.
 
-    token: id sampled from the last row. logits: float32 [rows asked for, vocabulary]. scores: float32
-    [last position + 1], of a shallow probe [selectors, last position + 1]. shallow: the rows behind layer 0. votes:
-    float32 [layers, kv_heads, last position + 1].
+    Attributes:
+        token: id sampled from the last row.
+        logits: float32 [requested rows, vocabulary].
+        scores: float32 [last position + 1]; of a shallow probe, [selectors, last position + 1].
+        shallow: the rows after layer 0.
+        votes: float32 [layers, kv_heads, last position + 1], attention of the requested rows.
     """
 
     token: int | None = None
@@ -36,22 +39,22 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class ShallowProbe:
-    """Scores tokens by their states behind layer 0, and stops there.
+    """Scores tokens by their states after layer 0, and stops there.
 
-    selectors: each needs `FreshLayer`. starts: as for `FreshStates`.
+    selectors: selectors that need `FreshLayer`. starts: as in `FreshStates`.
     """
 
     selectors: tuple[Selector[FreshStates], ...]
     starts: torch.Tensor
 
     def look(self, model: Model, batch: Batch) -> tuple[Shallow, torch.Tensor]:
-        """The batch's one span behind layer 0, and its scores."""
+        """The batch's single span after layer 0, and its scores."""
         found = shallow(model, batch)
         return found, self.scores(model, batch, found.second)
 
     @torch.inference_mode()
     def scores(self, model: Model, batch: Batch, states: States) -> torch.Tensor:
-        """float32 [selectors, last position + 1], of the batch's one span. states: of layer 1."""
+        """float32 [selectors, last position + 1]: scores of the batch's single span. states: those of layer 1."""
         (span,) = batch.spans
         fresh = FreshStates(states, batch.pool[1], span, model.rotations[1], self.starts, model.ranks)
         return torch.stack([selector.scores(fresh) for selector in self.selectors])
@@ -59,18 +62,23 @@ class ShallowProbe:
 
 @dataclass(slots=True, eq=False)
 class ForwardJob:
-    """Rows to compute in one or more steps.
+    """Rows to compute in one or more steps. A job is split over steps only if its output comes from its last row.
 
-    ids, positions: int64 [rows], positions ascending. runs: where their KV goes, in row order.
-    seen: segments of keys that are there already. The rows see each other by `own`.
-    unstored: rows at the front whose keys are in `seen`, so that their KV is not written.
-    logits: how many rows, the last ones, are wanted as logits.
-    probe: layers whose attention into each position is summed up; or each token is scored by selectors.
-    ahead: the rows, when they have been through layer 0 already.
-    temper: how the rows attend to their context, when it is not as the model was trained.
-    votes: how many rows, the last ones, are wanted as votes: their attention by layer and KV head.
-    background: comes after all prefills that somebody waits for.
-    A work is split over steps if what is wanted of it comes from its last row alone.
+    Attributes:
+        ids, positions: int64 [rows], positions ascending.
+        runs: slots for the rows' KV, in row order.
+        seen: segments of existing keys. The rows' own keys come from `own`.
+        unstored: number of first rows whose keys are in `seen` already; their KV is not written.
+        sampler: samples a token from the last row.
+        logits: number of last rows to return logits of.
+        probe: layers whose attention into each position is summed, or selectors that score each token.
+        ahead: the rows after layer 0, if they have been through it already.
+        temper: a change of how the rows attend to the context; None for none.
+        votes: number of last rows to return the attention of, by layer and KV head.
+        background: whether it runs after all prefills of waiting requests.
+        done: rows taken by steps so far.
+        abandoned: whether the request was cancelled.
+        future: the result.
     """
 
     ids: torch.Tensor
@@ -95,7 +103,7 @@ class ForwardJob:
 
     @property
     def left(self) -> int:
-        """Rows that no step has taken yet."""
+        """Number of rows that no step has taken yet."""
         return self.rows - self.done
 
     @property
@@ -108,15 +116,15 @@ class ForwardJob:
 
     @property
     def alone(self) -> bool:
-        """Whether its rows go through other layers than most, so that it takes a step of its own."""
+        """Whether it needs a separate step because its rows skip layers."""
         return self.shallow or self.ahead is not None
 
     def own(self, stop: int) -> tuple[KVSegment, ...]:
-        """The first `stop` rows as keys."""
+        """Segments of the keys of the first `stop` rows."""
         return lay_out(self.positions[self.unstored : stop], self.runs)
 
     def slots(self, start: int, stop: int) -> torch.Tensor:
-        """int64: the pool slots of these rows, as many of them as are stored."""
+        """int64: the pool slots of rows `[start, stop)` that are stored."""
         first = max(0, start - self.unstored)
         return slots_of(self.runs)[first : stop - self.unstored].to(self.ids.device)
 
@@ -138,7 +146,7 @@ def behind(runs: Sequence[SlotRange], count: int) -> tuple[SlotRange, ...]:
 
 
 def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegment, ...]:
-    """Segments for tokens at `positions` (ascending) that fill `runs` in order. Gapless stretches stay implicit."""
+    """Segments of tokens at ascending `positions` that fill `runs` in order; consecutive positions are implicit."""
     segments: list[KVSegment] = []
     at = 0
     for run in runs:
@@ -153,7 +161,7 @@ def lay_out(positions: torch.Tensor, runs: Sequence[SlotRange]) -> tuple[KVSegme
 
 
 async def settled(future: "Future[Result]", work: ForwardJob) -> Result:
-    """The work's result. When the caller is cancelled, returns only once the engine no longer touches its slots."""
+    """Waits for a job's result. If cancelled, returns only once the engine no longer uses the job's slots."""
     waiting = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiting)

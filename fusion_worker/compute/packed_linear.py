@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie as the CPU's bfloat16 matrix product reads them."""
+"""Linear layers with weights packed in the layout of the CPU's bfloat16 matrix product."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _UNPACKED_ROWS = 160
 
 
 class PackedLinear(torch.nn.Module):
-    """The same product as the layer it stands for; its weights are reordered once, not at every call.
+    """A linear layer whose weights are reordered once, not at every call. Its results are those of `linear`.
 
     Layers of Qwen2.5-0.5B: 1.3 times faster at 1 and at 32 rows, 1.1 times at 1,261 (`bench/kernels/cpu.py`).
     """
@@ -20,7 +20,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self.bias = linear.bias
-        # No parameter: the tensor is opaque, and has no storage that a state dict could take.
+        # Not a parameter: the tensor is opaque and has no storage for a state dict.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,10 +32,10 @@ class PackedLinear(torch.nn.Module):
 
 
 def pack(network: torch.nn.Module) -> None:
-    """Puts a PackedLinear in the place of every linear layer below the head, where the CPU computes in bfloat16.
+    """Replaces every linear layer below the head by a PackedLinear, if the CPU computes in bfloat16.
 
-    The head stays: it often shares its weights with the embedding, and packed it would need them twice. So does what
-    transformers has given a forward of its own, which adds up the parts of all ranks.
+    The head is not replaced: it often shares weights with the embedding, and packing would duplicate them. Nor are
+    layers with a `forward` set by transformers, which all-reduces over ranks.
     """
     layers: Any = network.model
     first = next(layers.parameters())
@@ -45,13 +45,13 @@ def pack(network: torch.nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is torch.nn.Linear and "forward" not in vars(child):
                 setattr(parent, name, PackedLinear(child))
-    # What is left gets memory of its own: it held the file of all weights mapped, which were read to be packed.
+    # Copy the remaining tensors: as views, they would keep the mapped file of all weights in memory.
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.clone()
 
 
 def computes(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for numbers of that kind, and torch uses them."""
+    """Whether this CPU has instructions for a dtype, and torch uses them."""
     if dtype not in (torch.bfloat16, torch.float16):
         return True
     name = "bf16" if dtype == torch.bfloat16 else "fp16"

@@ -1,4 +1,4 @@
-"""A prompt's context as its rows will see it, and the works that compute the rows."""
+"""A prefill's plan: the keys that a prompt's rows see, the rows to compute, and jobs for the engine."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,10 @@ from fusionkv.kernels.tempered_attention import Temper
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveRatio:
-    """When more of the context has to be recomputed, and how that comes about.
+    """When to recompute more of the context, and how.
 
-    certain: the least probability of a next token that is not in doubt. more: gives the same prompt with more.
+    certain: minimum probability of the most likely next token; below it, more is recomputed. more: makes a plan of
+    the same prompt that recomputes more.
     """
 
     certain: float
@@ -26,18 +27,20 @@ class AdaptiveRatio:
 
 @dataclass(slots=True)
 class PrefillPlan:
-    """Placed parts, and the rows to compute over them: the chosen and link tokens, the question, then the answer's
-    tokens.
+    """Loaded parts, and the rows to compute over them: chosen tokens, link tokens, the question, and then the answer.
 
-    seen: the parts' keys, without those that are computed anew.
-    positions, ids: int64 [rows], of all rows so far, in the order of their slots; ascending.
-    chosen: int64, positions of the context tokens among them, as without links. stale: bool [context and system].
-    links: how many of the rows before the question are link tokens.
-    scores: float32 [context and system] by which they were chosen; None when there was nothing to choose.
-    scored_rows: rows that were computed for the scores alone.
-    ahead: what the first rows go on from when the scores took them through layer 0.
-    doubt: when what was chosen may turn out to be too little.
-    temper: how the rows attend to the context, when not as usual.
+    Attributes:
+        placement: the parts, and slots for the rows.
+        seen: the parts' keys, without those of recomputed tokens.
+        positions, ids: int64 [rows], all rows so far, ascending, in the order of their slots.
+        chosen: int64, positions without links of the context tokens to recompute.
+        stale: bool [system and context tokens].
+        scores: float32 [system and context tokens], by which tokens were chosen; None if there was no choice.
+        scored_rows: number of rows computed only for the scores.
+        ahead: the first rows after layer 0, if scoring computed them.
+        temper: a change of how the rows attend to the context; None for none.
+        doubt: when to recompute more; None for never.
+        links: number of link tokens among the rows.
     """
 
     placement: PromptLayout
@@ -53,32 +56,32 @@ class PrefillPlan:
     temper: Temper | None = None
     doubt: AdaptiveRatio | None = None
     links: int = 0
-    _gone: int = 0  # rows at the front that are no keys any more
+    _evicted: int = 0  # number of first rows that are no longer visible as keys
 
     @property
     def context_tokens(self) -> int:
         return sum(len(part.wanted.chunk) for part in self.placement.parts if not part.wanted.is_system)
 
     def evict(self, seen: tuple[KVSegment, ...]) -> None:
-        """From now on rows see these keys and the question's, and no chosen or link token's."""
-        self.seen, self._gone, self.doubt = seen, len(self.chosen) + self.links, None
+        """Replaces the visible keys by these and the question's; those of chosen and link tokens are hidden."""
+        self.seen, self._evicted, self.doubt = seen, len(self.chosen) + self.links, None
 
     def visible(self) -> tuple[KVSegment, ...]:
-        """The keys of all there is so far."""
-        own = lay_out(self.positions[self._gone :].to(self.device), behind(self.placement.fresh, self._gone))
+        """All keys that the next row sees."""
+        own = lay_out(self.positions[self._evicted :].to(self.device), behind(self.placement.fresh, self._evicted))
         return (*self.seen, *own)
 
     def behind(self, tokens: Sequence[int]) -> "PrefillPlan":
-        """The same with more tokens behind the question."""
+        """The same plan with more tokens after the question."""
         if not tokens:
             return self
         first = int(self.positions[-1]) + 1
         positions = torch.cat([self.positions, torch.arange(first, first + len(tokens))])
-        # The new rows have not been through layer 0 as those before them may have.
+        # The new rows have not been through layer 0, so `ahead` would not cover all rows.
         return replace(self, ids=torch.cat([self.ids, torch.tensor(tokens)]), positions=positions, ahead=None)
 
     def prefill(self, sampler: Sampler | None = None, logits: int = 0, votes: int = 0) -> ForwardJob:
-        """The work for the chosen tokens and the question. votes: how many rows vote for what is kept."""
+        """The job that computes chosen tokens, link tokens and the question. Arguments are those of ForwardJob."""
         return ForwardJob(
             self.ids.to(self.device),
             self.positions.to(self.device),
@@ -92,7 +95,7 @@ class PrefillPlan:
         )
 
     def next(self, tokens: Sequence[int], sampler: Sampler | None = None, logits: int = 0) -> ForwardJob:
-        """The work for more tokens, behind all there is."""
+        """The job that computes more tokens after all rows so far, which are added to the plan."""
         used, first = len(self.positions), len(self.positions) and int(self.positions[-1]) + 1
         seen = self.visible()
         positions = torch.arange(first, first + len(tokens))

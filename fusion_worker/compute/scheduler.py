@@ -1,4 +1,4 @@
-"""What goes into the next step: a row of every running answer, then prefills: the oldest, and the shortest."""
+"""Schedules steps: a row of every running answer first, then prefill rows of the oldest and the shortest requests."""
 
 import threading
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 
-# Seconds that a step with prefills waits for answers whose last token has just gone out: little beside a step of
-# `max_mixed_tokens` rows, which a row that misses it waits for. A caller who reads slowly keeps steps short for as
-# long as its answer lasts, and each of them waits this long for it.
-_GRACE = 0.002
+# Seconds that a step with prefills waits for answers whose last token has just been sent. That is short compared with
+# a step of `max_mixed_tokens` rows, for which a row that misses this step would wait. A slow reader's answer keeps
+# steps short while it lasts, and makes each of them wait this long.
+_GRACE_SECONDS = 0.002
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledSlice:
-    """Rows `[start, stop)` of a work, to be computed in this step."""
+    """Rows `[start, stop)` of a job, to be computed in this step."""
 
     work: ForwardJob
     start: int
@@ -27,15 +27,19 @@ class ScheduledSlice:
 
 
 class Scheduler:
-    """Thread-safe queue of works; `take` gives the engine its next step.
+    """A thread-safe queue of jobs; `take` returns the engine's next step.
 
-    Of the rows that a step has for prefills, half belong to the oldest one and the rest to those with the fewest rows
-    left. So no prefill starves, and a short one doesn't wait for a long one: it takes at most twice as many steps as
-    alone, plus those of shorter ones.
+    Half of a step's prefill rows go to the oldest job, the rest to the jobs with the fewest rows left. No prefill
+    starves, and a short one does not wait for a long one: it takes at most twice as many steps as alone, plus those
+    of shorter ones.
     """
 
     def __init__(self, max_step_tokens: int, max_mixed_tokens: int) -> None:
-        """max_step_tokens: rows of a step. max_mixed_tokens: the same while answers are streamed."""
+        """
+        Args:
+            max_step_tokens: maximum rows of a step.
+            max_mixed_tokens: maximum rows of a step while answers are being decoded.
+        """
         self._budget = max_step_tokens
         self._mixed = min(max_mixed_tokens, max_step_tokens)
         self._decodes: list[ForwardJob] = []
@@ -46,6 +50,7 @@ class Scheduler:
         self._closed = False
 
     def add(self, work: ForwardJob) -> None:
+        """Queues a job. Raises RuntimeError after `close`."""
         with self._lock:
             if self._closed:
                 raise RuntimeError("the engine has stopped")
@@ -55,7 +60,7 @@ class Scheduler:
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
-        """While an answer is decoded: no step may keep it waiting for long, be its next row here or on its way."""
+        """Limits steps to `max_mixed_tokens` rows while an answer is decoded, even if its next row is not queued."""
         with self._lock:
             self._streams += 1
         try:
@@ -66,21 +71,21 @@ class Scheduler:
                 self._lock.notify()
 
     def close(self) -> None:
-        """No more work; `take` returns None once it has been told."""
+        """Stops the queue: `add` raises and `take` returns None."""
         with self._lock:
             self._closed = True
             self._lock.notify()
 
     def take(self) -> list[ScheduledSlice] | None:
-        """Blocks for work. A prefill over the step's budget is split; the oldest goes whole if it can't be.
+        """Waits for jobs and returns the slices of the next step; None after `close`.
 
-        Returns None after `close`.
+        A prefill that exceeds the step's rows is split. If the oldest can't be split, it is taken whole.
         """
         with self._lock:
             while not (self._decodes or self._prefills or self._background or self._closed):
                 self._lock.wait()
             if self._prefills or self._background:
-                self._lock.wait_for(lambda: len(self._decodes) >= self._streams or self._closed, _GRACE)
+                self._lock.wait_for(lambda: len(self._decodes) >= self._streams or self._closed, _GRACE_SECONDS)
             if self._closed:
                 return None
             parts = [ScheduledSlice(w, 0, 1) for w in self._decodes if self._starts(w)]
@@ -88,16 +93,16 @@ class Scheduler:
             left = max(1, self._mixed - len(parts)) if parts or self._streams else self._budget
             for queue in (self._prefills, self._background):
                 if left > 0:
-                    # Nobody waits for what is in the background: it holds no stream up by going whole.
+                    # A background job is not taken whole when that would delay running answers.
                     taken = self._share(queue, left, whole=queue is self._prefills or not parts)
                     parts += taken
                     left -= sum(part.stop - part.start for part in taken)
             return parts
 
     def _share(self, queue: list[ForwardJob], rows: int, whole: bool) -> list[ScheduledSlice]:
-        """Takes about `rows` rows from the prefills of a queue; those that are over, or not wanted, leave it.
+        """Takes about `rows` rows from a queue of prefills, and removes finished and cancelled jobs.
 
-        whole: whether the oldest goes even if it can't be split and is larger.
+        whole: whether to take the oldest job if it can't be split and is larger.
         """
         queue[:] = [work for work in queue if not work.abandoned or self._starts(work)]
         if not queue:
@@ -123,7 +128,7 @@ class Scheduler:
 
     @staticmethod
     def _starts(work: ForwardJob) -> bool:
-        """Whether the work is still wanted; from here on it counts as running."""
+        """Marks a job as running; False if it was cancelled."""
         if work.abandoned:
             if not work.future.cancel() and not work.future.done():
                 work.future.set_exception(InterruptedError("the request was cancelled"))

@@ -1,1 +1,1 @@
-"""From logits to an answer: sampling, text, eviction, and a ratio that rises when a token is in doubt."""
+"""Decoding: sampling, detokenisation, eviction of context, and a ratio that rises when a token is uncertain."""

@@ -1,4 +1,4 @@
-"""Recomputes more when the next token of an answer is in doubt, wherever it stands, and before it is said."""
+"""Recomputes more of the context when the next token of an answer is uncertain, before that token is sampled."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +14,25 @@ from fusionkv.fusion_worker.decode.sampling import Sampler
 async def step(
     engine: Engine, fused: PrefillPlan, answer: Sequence[int], sampler: Sampler, logits: int = 0, votes: int = 0
 ) -> tuple[PrefillPlan, Result]:
-    """The token behind `answer`, and the context that it came from: another one if more had to be recomputed.
+    """Computes the token after `answer`; recomputes more of the context first if that token is uncertain.
 
-    answer: the tokens so far, of which the last has not been computed. logits, votes: as for `ForwardJob`.
+    Args:
+        engine: runs the jobs.
+        fused: the plan so far.
+        answer: the tokens so far; the KV of the last one is not computed yet.
+        sampler: samples the token.
+        logits, votes: as for `ForwardJob`.
+
+    Returns:
+        The plan that the token was computed with, and the result.
     """
 
-    def work(sampler: Sampler | None, logits: int) -> ForwardJob:
+    def job(sampler: Sampler | None, logits: int) -> ForwardJob:
         return fused.next(answer[-1:], sampler, logits) if answer else fused.prefill(sampler, logits, votes)
 
     if fused.doubt is None:
-        return fused, await engine.run(work(sampler, logits))
-    result = await engine.run(work(None, 1))
+        return fused, await engine.run(job(sampler, logits))
+    result = await engine.run(job(None, 1))
     assert result.logits is not None
     if doubtful(fused.doubt, result.logits).any():
         fused = (await fused.doubt.more()).behind(answer)
@@ -34,24 +42,29 @@ async def step(
 
 
 async def fed(engine: Engine, fused: PrefillPlan, answer: Sequence[int]) -> tuple[PrefillPlan, torch.Tensor]:
-    """Logits of an answer's tokens and of what follows, float32 [len(answer) + 1, vocabulary], as `step` finds them
-    one by one as long as the answer is what it says; and the context that the last came from.
+    """Computes the logits of a given answer in one pass, like `step` would token by token.
+
+    More of the context is recomputed at the first uncertain token, up to which the answer is the greedy one.
+
+    Returns:
+        The plan that the last row was computed with, and float32 [len(answer) + 1, vocabulary]: logits of the
+        answer's tokens and of the one after them.
     """
     logits = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
     assert logits is not None
     if fused.doubt is None:
         return fused, logits
-    said = logits[:-1].argmax(-1).cpu() == torch.tensor(answer, dtype=torch.int64)
-    right = 1 + int(said.long().cumprod(0).sum())
-    (doubts,) = doubtful(fused.doubt, logits[:right]).nonzero(as_tuple=True)
-    if not len(doubts):
+    greedy = logits[:-1].argmax(-1).cpu() == torch.tensor(answer, dtype=torch.int64)
+    count = 1 + int(greedy.long().cumprod(0).sum())
+    (uncertain,) = doubtful(fused.doubt, logits[:count]).nonzero(as_tuple=True)
+    if not len(uncertain):
         return fused, logits
-    fused, first = await fused.doubt.more(), int(doubts[0])
+    fused, first = await fused.doubt.more(), int(uncertain[0])
     more = (await engine.run(fused.behind(answer).prefill(logits=len(answer) + 1))).logits
     assert more is not None
     return fused, torch.cat([logits[:first], more[first:]])
 
 
 def doubtful(doubt: AdaptiveRatio, logits: torch.Tensor) -> torch.Tensor:
-    """bool [rows]: whether no token is likely enough. logits: float32 [rows, vocabulary]."""
+    """bool [rows]: whether no token reaches the minimum probability. logits: float32 [rows, vocabulary]."""
     return logits.softmax(-1).amax(-1) < doubt.certain

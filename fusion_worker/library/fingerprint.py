@@ -1,4 +1,4 @@
-"""What tells one model from another: a digest of its files."""
+"""A model's fingerprint: a digest of its files."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What `--model` may name, to a model directory: a directory, a GGUF file, a known model, a Hugging Face hub id."""
+"""Resolves `--model` to a model directory: a directory, a GGUF file, a known model or a Hugging Face hub id."""
 
 import hashlib
 import json
@@ -9,18 +9,18 @@ from fusionkv.fusion_worker.library.catalog import KNOWN
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 _GGUF = ".gguf"
-# Nothing else of a repository is downloaded: no pickles, no weights of other frameworks.
+# Files to download from a repository: no pickles, no weights of other frameworks.
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def resolve(name: str | Path) -> Path:
     """The directory of a model.
 
-    A GGUF file is converted when it is first named. A hub id is looked up in the Hugging Face cache, and downloaded
-    when it is not there.
+    A GGUF file is converted at first use. A hub id is looked up in the Hugging Face cache, and downloaded if it is
+    not there.
 
     Raises:
-        FailedPrecondition: there is no such model, it was not fetched yet, or it can't be converted.
+        FailedPrecondition: there is no such model, it has not been fetched, or it can't be converted.
         OSError: the folder of models can't be written.
     """
     path, text = Path(name), str(name)
@@ -30,7 +30,7 @@ def resolve(name: str | Path) -> Path:
         return _converted(path)
     if text in KNOWN:
         if KNOWN[text].embeds:
-            raise FailedPrecondition(f"{text} makes embeddings for retrieval, and answers nothing: it is no --model")
+            raise FailedPrecondition(f"{text} makes embeddings for retrieval, and can't be used as --model")
         directory = cache.root() / text
         if not directory.is_dir():
             raise FailedPrecondition(f"{text} was not fetched yet: run `fusionkv model get {text}`")
@@ -74,23 +74,23 @@ def _from_hub(repository: str) -> Path:
         found = Path(snapshot_download(repository, allow_patterns=_FILES))
     except HFValidationError as error:
         raise FailedPrecondition(
-            f"{repository} is no directory and no Hugging Face hub id: {_line(error)}"
+            f"{repository} is neither a directory nor a Hugging Face hub id: {_line(error)}"
         ) from error
-    except Exception as error:  # of the network, of the hub, of the disk: huggingface_hub lets all of them through
+    except Exception as error:  # huggingface_hub passes on errors of the network, the hub and the disk
         raise FailedPrecondition(
-            f"{repository} is no directory here and not in the Hugging Face cache, and can't be downloaded: "
+            f"{repository} is neither a directory nor in the Hugging Face cache, and can't be downloaded: "
             f"{_line(error)}"
         ) from error
-    if not _complete(found):  # without a network, what is in the cache is given as it is
+    if not _complete(found):  # without a network, huggingface_hub returns an incomplete snapshot
         raise FailedPrecondition(
-            f"{found} lacks config.json, tokenizer.json or some weights in safetensors: {repository} has none, or "
-            "could not be downloaded as a whole"
+            f"{found} lacks config.json, tokenizer.json or some safetensors weights: {repository} has none, or could "
+            "not be downloaded completely"
         )
     return found
 
 
 def _complete(directory: Path) -> bool:
-    """Whether a snapshot has all that a model needs: another program may have wanted a part of it only."""
+    """Whether a snapshot has all files of a model: other programs may have downloaded only some of them."""
     if not all((directory / name).is_file() for name in ("config.json", "tokenizer.json")):
         return False
     index = directory / "model.safetensors.index.json"

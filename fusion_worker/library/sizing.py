@@ -1,4 +1,4 @@
-"""`fusionkv size`: bytes of KV that a model and a corpus take in memory, on disk and on the network."""
+"""`fusionkv size`: the bytes of KV of a model and a corpus in memory, on disk and over a network."""
 
 import argparse
 import json
@@ -16,7 +16,8 @@ from fusionkv.protos.runtime.settings import positive
 if TYPE_CHECKING:
     from fusionkv.fusion_worker.models import KVShape
 
-# What tests/system/test_footprint.py holds the services to, beside what is counted here.
+# Memory besides that counted here: bytes for each cache entry, and for each service. Checked by
+# tests/system/test_footprint.py.
 ENTRY_BYTES = 300
 CACHE_BYTES, WORKER_BYTES = 150_000_000, 500_000_000
 LINKS = (10, 25, 100)
@@ -24,7 +25,7 @@ LINKS = (10, 25, 100)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is stored and asked: documents of so many tokens, cut into chunks, and prompts of so many chunks."""
+    """A workload: documents of so many tokens, split into chunks, and so many concurrent prompts of chunks."""
 
     documents: int
     document_tokens: int
@@ -35,7 +36,18 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Bytes, except chunks. disk, index: for the corpus. pool: for the prompts at once, each with its own chunks."""
+    """Sizes in bytes, except `chunks`, which is a number.
+
+    Attributes:
+        weights: the model's weights.
+        token: KV of a token in the pool.
+        chunk: a stored chunk.
+        prompt, stored_prompt: the chunks of a prompt, in the pool and as stored.
+        chunks: number of chunks of the corpus.
+        disk, index: the corpus on disk, and its index.
+        pool: the pool for all concurrent prompts, with no chunk in common.
+        worker, cache: memory of the services, without the memory tier.
+    """
 
     weights: int
     token: int
@@ -83,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(args: argparse.Namespace) -> None:
-    """Prints the sizes. Raises FailedPrecondition when the model is unknown or of a kind that is not served."""
+    """Prints the sizes. Raises FailedPrecondition when the model is unknown or not supported."""
     shape, parameters = measure(args.model, args.dtype)
     load = Load(args.documents, args.document_tokens, args.chunk_tokens, args.chunks, args.prompts)
     size = of(shape, parameters, load, args.store)
@@ -98,10 +110,10 @@ def report(args: argparse.Namespace) -> None:
 
 
 def measure(model: str, dtype: str = "auto") -> tuple["KVShape", int]:
-    """What a model caches of a token, and how many parameters it has; reads its configuration, not its weights.
+    """A model's KV shape and number of parameters, from its configuration; weights are not read.
 
     Raises:
-        FailedPrecondition: the model or the dtype is unknown, or the model is of a family that is not served.
+        FailedPrecondition: the model or the dtype is unknown, or the model is not supported.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -134,12 +146,12 @@ def _configuration(model: str) -> Any:
 
 
 def of(shape: "KVShape", parameters: int, load: Load, store: str = "plain") -> Size:
-    """The bytes of a load, counted; see `Size`."""
+    """Computes the sizes of a workload. parameters: number of the model's parameters."""
     from fusionkv.kernels.quantised import GROUP
 
     token = shape.token_bytes
     heads = shape.layers * shape.kv_heads
-    # int8 and fp8: a byte a number, a 16-bit scale for each value vector and for each channel of GROUP keys.
+    # int8 and fp8: a byte per number, and a 16-bit scale for each value vector and for each channel of GROUP keys.
     stored = token if store == "plain" else heads * 2 * (shape.head_dim + 1 + shape.head_dim / GROUP)
     prompt = load.prompt_chunks * load.chunk_tokens
     tokens = load.documents * load.document_tokens

@@ -1,1 +1,1 @@
-"""Brings a prompt's chunks into the pool: looked up, fetched, encoded here, and written back."""
+"""Loads a prompt's chunks into the pool: looks them up, fetches or encodes them, and writes new ones back."""

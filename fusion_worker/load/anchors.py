@@ -1,4 +1,4 @@
-"""Anchor tokens: a chunk cut into segments, and the trained tokens behind each that alone are kept (KVLink 2.4)."""
+"""Anchor tokens: trained tokens after each segment of a chunk, whose KV replaces that of its text (KVLink 2.4)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +17,17 @@ from fusionkv.kvcache_service import keys
 
 
 class Cut(NamedTuple):
-    """A segment's tokens, and the anchor tokens behind it."""
+    """A segment's text tokens, and the anchor tokens after them."""
 
     text: tuple[int, ...]
     anchors: tuple[int, ...]
 
 
 def cuts(text: Sequence[int], anchors: Sequence[int], percent: int) -> tuple[Cut, ...]:
-    """A text's segments, each of as many tokens as `anchors` are `percent` fewer than.
+    """Splits a text into segments with their anchor tokens.
 
-    The last one begins in the one before it, if it were shorter otherwise; it has anchors for what the others leave.
+    A segment has so many tokens that all of `anchors` are `percent` percent fewer. The last segment overlaps the one
+    before it rather than being shorter, and gets anchors only for the tokens that are not in the overlap.
     """
     size, found = len(anchors) * 100 // (100 - percent), []
     for start in range(0, len(text), size):
@@ -38,13 +39,12 @@ def cuts(text: Sequence[int], anchors: Sequence[int], percent: int) -> tuple[Cut
 
 @dataclass(frozen=True)
 class AnchoredChunk(Chunk):
-    """Anchor tokens in the place of a chunk's text, whose digest they have.
+    """A chunk whose text is replaced by anchor tokens; its digest is that of the text.
 
-    Nothing of the text is kept, so its tokens need no positions of their own: each segment is read as if it stood
-    right before its anchors, where those of the segments before it stand too, and those are seen as if they followed
-    each other, which is how a prompt has them. So a model is trained in one pass, and every anchor token finds its
-    text at the same distance, whatever stands before. All segments but that of a short chunk are of one length: one
-    base does for all keys.
+    No KV of the text is kept, so text tokens take no positions in the prompt. Anchors of all segments follow each
+    other, as they do in a prompt, and see their segment's text at the positions right before them, which earlier
+    anchors have too. A model can therefore be trained in one pass, and an anchor token is always at the same distance
+    from its text. All segments have the same length, except that of a short chunk, so all keys share one base.
     """
 
     text: tuple[int, ...] = ()
@@ -75,9 +75,14 @@ class AnchoredChunk(Chunk):
         engine: Engine,
         model: Model,
     ) -> None:
-        """Computes the anchors' KV behind the system prompt, into the chunk's pages; the text's goes to `scratch`.
+        """Computes the chunk's KV after the system prompt. If cancelled, returns only once writing has stopped.
 
-        When the caller is cancelled, returns only once nothing is written any more.
+        Args:
+            resident: slots for the anchor tokens.
+            before: the system prompt.
+            scratch: `scratch` temporary slots for a segment's text.
+            engine: runs the passes.
+            model: the engine's model.
         """
         seen = tuple(segment for part in before for segment in part.segments())
         start = sum(len(part.wanted.chunk) for part in before)
@@ -91,7 +96,8 @@ class AnchoredChunk(Chunk):
         done = 0
         for text, anchors in self.cuts:
             await run(text, start, scratch, seen)
-            # The rows stand behind both, so both are laid side by side before them; their shifts bring them together.
+            # Earlier anchors and the text share RoPE positions. As keys they are laid side by side before the rows,
+            # so that all are visible; their shifts restore the RoPE positions.
             earlier = stretches(resident.runs, done, start, shift=0)
             read = stretches(scratch, len(text), start + done, shift=done)
             await run(anchors, start + done + len(text), behind(resident.runs, done), (*seen, *earlier, *read))
@@ -99,7 +105,7 @@ class AnchoredChunk(Chunk):
 
 
 def laid(prompt: Prompt, encode: Encode | None, anchors: Mapping[int, Sequence[int]]) -> Prompt:
-    """The prompt with what stands for its chunks when they are encoded so: themselves, or a model's anchor tokens."""
+    """The prompt as it lies in the pool: with `Anchored`, the model's anchor tokens replace the chunks' text."""
     if not isinstance(encode, Anchored):
         return prompt
     percent = encode.percent

@@ -1,4 +1,4 @@
-"""Encoding ahead of time: a chunk by its exact path, or after its neighbours (FusionRAG 3.1)."""
+"""Encodes chunks ahead of time: under their exact path, or after their neighbours (FusionRAG 3.1)."""
 
 from dataclasses import dataclass
 
@@ -13,19 +13,21 @@ from fusionkv.protos.runtime.errors import Unavailable
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
+    """An entry of the cache service. existed: whether it was stored before."""
+
     key: bytes
     variant: bytes
     existed: bool
 
 
 class Encoder:
-    """Makes entries before any question asks for them. The last chunk of the prompt is the one to encode."""
+    """Stores entries before a request needs them. The chunk to encode is the last one of the prompt."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     async def exact(self, prompt: Prompt) -> Encoded:
-        """Full attention over the whole path; every chunk of it is stored under its exact path.
+        """Computes full attention over the path, and stores every chunk of it under its exact path.
 
         Raises:
             Unavailable: the cache service can't be reached or refused the bytes.
@@ -38,7 +40,7 @@ class Encoder:
             raise Unavailable(str(fault)) from fault
 
     async def after_neighbours(self, prompt: Prompt) -> Encoded:
-        """The last chunk after all others, each of those reused as encoded alone; stored as a variant.
+        """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
 
         Raises:
             Unavailable: as for `exact`.
@@ -61,7 +63,7 @@ class Encoder:
             raise Unavailable(str(fault)) from fault
 
     async def _store(self, wanted: list[ChunkSource], namespace: bytes) -> Encoded:
-        """Computes what is missing and waits until the cache service has all of it."""
+        """Computes missing parts and waits until the cache service has stored all of them."""
         async with self._loader.parts(wanted) as placement:
             for part in placement.parts:
                 if part.wanted.entry is None:

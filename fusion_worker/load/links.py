@@ -1,4 +1,4 @@
-"""Link tokens: where they stand behind each chunk, and where everything else moves for them (KVLink 2.3)."""
+"""Link tokens: their positions after each chunk, and how far they shift everything after them (KVLink 2.3)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +11,12 @@ from fusionkv.fusion_worker.prompt import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """`each` link tokens behind every chunk of a prompt. They see all that stands before them, and so take its place
-    in the order of positions: what stands behind a chunk moves on by `each`.
+    """`each` link tokens after every chunk of a prompt. They take positions: what follows a chunk shifts by `each`.
 
-    ends: int64 [chunks], the position behind each chunk as without links. ids: int64 [chunks * each].
+    Attributes:
+        ends: int64 [chunks], the position after each chunk's last token, without links.
+        ids: int64 [chunks * each].
+        each: link tokens after each chunk.
     """
 
     ends: torch.Tensor
@@ -23,7 +25,7 @@ class Links:
 
     @classmethod
     def behind(cls, prompt: Prompt, tokens: Sequence[Sequence[int]], each: int) -> "Links":
-        """The first `each` of a model's link tokens, by chunk, behind the prompt's chunks; 0 gives no links."""
+        """Puts the first `each` of a model's link tokens, given by chunk, after the prompt's chunks; 0 puts none."""
         starts = zip(prompt.starts[1:], prompt.chunks, strict=True)
         ends = torch.tensor([start + len(chunk) for start, chunk in starts], dtype=torch.int64)
         used = tokens[: len(prompt.chunks)] if each else ()
@@ -31,16 +33,16 @@ class Links:
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 [chunks * each]: where the link tokens stand."""
+        """int64 [chunks * each]: positions of the link tokens."""
         chunk = torch.arange(len(self.ends))
         return ((self.ends + self.each * chunk)[:, None] + torch.arange(self.each)).flatten()
 
     def moved(self, positions: torch.Tensor) -> torch.Tensor:
-        """int64: where tokens stand that were at `positions` without links."""
+        """int64: the positions, with links, of tokens at `positions` without links."""
         return positions + self.each * torch.searchsorted(self.ends, positions, right=True)
 
     def placed(self, part: LoadedChunk) -> LoadedChunk:
-        """A part where it stands between links."""
+        """The part at its position with links."""
         if not self.each:
             return part
         position = int(self.moved(torch.tensor(part.wanted.position)))

@@ -1,4 +1,4 @@
-"""Asks the cache service where a prompt's parts are, in one call, and names those it lacks."""
+"""Looks a prompt's parts up in the cache service in one call, and makes keys for those that it lacks."""
 
 import asyncio
 import math
@@ -17,24 +17,31 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 
 class CacheFault(Exception):
-    """The cache did not do its part: the request is answered by plain prefill instead."""
+    """The cache service failed; the request's prompt is prefilled in full instead."""
 
 
 class EntryGone(CacheFault):
-    """An entry of the remote tier is gone: another lookup knows that it is a miss."""
+    """An entry of the remote tier was evicted after the lookup; another lookup reports it as a miss."""
 
 
 # Digest and preferred variants of the system prompt and each chunk.
 Path = Sequence[tuple[bytes, Sequence[bytes]]]
 _MISS = Hit(HitKind.MISS, None)
-# Ends the key of what was stored in one byte a number, so that it is no other's in the pool.
+# Suffix of the pool's keys of chunks that were dequantised from int8 or fp8, which differ from the computed ones.
 RESTORED = b"restored"
 
 
 def corrected(wanted: ChunkSource, base: int, correction: Correction | None) -> ChunkSource:
-    """The part, corrected if it is a chunk that was encoded right behind a system prompt of `base` tokens and stands
-    elsewhere: what was encoded behind other text has seen some."""
-    # Not only where it is lossless: what was stored in one byte a number stands there as well.
+    """Adds the correction to a chunk that was encoded right after the system prompt and is at another position now.
+
+    Chunks that were encoded after other text need none.
+
+    Args:
+        wanted: the part.
+        base: tokens of the system prompt.
+        correction: the corpus's correction; None adds none.
+    """
+    # Compares positions and not `lossless`, which is False for quantised chunks at their own position.
     first = wanted.is_system or wanted.position == base
     return (
         wanted
@@ -44,12 +51,18 @@ def corrected(wanted: ChunkSource, base: int, correction: Correction | None) -> 
 
 
 class Lookups:
-    """Names parts and finds them. Without a cache service everything is a miss."""
+    """Makes the keys of a prompt's parts and looks them up. Without a cache service every part is a miss."""
 
     def __init__(
         self, storage: Storage, cache: CacheClient | None, timeout: float, signer: Signer | None = None
     ) -> None:
-        """signer: without one every entry is taken."""
+        """
+        Args:
+            storage: the storage format of KV.
+            cache: client of the cache service; None without one.
+            timeout: seconds for one lookup.
+            signer: verifies entries; without one every entry is accepted.
+        """
         self._storage = storage
         self._cache = cache
         self._timeout = timeout
@@ -66,17 +79,21 @@ class Lookups:
         stages: Stages | None = None,
         correction: Correction | None = None,
     ) -> AsyncIterator[list[ChunkSource]]:
-        """All parts but an empty system prompt at their places, leased for as long as the context is open.
+        """Looks up all parts but an empty system prompt; leases them while the context is open.
 
-        encode: `InPlace`: only what was encoded on the same path serves. `Versions`: that, and versions that share an
-            earlier chunk. What is missing is encoded after all before it then; with all others what is found in any
-            way serves, and what is missing is encoded alone. `Anchored`: the prompt's chunks are anchor tokens, and
-            those alone serve.
-        most: seconds that the cache service is waited for, if that is less than always.
-        stages: where entries are counted that no worker signed. correction: of chunks that were encoded alone.
+        Args:
+            prompt: as `laid` for `encode`.
+            namespace: as of `kvcache_service.keys.namespace`.
+            encode: which hits are used. `InPlace`: exact hits. `Versions`: exact hits, and versions that share an
+                earlier chunk. `Anchored`: anchor tokens, which the prompt's chunks then are. Others use any hit.
+                Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after the
+                system prompt only.
+            most: maximum seconds to wait, besides the timeout of all lookups.
+            stages: counts entries that were rejected because no worker signed them.
+            correction: applied to chunks that were encoded after the system prompt only.
 
         Raises:
-            CacheFault: the cache service is down, slow, or answers what can't be.
+            CacheFault: the cache service is down, too slow, or gave an invalid reply.
         """
         if isinstance(encode, Anchored):
             variant = keys.anchors_variant(encode.percent)
@@ -94,8 +111,8 @@ class Lookups:
             for i, (part, hit) in enumerate(zip(prompt.parts, hits, strict=True)):
                 start = prompt.starts[i]
                 if not self._serves(hit, encode, versions):
-                    # What stands behind lossless parts alone is lossless. In the pool it has that name then, and one
-                    # that was computed behind stale parts never has; in the cache service both are versions.
+                    # A part computed after lossless parts only is lossless, and gets the exact key in the pool,
+                    # unlike one computed after stale parts. In the cache service both are versions.
                     lossless, variant = all(w.lossless for w in wanted), versions if i > 1 else b""
                     key = exact[i] if lossless else keys.variant_key(exact[i], variant)
                     here = ChunkSource(
@@ -109,7 +126,7 @@ class Lookups:
             yield [corrected(w, base, correction) for w in wanted if len(w.chunk)]
 
     def _serves(self, hit: Hit, encode: Encode, versions: bytes) -> bool:
-        """Whether what was found, or what is encoded alone for want of it, is what `encode` asks for."""
+        """Whether `encode` allows this hit, or, for a miss, encoding the chunk after the system prompt only."""
         if isinstance(encode, InPlace):
             return hit.kind is HitKind.EXACT and self._storage.lossless
         if isinstance(encode, Versions):
@@ -120,8 +137,8 @@ class Lookups:
     async def _anchored(
         self, prompt: Prompt, namespace: bytes, variant: bytes, most: float, stages: Stages | None
     ) -> AsyncIterator[list[ChunkSource]]:
-        """The parts of a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
-        # No exact entry may come before the variant: nothing is stored behind an element that is no chunk's digest.
+        """Looks up a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
+        # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
         async with self._lookup(namespace, path, most, stages) as hits:
             wanted: list[ChunkSource] = []
@@ -134,7 +151,7 @@ class Lookups:
 
     @asynccontextmanager
     async def isolated(self, prompt: Prompt, namespace: bytes) -> AsyncIterator[list[ChunkSource]]:
-        """The system prompt and every chunk as encoded after it alone, each at its place.
+        """Looks up the system prompt, and every chunk as encoded after it alone, each at its position.
 
         Raises:
             CacheFault: as for `prompt`.
@@ -155,17 +172,17 @@ class Lookups:
 
     @asynccontextmanager
     async def stored(self, path: tuple[bytes, bytes], variant: bytes, namespace: bytes) -> AsyncIterator[bool]:
-        """Whether the cache service has this variant of the chunk at the end of `path` (system prompt, chunk).
+        """Whether the cache service stores this variant of the chunk at the end of `path` (system prompt, chunk).
 
         Raises:
             CacheFault: as for `prompt`.
         """
-        # An exact hit would come before the variant; nothing is stored behind an element that is no chunk's digest.
+        # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         async with self._lookup(namespace, [(path[0], ()), (variant, ()), (path[1], (variant,))]) as hits:
             yield hits[2].entry is not None and hits[2].entry.variant == variant
 
     def alone(self, prompt: Prompt, index: int, position: int, namespace: bytes) -> ChunkSource:
-        """A part to be encoded after the system prompt alone (index 0: the system prompt itself)."""
+        """A part to encode after the system prompt only; index 0 is the system prompt itself."""
         system, part = prompt.system, prompt.parts[index]
         path = (system.digest, part.digest) if index else (system.digest,)
         base = len(system) + part.scratch if index else 0
@@ -177,18 +194,24 @@ class Lookups:
     def _from_hit(
         self, part: Chunk, position: int, path: tuple[bytes, ...], hit: Hit, exact: bytes, base: int
     ) -> ChunkSource | None:
-        """The part as found. exact, base: the key of the entry at the end of `path`, and where that entry stands."""
+        """The part of a hit; None if the part has to be computed.
+
+        exact, base: key and base position of the exact entry at the end of `path`.
+        """
         entry = hit.entry
         if entry is None:
             return None
         if entry.tokens != len(part) or entry.size != self._storage.size(len(part)):
-            raise CacheFault(f"the cache service answered an entry of {entry.tokens} tokens, {entry.size} bytes")
+            raise CacheFault(
+                f"the cache service returned an entry of {entry.tokens} tokens and {entry.size} bytes for a chunk of "
+                f"{len(part)} tokens"
+            )
         if hit.kind is HitKind.EXACT and (entry.key != exact or entry.base != base):
-            raise CacheFault("the cache service answered another entry as an exact hit")
+            raise CacheFault("the cache service returned the wrong entry as an exact hit")
         if self._storage.lossless:
             lossless = hit.kind is HitKind.EXACT and base == position
             return ChunkSource(part, position, entry.base, path, entry.key, entry.variant, entry, lossless=lossless)
-        # What comes back otherwise than it was computed is stale everywhere. The system prompt is never recomputed.
+        # Quantised KV is stale at every position, but the system prompt is never recomputed: compute it instead.
         if len(path) == 1:
             return None
         return ChunkSource(part, position, entry.base, path, entry.key + RESTORED, entry.variant, entry)
@@ -204,27 +227,26 @@ class Lookups:
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
-            # Asked is leased: the answer is waited for, to be let go of.
-            self._later(self._forget(asking))
+            # The cache service grants the lease all the same: release it when the reply arrives.
+            self._later(self._release_reply(asking))
             raise
         except ServiceError as error:
             raise CacheFault(f"lookup failed: {error}") from error
         try:
             if len(found.hits) != len(path):
-                raise CacheFault(f"the cache service answered {len(found.hits)} hits for a path of {len(path)}")
+                raise CacheFault(f"the cache service returned {len(found.hits)} hits for a path of {len(path)}")
             yield await self._genuine(namespace, path, found.hits, most, stages)
         finally:
             if found.lease:
-                # Nobody waits for it: a lease that is not released expires.
+                # In the background: a lease that is not released expires.
                 self._later(self._release(found.lease))
 
     async def _genuine(
         self, namespace: bytes, path: Path, hits: Sequence[Hit], most: float, stages: Stages | None
     ) -> Sequence[Hit]:
-        """What of these hits a worker signed; the rest turns into misses, and is deleted.
+        """Turns hits that no worker signed into misses, and deletes their entries.
 
-        As long as it is there, it hides what was signed (an exact entry comes before all others), and keeps a Put of
-        the same key from being stored.
+        While such an entry exists, it hides signed ones (exact hits win), and a Put of the same key stores nothing.
         """
         if self._signer is None or self._cache is None:
             return hits
@@ -241,7 +263,7 @@ class Lookups:
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _forget(self, asking: "asyncio.Task[Lookup]") -> None:
+    async def _release_reply(self, asking: "asyncio.Task[Lookup]") -> None:
         with suppress(ServiceError):
             if lease := (await asking).lease:
                 await self._release(lease)

@@ -1,4 +1,4 @@
-"""Where a prompt's parts come from and where they stand: wanted, then placed in the pool."""
+"""The parts of a prompt: their sources and positions, and their slots once they are in the pool."""
 
 import time
 from collections import Counter
@@ -17,13 +17,16 @@ from fusionkv.kvcache_service.client import Entry
 
 @dataclass(frozen=True, slots=True)
 class ChunkSource:
-    """One part of a prompt and how it comes: `entry` is fetched; without one the part is encoded here.
+    """The source of a prompt's part: a cache entry to fetch, or an encoding by this worker.
 
-    position: of its first token in this prompt. base: the same when its keys were or will be written.
-    path, variant, key: its name in the cache service (kvcache_service.keys).
-    alone: encoded after the system prompt alone; otherwise after all parts before it.
-    lossless: its KV equals what full attention over this prompt gives.
-    correction: goes over it in the pool, if any does.
+    Attributes:
+        position: position of its first token in this prompt.
+        base: position of its first token where its keys were, or will be, rotated.
+        path, variant, key: its name in the cache service (kvcache_service.keys).
+        entry: the entry to fetch; None encodes the part here.
+        alone: whether to encode it after the system prompt only, or after all parts before it.
+        lossless: whether its KV equals that of full attention over this prompt.
+        correction: correction to apply in the pool; None for none.
     """
 
     chunk: Chunk
@@ -38,17 +41,17 @@ class ChunkSource:
     correction: Correction | None = None
 
     def corrected(self, correction: Correction) -> "ChunkSource":
-        """The same with a correction, by a key in the pool that is no other's."""
+        """The same part with a correction, and with a key of its own in the pool."""
         return replace(self, key=self.key + correction.name, correction=correction)
 
     @property
     def uncorrected(self) -> bytes:
-        """The pool's key of the same chunk as it was before it was corrected."""
+        """The pool's key of the same chunk without its correction."""
         return self.key if self.correction is None else self.key.removesuffix(self.correction.name)
 
     @property
     def scratch(self) -> int:
-        """Slots that loading it takes beside its own."""
+        """Temporary slots that loading it needs besides those that hold its KV."""
         return self.chunk.scratch if self.entry is None else 0
 
     @property
@@ -58,13 +61,13 @@ class ChunkSource:
 
 @dataclass(frozen=True, slots=True)
 class LoadedChunk:
-    """One part of a prompt, in the pool."""
+    """A part of a prompt in the pool."""
 
     wanted: ChunkSource
     resident: PooledChunk
 
     def segments(self, hidden: torch.Tensor | None = None) -> tuple[KVSegment, ...]:
-        """Its keys at their place in the prompt. hidden: bool [tokens], those computed elsewhere."""
+        """Its keys at their positions in the prompt. hidden: bool [tokens], tokens that are recomputed elsewhere."""
         position, shift = self.wanted.position, self.wanted.position - self.resident.base
         return stretches(self.resident.runs, len(self.wanted.chunk), position, shift, hidden)
 
@@ -72,7 +75,10 @@ class LoadedChunk:
 def stretches(
     runs: Sequence[SlotRange], count: int, first: int, shift: int, hidden: torch.Tensor | None = None
 ) -> tuple[KVSegment, ...]:
-    """The first `count` slots of the runs as keys of neighbouring tokens from position `first` on."""
+    """Segments of the first `count` slots of `runs`, for consecutive tokens from position `first`.
+
+    shift: how far keys are moved from the positions where they were rotated. hidden: bool [count], or None.
+    """
     at, found = 0, list[KVSegment]()
     for run in runs:
         length = min(run.length, count - at)
@@ -87,9 +93,9 @@ def stretches(
 def masked(
     parts: Sequence[LoadedChunk], computed: torch.Tensor, device: torch.device
 ) -> Iterator[tuple[LoadedChunk, torch.Tensor | None]]:
-    """The parts, each with its tokens that are computed elsewhere: bool [tokens] on the device, None if none is.
+    """Yields each part with a mask of its recomputed tokens: bool [tokens] on the device, None if there are none.
 
-    computed: bool [positions], on the CPU: a GPU would be waited for once a part.
+    computed: bool [positions] on the CPU; reading it from a GPU would synchronise once for each part.
     """
     there = computed.to(device)
     for part in parts:
@@ -99,10 +105,16 @@ def masked(
 
 @dataclass(slots=True)
 class Stages:
-    """What loading did, for the request's summary. hits: chunks and tokens by (kind, tier); tokens of the request,
-    also where fewer anchor tokens stand for them.
+    """Statistics of loading, for the request's summary.
 
-    origins: kind and tier of every chunk, by its key. rejected: entries found that no worker had signed.
+    Attributes:
+        hits, hit_tokens: chunks and tokens by (kind, tier). Compressed chunks count with the tokens of their text.
+        origins: kind and tier of every chunk, by its key.
+        missed: chunks that were neither in the pool nor in the cache service.
+        rejected: entries that no worker had signed.
+        encoded_tokens: tokens of missed chunks.
+        bytes_fetched: bytes fetched from the cache service.
+        seconds: by stage.
     """
 
     hits: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -115,7 +127,7 @@ class Stages:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def count(self, wanted: ChunkSource, present: bool) -> None:
-        """A part that is to be loaded, or is in the pool already."""
+        """Counts a part. present: whether it is in the pool already."""
         if wanted.is_system:
             return
         tokens = wanted.chunk.covered
@@ -132,7 +144,7 @@ class Stages:
 
     @contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Adds the seconds spent inside to a stage."""
+        """Adds the seconds spent inside to the stage `name`."""
         started = time.perf_counter()
         try:
             yield
@@ -140,7 +152,7 @@ class Stages:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
     def start_over(self) -> None:
-        """What was found is looked for once more: only the time and the bytes that it took count."""
+        """Resets the counts before another lookup; seconds and bytes stay."""
         self.hits.clear()
         self.hit_tokens.clear()
         self.missed = self.encoded_tokens = 0
@@ -148,9 +160,9 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class PromptLayout:
-    """A prompt's parts in the pool and fresh slots for what will be computed.
+    """A prompt's parts in the pool, and fresh slots for tokens to compute.
 
-    let_go: gives up the chunks, all but the system prompt; for a request that keeps copies of what it needs of them.
+    let_go: unpins all chunks but the system prompt, for a request that has copied what it needs of them.
     """
 
     parts: tuple[LoadedChunk, ...]
@@ -159,5 +171,5 @@ class PromptLayout:
 
     @property
     def segments(self) -> tuple[KVSegment, ...]:
-        """All keys of its parts, as they were reused."""
+        """All keys of its parts, including those of stale tokens."""
         return tuple(segment for part in self.parts for segment in part.segments())

@@ -1,4 +1,4 @@
-"""A semaphore that lets in whoever has the lowest number first."""
+"""An asyncio semaphore that admits the waiter with the lowest number first."""
 
 import asyncio
 import heapq
@@ -8,16 +8,16 @@ from contextlib import asynccontextmanager
 
 
 class PrioritySemaphore:
-    """Lets `most` in at once. Belongs to the event loop's thread."""
+    """Admits up to `limit` holders at a time. Use it only in the event loop's thread."""
 
-    def __init__(self, most: int) -> None:
-        self._free = most
+    def __init__(self, limit: int) -> None:
+        self._free = limit
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._arrivals = itertools.count()
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Waits until it is this number's turn; equal numbers come in the order of their arrival."""
+        """Waits for a place, and holds it while the context is open. Equal numbers are served in order of arrival."""
         if self._free:
             self._free -= 1
         else:

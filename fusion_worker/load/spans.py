@@ -1,4 +1,4 @@
-"""One span a load, linked with every request that waits for it."""
+"""Trace spans of chunk loads, each linked with every request that waits for the load."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +13,13 @@ tracer = trace.get_tracer(__name__)
 
 
 class LoadSpans:
-    """The spans of the loads that run. A load belongs to the request that began it, and others may join."""
+    """The spans of running loads. A load's span belongs to the request that started it; others link to it."""
 
     def __init__(self) -> None:
         self._running: dict[PooledChunk, Span] = {}
 
     def begin(self, part: LoadedChunk) -> None:
-        """A load that the current request waits for."""
+        """Starts the span of a load in the current request's trace."""
         wanted = part.wanted
         entry = wanted.entry
         attributes: dict[str, str | int] = {
@@ -33,7 +33,7 @@ class LoadSpans:
         self._running[part.resident] = tracer.start_span(name, attributes=attributes)
 
     def join(self, resident: PooledChunk) -> None:
-        """The current request waits for it too, if it still runs."""
+        """Links the current request with a load, if that still runs."""
         load, waiting = self._running.get(resident), trace.get_current_span()
         if load is not None:
             load.add_link(waiting.get_span_context(), {"fusionkv.link": "waiting"})
@@ -41,10 +41,10 @@ class LoadSpans:
 
     @contextmanager
     def within(self, resident: PooledChunk) -> Iterator[None]:
-        """Makes the span current for what the load does, and notes its errors."""
+        """Makes a load's span current, and records errors in it."""
         with trace.use_span(self._running[resident]):
             yield
 
     def end(self, resident: PooledChunk) -> None:
-        """The load is over, whatever became of it."""
+        """Ends the span of a load that succeeded or failed."""
         self._running.pop(resident).end()

@@ -1,4 +1,4 @@
-"""Puts what was encoded here back to the cache service, in the background and within bounds."""
+"""Stores chunks encoded by this worker in the cache service, in the background, with a bounded queue."""
 
 import asyncio
 import logging
@@ -21,12 +21,12 @@ tracer = trace.get_tracer(__name__)
 _dropped = metrics.get_meter(__name__).create_counter(
     "fusionkv.worker.puts_dropped", description="Encoded chunks that did not reach the cache service"
 )
-# Enough to overlap one copy out of the pool with one stream; more only compete for the same bandwidth.
+# Two overlap a copy out of the pool with a stream to the service; more would compete for the same bandwidth.
 _WRITERS = 2
 
 
 class WriteBack:
-    """Copies chunks out of the pool and stores them. A chunk stays pinned until it is copied."""
+    """Copies chunks out of the pool and stores them. A chunk is pinned until it is copied."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class WriteBack:
         self._writers = [asyncio.create_task(self._write()) for _ in range(_WRITERS)]
 
     async def offer(self, namespace: bytes, part: LoadedChunk) -> None:
-        """Queues a part; drops it when too many wait, since a miss costs time and no answer.
+        """Queues a part, or drops it when the queue is full: a later miss costs time, not an answer.
 
-        What is corrected afterwards is copied first: it is stored as it was computed.
+        A part that will be corrected in the pool is copied at once, because entries are stored uncorrected.
         """
         if self._waiting.qsize() >= self._max_waiting:
             _dropped.add(1, {"fusionkv.reason": "queue full"})
@@ -65,10 +65,10 @@ class WriteBack:
         self._waiting.put_nowait((namespace, part, trace.get_current_span().get_span_context(), copy))
 
     async def put(self, namespace: bytes, part: LoadedChunk) -> None:
-        """Stores a part and waits for the commit.
+        """Stores a part and waits until it is committed.
 
         Raises:
-            ServiceError: the cache service refused it or can't be reached.
+            ServiceError: the cache service can't be reached, or refused the part.
         """
         await self._send(
             namespace, part.wanted, await asyncio.to_thread(self._storage.take_out, part.resident), offered=False
@@ -92,11 +92,11 @@ class WriteBack:
         )
 
     async def settle(self) -> None:
-        """Waits until nothing is queued or being written."""
+        """Waits until all queued parts are stored or dropped."""
         await self._waiting.join()
 
     def close(self) -> None:
-        """Ends the writers."""
+        """Stops the writers."""
         for writer in self._writers:
             writer.cancel()
 
@@ -109,8 +109,8 @@ class WriteBack:
                         data = await asyncio.to_thread(self._storage.take_out, part.resident)
                 finally:
                     self._pool.unpin(part.resident)
-                # A trace of its own: the request that it leads back to has its answer, and waits for nothing here.
-                # It is sampled as that one was: below a span that is dropped, it is dropped too.
+                # A separate trace, linked to the request's, which does not wait for this. It follows that trace's
+                # sampling decision: a child of a dropped span is dropped.
                 dropped = origin.is_valid and not origin.trace_flags.sampled
                 parent = trace.set_span_in_context(NonRecordingSpan(origin)) if dropped else None
                 links = [Link(origin)] if origin.is_valid else []
@@ -128,7 +128,7 @@ class WriteBack:
                 self._waiting.task_done()
 
     def _drop_waiting(self) -> None:
-        """Lets go of what waits: behind a service out of reach, each would hold its pages for one more timeout."""
+        """Drops all queued parts: with the service unreachable, each would hold its pages for another timeout."""
         while not self._waiting.empty():
             _, part, *_ = self._waiting.get_nowait()
             self._pool.unpin(part.resident)

@@ -1,1 +1,1 @@
-"""Watches what recipes do to answers, explains them, and falls back to full attention."""
+"""Answer quality: explanations, comparison with full attention, and fallback to it."""

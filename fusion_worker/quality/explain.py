@@ -1,4 +1,4 @@
-"""How the KV of every token of a prompt came about, token by token, for people to look at."""
+"""Explains a prompt token by token: whether its KV was reused or recomputed, and its score."""
 
 from collections.abc import Iterator
 
@@ -12,12 +12,12 @@ from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, Explanation
 
 
 def explain(prompt: Prompt, fused: PrefillPlan, stages: Stages, tokenizer: Tokenizer) -> Explanation:
-    """What was chosen, and why."""
+    """The explanation of a prompt's plan."""
     placed = [part.wanted for part in fused.placement.parts if not part.wanted.is_system]
     lossless = [w.lossless for w in placed] or [False] * len(prompt.chunks)
     origins = [stages.origins[w.key] for w in placed] or [("", "")] * len(prompt.chunks)
     chunks = zip(prompt.chunks, chosen(prompt, fused), origins, lossless, strict=True)
-    # What no other part stands before is as full attention has it, unless nothing at all is reused.
+    # The system prompt comes first, so its reused KV is lossless.
     reused = bool(fused.placement.parts)
     explained = [
         ExplainedChunk(
@@ -33,13 +33,14 @@ def explain(prompt: Prompt, fused: PrefillPlan, stages: Stages, tokenizer: Token
 
 
 def _around(texts: list[str], lossless: bool) -> ExplainedChunk:
-    """What is no chunk: reused without loss, or computed."""
+    """A system prompt or question: either reused without loss, or computed."""
     return ExplainedChunk(texts=texts, lossless=lossless, recomputed=[] if lossless else range(len(texts)))
 
 
 def chosen(prompt: Prompt, fused: PrefillPlan) -> Iterator[tuple[list[int], list[float]]]:
-    """For each chunk the indices of its recomputed tokens, and the scores of all as ranks from 0 to 1, none if
-    there was nothing to choose.
+    """Yields for each chunk the indices of its recomputed tokens, and the scores of its tokens as ranks from 0 to 1.
+
+    Scores are empty if there was no choice.
     """
     recomputed = torch.zeros(prompt.question_start, dtype=torch.bool)
     recomputed[fused.chosen] = True
@@ -54,5 +55,5 @@ def chosen(prompt: Prompt, fused: PrefillPlan) -> Iterator[tuple[list[int], list
 
 
 def texts(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[str]:
-    """The text of every token by itself."""
+    """The text of each token, decoded separately."""
     return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]

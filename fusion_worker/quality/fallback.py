@@ -1,24 +1,26 @@
-"""Keeps a recipe's quality above a floor: what strays from full attention recomputes more, in the end everything."""
+"""Raises the ratio of recipes whose answers match full attention too rarely, up to full attention."""
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.recipes.recipes import Recipe
 
-# Answers that are looked at before the ratio is raised: with 20, a true share of 95% falls below 80% once in 400.
+# Number of latest answers that decide. With 20, a true share of 95% falls below 80% once in 400 decisions.
 SAMPLES = 20
-_LEAST = 0.15  # the first raised ratio, for a recipe that recomputes less
-_MOST_KEYS = 1024
-# A recipe, a corpus, and whether less than the recipe's own ratio was asked for: who asks for little raises it for
-# those who do the same, and for nobody else.
+_MIN_RAISED = 0.15  # minimum of a raised ratio
+_MAX_KEYS = 1024
+# A recipe, a corpus, and whether the request's ratio was below the recipe's: low ratios are raised separately.
 _Key = tuple[str, str, bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """The ratio that a request gets. why: what it was raised for, empty when it is the one asked for.
+    """The ratio of a request.
 
-    key, level: what its answer counts for, and how far that was up.
+    Attributes:
+        ratio: the ratio to use.
+        why: why it was raised; empty if it is the requested one.
+        key, level: the key that the answer is recorded for, and its level at the time.
     """
 
     ratio: float
@@ -28,8 +30,8 @@ class Allowed:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """The latest answers at one level, same as full attention's or not, and how far it is up."""
+class _Record:
+    """The latest answers of a key at its current level, and whether each matched full attention."""
 
     same: "deque[bool]" = field(default_factory=lambda: deque(maxlen=SAMPLES))
     level: int = 0
@@ -37,39 +39,39 @@ class _Seen:
 
 
 class Fallback:
-    """Raises ratios by recipe and corpus; lowers none again, but forgets all but the 1,024 that were asked for last.
-
-    floor: the least share of answers that must be full attention's; 0 raises nothing.
-    """
+    """Raises ratios by recipe and corpus, and never lowers them. Only the 1,024 keys used last are remembered."""
 
     def __init__(self, floor: float) -> None:
+        """floor: minimum share of answers that match full attention; 0 never raises a ratio."""
         self._floor = floor
-        self._seen: OrderedDict[_Key, _Seen] = OrderedDict()
+        self._records: OrderedDict[_Key, _Record] = OrderedDict()
 
     def ratio(self, recipe: Recipe, corpus: str, asked: float) -> Allowed:
         """The ratio to use for a request that asks for `asked`."""
         key = (recipe.name, corpus, asked < recipe.ratio)
-        seen = self._seen.get(key)
-        if seen is None or seen.level == 0 or recipe.lossless:
+        record = self._records.get(key)
+        if record is None or record.level == 0 or recipe.lossless:
             return Allowed(asked, "", key, 0)
-        self._seen.move_to_end(key)
-        if seen.level == 1 and not recipe.fixed:
-            raised = max(2 * asked, _LEAST)
+        self._records.move_to_end(key)
+        if record.level == 1 and not recipe.fixed:
+            raised = max(2 * asked, _MIN_RAISED)
             if raised < 1.0:
-                return Allowed(raised, seen.why, key, seen.level)
-        return Allowed(1.0, seen.why, key, seen.level)
+                return Allowed(raised, record.why, key, record.level)
+        return Allowed(1.0, record.why, key, record.level)
 
     def record(self, allowed: Allowed, same: bool) -> None:
-        """One answer at that ratio, held against full attention's; dropped when the ratio was raised since."""
-        seen = self._seen.setdefault(allowed.key, _Seen())
-        self._seen.move_to_end(allowed.key)
-        if len(self._seen) > _MOST_KEYS:
-            self._seen.popitem(last=False)
-        if allowed.level != seen.level:
+        """Records whether an answer matched full attention; ignored if the ratio has been raised since."""
+        record = self._records.setdefault(allowed.key, _Record())
+        self._records.move_to_end(allowed.key)
+        if len(self._records) > _MAX_KEYS:
+            self._records.popitem(last=False)
+        if allowed.level != record.level:
             return
-        seen.same.append(same)
-        share = sum(seen.same) / SAMPLES
-        if len(seen.same) == SAMPLES and share < self._floor:
-            seen.level += 1
-            seen.why = f"{share:.0%} of {SAMPLES} answers were full attention's, below the floor of {self._floor:.0%}"
-            seen.same.clear()
+        record.same.append(same)
+        share = sum(record.same) / SAMPLES
+        if len(record.same) == SAMPLES and share < self._floor:
+            record.level += 1
+            record.why = (
+                f"{share:.0%} of {SAMPLES} answers matched full attention, below the floor of {self._floor:.0%}"
+            )
+            record.same.clear()

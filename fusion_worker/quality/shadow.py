@@ -1,4 +1,4 @@
-"""Answers some requests again by full attention while nobody waits, and reports how far the recipe was off."""
+"""Repeats a share of the answers with full attention while the worker is idle, and reports the differences."""
 
 import asyncio
 import logging
@@ -19,21 +19,21 @@ from fusionkv.protos.observe import telemetry
 
 log = logging.getLogger(__name__)
 meter = metrics.get_meter(__name__)
-_answers = meter.create_counter("fusionkv.worker.shadow.answers", description="Answers held against full attention's")
+_answers = meter.create_counter("fusionkv.worker.shadow.answers", description="Answers compared with full attention")
 _kl = meter.create_histogram(
     "fusionkv.worker.shadow.kl",
     unit="nat",
-    description="KL of the first token's logits",
+    description="KL divergence of the first token's distribution from full attention",
     explicit_bucket_boundaries_advisory=telemetry.NATS,
 )
 _skipped = meter.create_counter("fusionkv.worker.shadow.skipped", description="Samples dropped, by reason")
-# Samples are small (ids and one row of logits), but old ones say little.
-_MOST_WAITING = 16
+# Samples are small (ids and one row of logits), but old ones are of little use.
+_MAX_WAITING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A greedy answer. logits: float32 [vocabulary], what its first token was drawn from. allowed: its ratio."""
+    """A greedy answer. logits: float32 [vocabulary], of its first token. allowed: its ratio."""
 
     prompt: Prompt
     recipe: Recipe
@@ -44,7 +44,7 @@ class Sample:
 
 
 class Shadow:
-    """Takes a share of the answers; makes them again one by one when the worker is idle."""
+    """Samples a share of the answers, and repeats them one by one while the worker is idle."""
 
     def __init__(
         self, share: float, guard: Fallback, pool: KVPool, engine: Engine, loader: Loader, fuser: Planner
@@ -66,18 +66,18 @@ class Shadow:
         return self._random.random() < self._share
 
     def offer(self, sample: Sample) -> None:
-        """Queues an answer, or drops it when many wait."""
-        if self._waiting.qsize() >= _MOST_WAITING:
+        """Queues an answer, or drops it when the queue is full."""
+        if self._waiting.qsize() >= _MAX_WAITING:
             _skipped.add(1, {"fusionkv.reason": "queue full"})
         else:
             self._waiting.put_nowait(sample)
 
     async def settle(self) -> None:
-        """Waits until every answer offered so far was looked at or dropped."""
+        """Waits until all queued answers are compared or dropped."""
         await self._waiting.join()
 
     async def close(self) -> None:
-        """Drops what waits, and returns when nothing is computed any more."""
+        """Drops queued answers and waits until computation has stopped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -89,7 +89,7 @@ class Shadow:
                 await self.idle.wait()
                 await self._compare(sample)
             except Exception:
-                log.exception("an answer was not made again")
+                log.exception("an answer could not be repeated with full attention")
                 _skipped.add(1, {"fusionkv.reason": "error"})
             finally:
                 self._waiting.task_done()
@@ -100,20 +100,20 @@ class Shadow:
             _skipped.add(1, {"fusionkv.reason": "no room"})
             return
         logits = (await self._again(sample)).cpu()
-        # What full attention would have answered: up to the first other token both read the same.
+        # Compares with full attention's own answer: both see the same tokens up to the first difference.
         same = logits.argmax(-1).tolist() == list(sample.tokens)
         first = int(logits[0].argmax()) == sample.tokens[0]
         log_p, log_q = logits[0].log_softmax(-1), sample.logits.cpu().log_softmax(-1)
         attributes = {"fusionkv.recipe": sample.recipe.name, "fusionkv.corpus": sample.corpus}
-        # Where both are the same, rounding may leave less than nothing, which a histogram drops.
+        # For equal distributions, rounding may give a negative value, which a histogram drops.
         _kl.record(max(0.0, float((log_p.exp() * (log_p - log_q)).sum())), attributes)
         _answers.add(1, attributes | {"fusionkv.same_first_token": first, "fusionkv.same_answer": same})
         self._guard.record(sample.allowed, same)
 
     async def _again(self, sample: Sample) -> torch.Tensor:
-        """float32 [answer tokens, vocabulary]: full attention's logits for every token of the answer."""
+        """float32 [answer tokens, vocabulary]: full attention's logits of every token of the answer."""
         prompt, answer = sample.prompt, sample.tokens
-        # All but the last token first: a prefill without logits can be split, and lets others go before it.
+        # All but the question's last token first: a prefill without logits can be split, and yields to others.
         *question, last = prompt.question
         head = Prompt(prompt.system, prompt.chunks, tuple(question), prompt.tenant)
         async with self._loader.plain(prompt.tokens + len(answer)) as placement:

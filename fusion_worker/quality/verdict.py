@@ -1,4 +1,4 @@
-"""What `fusionkv check` found out about a model: a file beside it, which a worker reads at start."""
+"""The verdicts of `fusionkv check` on a model's recipes: a file in the model's directory, read by workers."""
 
 import json
 import logging
@@ -17,11 +17,17 @@ SAFE, UNSAFE, UNDECIDED = "safe", "unsafe", "not enough evidence"
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One recipe at a ratio, its own.
+    """The verdict on a recipe at its default ratio.
 
-    verdict: SAFE, UNSAFE or UNDECIDED. why: in a sentence. kl: KL divergence of the next token's distribution from
-    full attention's over its answers, in nats, the mean over the answers; low, high: its interval of 95%. agreement:
-    share of those answers' tokens that stay the most likely. None where no answers were asked for.
+    Attributes:
+        verdict: SAFE, UNSAFE or UNDECIDED.
+        ratio: the ratio.
+        why: the reason, as a sentence.
+        kl: mean KL divergence of the next token's distribution from full attention's, over full attention's answers,
+            in nats; None without answers.
+        low, high: 95% confidence interval of `kl`.
+        agreement: share of those answers' tokens that stay the most likely; None without answers.
+        answers: number of answers.
     """
 
     verdict: str
@@ -34,18 +40,22 @@ class Judged:
     answers: int = 0
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what a file may hold and no check has written."""
+        """Raises ValueError for values that `fusionkv check` does not write."""
         if self.verdict not in (SAFE, UNSAFE, UNDECIDED) or not isinstance(self.ratio, float):
-            raise ValueError(f"{self.verdict!r} at ratio {self.ratio!r} is no verdict")
+            raise ValueError(f"{self.verdict!r} at ratio {self.ratio!r} is not a verdict")
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Recipes by name; one with modifiers that is not there has the verdict of the recipe without the last of them.
+    """The verdicts on a model's recipes.
 
-    What has no verdict was not judged, and is served.
+    A recipe with modifiers that has no verdict gets that of the recipe without its last modifier. Recipes without any
+    verdict are allowed.
 
-    auxiliary: fingerprint of the second model that recipes which choose by one were checked with, empty without one.
+    Attributes:
+        fingerprint: the model's fingerprint, in hex.
+        recipes: verdicts by recipe name.
+        auxiliary: fingerprint of the auxiliary model used by the check, in hex; empty without one.
     """
 
     fingerprint: str
@@ -53,10 +63,10 @@ class Verdict:
     auxiliary: str = ""
 
     def unsafe(self, recipe: Recipe, ratio: float) -> str:
-        """Why full attention is to answer in a recipe's place; empty if the recipe may.
+        """Why full attention has to replace a recipe; empty if the recipe is allowed.
 
-        All recomputed, and all kept, is full attention, whatever the recipe. Below the ratio at which a recipe was
-        judged it is nearer to full reuse, and as unsafe as that.
+        At a ratio of 1 without eviction, every recipe is full attention. Below its checked ratio, a recipe is judged
+        like full_reuse.
         """
         name, judged = self._judged(recipe.name)
         if judged is None or recipe.lossless or (ratio == 1.0 and recipe.keep is None):
@@ -69,30 +79,33 @@ class Verdict:
         return f"{asked}recipe {name!r} is unsafe on this model by `fusionkv check`: {judged.why}"
 
     def lines(self) -> Iterator[str]:
-        """What was found out, a recipe a line."""
+        """The verdicts, one line for each recipe."""
         for name, judged in self.recipes.items():
             yield f"{name} at ratio {judged.ratio:g}: {judged.verdict}, {judged.why}"
 
     def write(self, path: Path) -> None:
-        """Puts it into a file, in one step. Raises OSError."""
+        """Writes the verdicts to a file atomically. Raises OSError."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
     def _judged(self, name: str) -> tuple[str, Judged | None]:
-        """The verdict of the longest beginning of a name that has one, and that beginning."""
+        """The longest prefix of a recipe's name that has a verdict, and the verdict."""
         while name not in self.recipes and "+" in name:
             name = name.rpartition("+")[0]
         return name, self.recipes.get(name)
 
 
 def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict:
-    """The verdict beside a model; one about no recipe when there is none.
+    """Reads the verdicts in a model's directory; without a file, there are none.
 
-    auxiliary: fingerprint of the second model in use. What was judged with another one is left out.
+    Args:
+        directory: the model's directory.
+        fingerprint: the model's fingerprint.
+        auxiliary: fingerprint of the auxiliary model in use. Verdicts that depend on another one are left out.
 
     Raises:
-        FailedPrecondition: it can't be read, or is of another model.
+        FailedPrecondition: the file can't be read, or is for another model.
     """
     path = directory / FILE
     if not path.exists():
@@ -105,7 +118,7 @@ def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict
         raise FailedPrecondition(f"can't read {path} ({error}): run `fusionkv check {directory}` again") from error
     if verdict.fingerprint != fingerprint.hex():
         raise FailedPrecondition(
-            f"{path} is of another model, or this one was changed since: run `fusionkv check {directory}` again"
+            f"{path} is for another model, or this model has changed since: run `fusionkv check {directory}` again"
         )
     if verdict.auxiliary != auxiliary.hex():
         for name in [n for n, r in RECIPES.items() if r.needs == SecondModel()]:

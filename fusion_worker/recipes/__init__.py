@@ -1,1 +1,1 @@
-"""Recipes: every system of the papers as a value of its slots, and what modifiers change about one."""
+"""Recipes: the published methods as combinations of encoding, selector and further options, and their modifiers."""

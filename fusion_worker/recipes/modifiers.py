@@ -1,4 +1,4 @@
-"""Recipes with a slot filled otherwise: any encoding with any selector, choosing by windows, and so on."""
+"""Modifiers of recipes, as in `prophetkv+window(8,5)`: each replaces one option of a recipe."""
 
 import re
 from collections.abc import Callable
@@ -21,10 +21,13 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Modifier:
-    """One slot of a recipe filled otherwise: `recipe+name` or `recipe+name(numbers)`.
+    """A change of one option of a recipe: `recipe+name` or `recipe+name(numbers)`.
 
-    defaults: its numbers. least: the lowest value of each. neighbours: of a chunk's encoding by default, when it
-        decides about that.
+    Attributes:
+        defaults: default values of its numbers.
+        least: minimum values of its numbers.
+        apply: makes the modified recipe of a recipe and the numbers.
+        neighbours: default number of neighbours that chunks are encoded with; None if it does not change that.
     """
 
     name: str
@@ -40,36 +43,38 @@ _CORRECTED_RATIO = 0.15
 
 def _corrected(recipe: Recipe) -> Recipe:
     if not isinstance(recipe.encode, Isolated | SimilarityGuided):
-        raise InvalidArgument(f"{recipe.name} reuses no chunk that was encoded alone, so there is nothing to correct")
-    # Recomputing 5% of corrected chunks brings as much as 15% of others (docs/quality.md): less is enough.
+        raise InvalidArgument(f"{recipe.name} reuses no chunks that were encoded alone, so it can't be corrected")
+    # Recomputing 5% of corrected chunks gains as much as 15% of uncorrected ones (docs/quality.md).
     return replace(recipe, encode=replace(recipe.encode, corrected=True), ratio=min(recipe.ratio, _CORRECTED_RATIO))
 
 
 def _versioned(recipe: Recipe, most: int) -> Recipe:
     if most > MOST_VERSIONS:
-        raise InvalidArgument(f"versions({most}): at most {MOST_VERSIONS} of a chunk are kept")
+        raise InvalidArgument(f"versions({most}): at most {MOST_VERSIONS} versions of a chunk are kept")
     return replace(recipe, encode=Versions(most))
 
 
 def _anchored(recipe: Recipe, percent: int) -> Recipe:
     if percent > 99:
-        raise InvalidArgument(f"anchored({percent}) would leave nothing of a chunk: at most 99 percent can go")
+        raise InvalidArgument(f"anchored({percent}) would leave no tokens of a chunk: the percentage is at most 99")
     if not recipe.fixed:
-        raise InvalidArgument(f"{recipe.name} recomputes text, and anchored({percent}) keeps none of it")
+        raise InvalidArgument(f"{recipe.name} recomputes tokens of the text, of which anchored({percent}) keeps none")
     return replace(recipe, encode=Anchored(percent))
 
 
 def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
     if least > size:
-        raise InvalidArgument(f"window({size},{least}): a window of {size} tokens never holds {least}")
+        raise InvalidArgument(f"window({size},{least}): a window of {size} tokens can't hold {least}")
     return replace(recipe, choose=Window(size, least))
 
 
 def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
     if first >= 100 or certain >= 1000:
-        raise InvalidArgument(f"adaptive({first},{certain}) takes less than 100 percent and less than 1000 per mille")
+        raise InvalidArgument(
+            f"adaptive({first},{certain}): the numbers must be below 100 percent and 1000 per mille"
+        )
     if recipe.fixed:
-        raise InvalidArgument(f"{recipe.name} has one ratio, so there is nothing to adapt")
+        raise InvalidArgument(f"{recipe.name} has a fixed ratio, so it can't be adaptive")
     return replace(recipe, adapt=Adaptive(first / 100, certain / 1000))
 
 
@@ -78,7 +83,7 @@ MODIFIERS: dict[str, Modifier] = {
     for modifier in (
         Modifier(
             "isolated",
-            "chunks as encoded alone",
+            "chunks encoded alone",
             (),
             (),
             lambda r: replace(r, encode=Isolated(corrected=r.encode.corrected)),
@@ -86,7 +91,7 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "similarity_guided",
-            "chunks as encoded with N similar ones (FusionRAG 3.1)",
+            "chunks encoded together with N similar ones (FusionRAG 3.1)",
             (10,),
             (1,),
             lambda r, n: replace(r, encode=SimilarityGuided(n, corrected=r.encode.corrected)),
@@ -94,14 +99,15 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "corrected",
-            "chunks encoded alone, corrected by what text before a chunk changes on average (docs/correction.md)",
+            "chunks encoded alone, corrected by the average effect of preceding text (docs/correction.md)",
             (),
             (),
             _corrected,
         ),
         Modifier(
             "versions",
-            "chunks as computed behind others of which some are before them now, N of each kept (Cache-Craft)",
+            "chunks as computed after others, reused where some of those precede them again; keeps N versions of "
+            "each (Cache-Craft)",
             (3,),
             (1,),
             _versioned,
@@ -109,7 +115,7 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "anchored",
-            "chunks as trained anchor tokens, N% fewer than theirs; the model must have them (KVLink 2.4)",
+            "chunks compressed to trained anchor tokens, N% fewer tokens; the model must have them (KVLink 2.4)",
             (50,),
             (1,),
             _anchored,
@@ -117,24 +123,28 @@ MODIFIERS: dict[str, Modifier] = {
         ),
         Modifier(
             "linked",
-            "N trained link tokens behind every chunk; the model must have them (KVLink 2.3)",
+            "N trained link tokens after every chunk; the model must have them (KVLink 2.3)",
             (5,),
             (0,),
             lambda r, n: replace(r, links=n),
         ),
         Modifier(
-            "window", "only in windows of N with M chosen tokens or more (CacheClip 3.3)", (8, 5), (1, 1), _windowed
+            "window",
+            "recomputes only in windows of N tokens with at least M chosen ones (CacheClip 3.3)",
+            (8, 5),
+            (1, 1),
+            _windowed,
         ),
         Modifier(
             "adaptive",
-            "N% of the ratio first, all of it once an answer's token has less than M per mille",
+            "recomputes N% of the ratio first, and all of it once a token's probability is below M per mille",
             (40, 999),
             (1, 1),
             _adaptive,
         ),
         Modifier(
             "snapkv",
-            "after the first token only N context tokens stay, by layer and head (SnapKV; A3)",
+            "keeps only N context tokens after the first token, by layer and head (SnapKV; A3)",
             (1024,),
             (1,),
             lambda r, n: replace(r, keep=SnapKV(n)),
@@ -142,20 +152,20 @@ MODIFIERS: dict[str, Modifier] = {
     )
 }
 _TERM = re.compile(r"([a-z0-9_]{1,32})(?:\(([0-9]{1,6}(?:, ?[0-9]{1,6}){0,3})\))?")
-_MOST = 8  # modifiers of a recipe
+_MAX_MODIFIERS = 8
 
 
 def find(name: str) -> Recipe:
-    """The recipe of this name, or what `recipe+modifier+modifier(1,2)` makes of one.
+    """Finds a recipe by name, with modifiers applied: `recipe` or `recipe+modifier+modifier(1,2)`.
 
     Raises:
-        InvalidArgument: there is none, or a modifier is unknown or does not fit.
+        InvalidArgument: the recipe or a modifier is unknown, or a modifier does not fit the recipe.
     """
     base, *terms = name.split("+")
     if base not in RECIPES:
         raise InvalidArgument(f"unknown recipe {base[:40]!r}; known: {', '.join(RECIPES)}")
-    if len(terms) > _MOST:
-        raise InvalidArgument(f"the recipe has {len(terms)} modifiers; at most {_MOST} are taken")
+    if len(terms) > _MAX_MODIFIERS:
+        raise InvalidArgument(f"the recipe has {len(terms)} modifiers, more than {_MAX_MODIFIERS}")
     recipe = RECIPES[base]
     for term in terms:
         recipe = _modified(recipe, term)
@@ -170,14 +180,14 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
         raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
     if recipe.lossless:
         raise InvalidArgument(
-            f"{recipe.name} is full attention, so there is nothing to modify by {term}; recipes that take "
-            "modifiers compute all of the context at a ratio of 1"
+            f"{recipe.name} is full attention and takes no modifiers such as {term}; other recipes equal full "
+            "attention at a ratio of 1, and take modifiers"
         )
     given = [int(number) for number in match[2].split(",")] if match[2] else []
     numbers = (*given, *modifier.defaults[len(given) :])
     if len(numbers) != len(modifier.defaults) or any(n < low for n, low in zip(numbers, modifier.least, strict=True)):
         raise InvalidArgument(
-            f"{term}: {modifier.name} takes {len(modifier.defaults)} numbers, from {modifier.least} on; "
-            f"defaults {modifier.defaults}"
+            f"{term}: {modifier.name} takes {len(modifier.defaults)} numbers, at least {modifier.least}; "
+            f"the defaults are {modifier.defaults}"
         )
     return modifier.apply(recipe, *numbers)

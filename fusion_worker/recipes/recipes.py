@@ -1,4 +1,4 @@
-"""Recipes: every system of the papers as a value of its slots. A new system is a new row, not a new code path."""
+"""The table of recipes: each published method as a combination of options. A new method is a new row."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +18,9 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """How a reused chunk's KV is made.
+    """How the KV of reused chunks is made.
 
-    corrected: whether what a corpus teaches about text behind other text goes over what was computed alone
-        (docs/correction.md).
+    corrected: whether chunks that were encoded alone get the corpus's correction (docs/correction.md).
     """
 
     corrected: bool = field(default=False, kw_only=True)
@@ -29,7 +28,7 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Isolated(Encode):
-    """A chunk's KV is computed after the system prompt alone."""
+    """A chunk's KV is computed after the system prompt only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +40,15 @@ class SimilarityGuided(Encode):
 
 @dataclass(frozen=True, slots=True)
 class InPlace(Encode):
-    """A chunk's KV is computed after all that stands before it, and serves after the same alone: a prefix cache."""
+    """A chunk's KV is computed after all parts before it, and reused only after the same parts: a prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Versions(Encode):
-    """A chunk's KV is computed behind what a prompt has before it, and serves prompts that share some of that.
+    """A chunk's KV is computed after all parts before it, and reused in prompts that share some of those parts.
 
-    The cache service keeps `most` versions of a chunk, by what stood before it (Cache-Craft, as CacheClip 5 has it).
+    The cache service keeps `most` versions of a chunk, by the parts before it (Cache-Craft, as described in
+    CacheClip 5).
     """
 
     most: int
@@ -56,7 +56,7 @@ class Versions(Encode):
 
 @dataclass(frozen=True, slots=True)
 class Anchored(Encode):
-    """Of a chunk only trained anchor tokens' KV is kept, so many percent fewer than its tokens (KVLink 2.4)."""
+    """Only the KV of trained anchor tokens is kept, `percent` percent fewer than a chunk's tokens (KVLink 2.4)."""
 
     percent: int
 
@@ -66,7 +66,7 @@ ISOLATED = Isolated()
 
 @dataclass(frozen=True, slots=True)
 class Tempered:
-    """Attention to the context at another temperature, its mass to the power of `scale` (APE; CacheClip 4.1)."""
+    """Attention to the context at a temperature, its total weight to the power of `scale` (APE; CacheClip 4.1)."""
 
     temperature: float
     scale: float
@@ -74,9 +74,10 @@ class Tempered:
 
 @dataclass(frozen=True, slots=True)
 class Adaptive:
-    """Recomputes little first, and as much as the ratio says once the next token of the answer is in doubt.
+    """Recomputes a part of the ratio first, and all of it once the next token of the answer is uncertain.
 
-    first: share of the ratio that comes first. certain: the least probability of a token that is not in doubt.
+    first: share of the ratio that is recomputed first. certain: minimum probability of the most likely next token;
+    below it, the rest is recomputed.
     """
 
     first: float
@@ -85,20 +86,21 @@ class Adaptive:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a prompt's context is made.
+    """How the KV of a prompt's context is made.
 
-    encode: how a reused chunk's KV was made; None reuses nothing.
-    select: what makes a stale token worth recomputing; None when the ratio leaves no choice.
-    ratio: recomputed context tokens / context tokens, unless a request says otherwise.
-    fixed: whether a request may not say otherwise.
-    choose: from scores to tokens.
-    from_layer_1: the chosen tokens go on from the states behind layer 0 that their scores needed; otherwise they run
-        through every layer.
-    keep: what of the context stays behind the first token; None is all of it.
-    attend: how question and answer attend to the context; None as the model was trained.
-    links: link tokens behind every chunk, computed for each request; they see all before them (KVLink 2.3). None are
-        used when nothing is reused as a stale copy.
-    adapt: whether the ratio is the most, to be used when less leaves a token in doubt.
+    Attributes:
+        encode: how the KV of reused chunks is made; None reuses nothing.
+        select: scores stale tokens; None if the ratio leaves no choice.
+        ratio: default share of context tokens to recompute.
+        fixed: whether requests can't change the ratio.
+        choose: chooses tokens by their scores.
+        from_layer_1: whether chosen tokens continue from the states after layer 0 that scoring computed; otherwise
+            they run through all layers.
+        keep: the context tokens to keep after the first token; None keeps all.
+        attend: how question and answer attend to the context; None attends as the model was trained.
+        links: link tokens after every chunk, computed for each request; they see everything before them (KVLink 2.3).
+            Not used if no chunk is reused stale.
+        adapt: recomputes less at first; None recomputes the whole ratio at once.
     """
 
     name: str
@@ -116,58 +118,58 @@ class Recipe:
 
     @property
     def lossless(self) -> bool:
-        """Whether its answers are full attention's by construction."""
+        """Whether its answers equal those of full attention by construction."""
         return self.encode is None or self.in_place
 
     @property
     def portable(self) -> bool:
-        """Whether any engine can go on from its KV: it is of the prompt's own tokens, of all of them, for good."""
+        """Whether other engines can decode from its KV: plain attention over exactly the prompt's tokens."""
         return not (self.keep or self.attend or self.links or self.anchored or self.adapt)
 
     @property
     def in_place(self) -> bool:
-        """Whether chunks are encoded where they stand, after all before them."""
+        """Whether chunks are encoded at their position, after all parts before them."""
         return isinstance(self.encode, InPlace)
 
     @property
     def neighbours(self) -> int:
-        """Neighbours a chunk should be encoded with ahead of time."""
+        """Number of neighbours to encode a chunk with ahead of time."""
         return self.encode.neighbours if isinstance(self.encode, SimilarityGuided) else 0
 
     @property
     def anchored(self) -> int:
-        """By how many percent chunks are compressed to anchor tokens; 0 when they are not."""
+        """Percentage by which chunks are compressed to anchor tokens; 0 if they are not."""
         return self.encode.percent if isinstance(self.encode, Anchored) else 0
 
     @property
     def needs(self) -> Need | None:
-        """What has to be computed to choose tokens; None when there is nothing to choose."""
+        """The inputs of its selector; None without a selector."""
         return self.select.needs if self.select is not None else None
 
     def kept(self, context_tokens: int) -> int:
-        """Context tokens kept by layer and head; 0 when all stay as they are."""
+        """Context tokens kept by layer and head; 0 keeps all."""
         return self.keep.tokens if self.keep is not None and context_tokens > self.keep.tokens else 0
 
     def ratio_for(self, asked: float | None) -> float:
-        """The ratio a request gets.
+        """The ratio for a request that asks for `asked`; None asks for the default.
 
         Raises:
-            InvalidArgument: outside 0..1, or not a number; another one than the recipe's own, which is fixed; or
-                between the two for chunks that are anchor tokens.
+            InvalidArgument: the ratio is outside 0..1 or not a number, differs from a fixed ratio, or is between 0
+                and 1 for chunks that are anchor tokens.
         """
         if asked is not None and not 0.0 <= asked <= 1.0:
             raise InvalidArgument(f"ratio {asked} is outside 0..1")
         if self.anchored and asked:
             if asked < 1.0:
                 raise InvalidArgument(
-                    f"{self.name} keeps no text of a chunk, so nothing of it can be recomputed at ratio {asked}: ask "
-                    "for 0, or for 1, which is full attention of the text"
+                    f"{self.name} keeps no KV of a chunk's text, so it can't recompute tokens at ratio {asked}: "
+                    "use 0, or 1 for full attention over the text"
                 )
             return asked
         if self.fixed and asked not in (None, self.ratio):
             raise InvalidArgument(
-                f"{self.name} has the fixed ratio {self.ratio:g}, not {asked:g}: leave the ratio out, or take a "
-                "recipe that chooses tokens, such as prophetkv"
+                f"{self.name} has the fixed ratio {self.ratio:g}, not {asked:g}: omit the ratio, or use a recipe "
+                "that chooses tokens, such as prophetkv"
             )
         return self.ratio if asked is None else asked
 
@@ -175,21 +177,26 @@ class Recipe:
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
-        Recipe("full_attention", "plain prefill of the whole prompt, nothing reused", None, None, 1.0, fixed=True),
+        Recipe("full_attention", "prefills the whole prompt and reuses nothing", None, None, 1.0, fixed=True),
         Recipe(
             "prefix_cache",
-            "full attention, reused where the whole path before is the same",
+            "full attention; reuses a chunk only after exactly the same text",
             InPlace(),
             None,
             0.0,
             True,
         ),
         Recipe(
-            "full_reuse", "every chunk as encoded alone, moved to its place (TurboRAG)", ISOLATED, None, 0.0, True
+            "full_reuse",
+            "reuses every chunk as encoded alone, moved to its position (TurboRAG)",
+            ISOLATED,
+            None,
+            0.0,
+            True,
         ),
         Recipe(
             "ape",
-            "full_reuse, the context attended to at temperature 0.9 and scale 0.9 (APE)",
+            "full_reuse, with attention to the context at temperature 0.9 and scale 0.9 (APE)",
             ISOLATED,
             None,
             0.0,
@@ -198,17 +205,17 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "kvlink",
-            "full_reuse with 5 trained link tokens behind every chunk; needs a model that has them (KVLink 2.3)",
+            "full_reuse, with 5 trained link tokens after every chunk; the model must have them (KVLink 2.3)",
             ISOLATED,
             None,
             0.0,
             fixed=True,
             links=5,
         ),
-        Recipe("epic", "the first tokens of every chunk recomputed (EPIC)", ISOLATED, DistanceToStart(), 0.2),
+        Recipe("epic", "recomputes the first tokens of every chunk (EPIC)", ISOLATED, DistanceToStart(), 0.2),
         Recipe(
             "cacheblend",
-            "recomputed where layer 1's values are off most, from layer 1 on (CacheBlend)",
+            "recomputes the tokens whose values at layer 1 deviate most, from layer 1 on (CacheBlend)",
             ISOLATED,
             ValueDeviation(),
             0.15,
@@ -216,7 +223,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "kvshare",
-            "as cacheblend, the deviation times all attention into the token (KVShare)",
+            "as cacheblend, with the deviation times all attention into the token (KVShare)",
             ISOLATED,
             AttendedDeviation(),
             0.2,
@@ -224,14 +231,14 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "cache_craft",
-            "recomputed by a token's own attention to chunks before it (Cache-Craft)",
+            "recomputes the tokens that attend most to earlier chunks (Cache-Craft)",
             ISOLATED,
             InterChunkAttention(),
             0.15,
         ),
         Recipe(
             "a3",
-            "recomputed by the question's attention at layer 1, from layer 1 on (A3)",
+            "recomputes the tokens that the question attends to most at layer 1, from layer 1 on (A3)",
             ISOLATED,
             ShallowQuestionAttention(),
             0.15,
@@ -239,21 +246,23 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "fusionrag",
-            "encoded with similar chunks; recomputed by the question's last-layer attention (FusionRAG 3.1, 3.2)",
+            "reuses chunks encoded with similar ones; recomputes the tokens that the question attends to most in the "
+            "last layer (FusionRAG 3.1, 3.2)",
             SimilarityGuided(10),
             QuestionAttention(last_only=True),
             0.15,
         ),
         Recipe(
             "prophetkv",
-            "recomputed by the question's attention over all layers (ProphetKV 4.2, 4.3)",
+            "recomputes the tokens that the question attends to most over all layers (ProphetKV 4.2, 4.3)",
             ISOLATED,
             QuestionAttention(last_only=False),
             0.2,
         ),
         Recipe(
             "cacheclip",
-            "recomputed by a small second model's attention, in windows; needs --auxiliary (CacheClip 3)",
+            "recomputes, in windows, the tokens that the question attends to most in a small auxiliary model; needs "
+            "--auxiliary (CacheClip 3)",
             ISOLATED,
             AuxiliaryAttention(),
             0.2,

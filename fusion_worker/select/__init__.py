@@ -1,1 +1,1 @@
-"""Which tokens of a context are worth recomputing: one file for each selector, all behind the contract in base.py."""
+"""Selectors: which tokens of a context to recompute. One file for each, all with the interface of base.py."""

@@ -1,4 +1,4 @@
-"""Selects by how far the cached values are off at layer 1, times the attention into them (KVShare)."""
+"""Selects tokens by the deviation of cached values at layer 1, times the attention into them (KVShare)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ from fusionkv.fusion_worker.select.fresh_states import FreshStates
 
 @dataclass(frozen=True, slots=True)
 class AttendedDeviation(Selector[FreshStates]):
-    """L1 distance of the values times all attention into the token, layer 1 (KVShare; ProphetKV app. C)."""
+    """L1 distance of fresh to cached values, times all attention into the token, at layer 1.
+
+    Sources: KVShare; ProphetKV app. C.
+    """
 
     needs = FreshLayer()
 

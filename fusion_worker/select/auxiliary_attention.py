@@ -1,4 +1,4 @@
-"""Selects by the question's attention in a small second model (CacheClip)."""
+"""Selects tokens by the question's attention in a small auxiliary model (CacheClip)."""
 
 from dataclasses import dataclass
 
@@ -9,10 +9,10 @@ from fusionkv.fusion_worker.select.base import SecondModel, Selector
 
 @dataclass(frozen=True, slots=True)
 class AuxiliaryAttention(Selector[torch.Tensor]):
-    """Last-layer attention of the question into each token in a small second model (CacheClip 3.3)."""
+    """Last-layer attention of the question into each token in a small auxiliary model (CacheClip 3.3)."""
 
     needs = SecondModel()
 
     def scores(self, seen: torch.Tensor) -> torch.Tensor:
-        """The attention as it is."""
+        """The attention, unchanged."""
         return seen

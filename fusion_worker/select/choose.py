@@ -1,4 +1,4 @@
-"""From scores to a set of tokens."""
+"""Chooses the tokens to recompute by their scores."""
 
 from dataclasses import dataclass
 
@@ -6,15 +6,20 @@ import torch
 
 
 def budget(ratio: float, context_tokens: int, stale_tokens: int) -> int:
-    """How many tokens to recompute: `ratio` of the context, never more than are stale."""
+    """Number of tokens to recompute: `ratio` of the context, at most the stale ones."""
     return min(round(ratio * context_tokens), stale_tokens)
 
 
 def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor:
-    """Positions int64 [count], ascending, of the best-scored stale tokens over all chunks together.
+    """Chooses the stale tokens with the highest scores over all chunks. Ties go to the earlier position.
 
-    scores: float32 [positions]; stale: bool [positions]. Ties go to the earlier position, so that the same scores
-    always give the same set.
+    Args:
+        scores: float32 [positions].
+        stale: bool [positions].
+        count: tokens to choose.
+
+    Returns:
+        int64 [count]: positions, ascending.
     """
     order = torch.where(stale, scores, float("-inf")).sort(descending=True, stable=True).indices
     return order[:count].sort().values
@@ -22,7 +27,7 @@ def top_k(scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The best-scored tokens, as many as the budget holds."""
+    """Chooses the tokens with the highest scores, up to the budget."""
 
     def choose(self, scores: torch.Tensor, stale: torch.Tensor, count: int) -> torch.Tensor:
         """As `top_k`."""
@@ -31,10 +36,10 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Of the best-scored tokens, those in windows that hold at least `least` of them (CacheClip 3.3).
+    """Of the tokens with the highest scores, keeps those in windows with at least `least` of them (CacheClip 3.3).
 
-    So that no entity is updated by half; what is left out stays unspent. Windows are counted from the first stale
-    position.
+    This avoids recomputing only half of an entity. The budget of dropped tokens is not used. Windows start at the
+    first stale position.
     """
 
     size: int = 8

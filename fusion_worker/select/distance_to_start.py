@@ -1,4 +1,4 @@
-"""Selects by the distance to the chunk's start (EPIC)."""
+"""Selects tokens by their distance to the chunk's start (EPIC)."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from fusionkv.fusion_worker.select.base import ChunkPlaces, Nothing, Selector
 
 @dataclass(frozen=True, slots=True)
 class DistanceToStart(Selector[ChunkPlaces]):
-    """Tokens at the start of a chunk first: they draw the attention that has no better place (EPIC, LegoLink)."""
+    """Tokens at the start of a chunk first, because they act as attention sinks (EPIC, LegoLink)."""
 
     needs = Nothing()
 
     def scores(self, seen: ChunkPlaces) -> torch.Tensor:
-        """Minus the distance of a token to its chunk's start, in tokens; -inf outside of chunks."""
+        """The negated distance of a token to its chunk's start, in tokens; -inf outside chunks."""
         scores = torch.full((seen.length,), float("-inf"))
         for start, stop in zip(seen.starts, seen.stops, strict=True):
             scores[start:stop] = -torch.arange(stop - start, dtype=torch.float32)

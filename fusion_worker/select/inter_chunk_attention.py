@@ -1,4 +1,4 @@
-"""Selects by a token's own attention to other chunks at layer 1 (Cache-Craft)."""
+"""Selects tokens by their own attention to other chunks at layer 1 (Cache-Craft)."""
 
 from dataclasses import dataclass
 
@@ -12,26 +12,26 @@ from fusionkv.kernels.sparse_attention import sparse_attention
 
 @dataclass(frozen=True, slots=True)
 class InterChunkAttention(Selector[FreshStates]):
-    """How much a token attends to chunks before its own, from fresh states, layer 1 (Cache-Craft).
+    """A token's attention to the chunks before its own, from fresh states at layer 1 (Cache-Craft).
 
-    The papers at hand name the criterion and no layer; fresh rows of every token are there at layer 1 only.
+    The papers give the criterion but no layer; layer 1 is the only one with fresh states of every token.
     """
 
     needs = FreshLayer()
 
     def scores(self, seen: FreshStates) -> torch.Tensor:
-        """Summed over heads. 0 to q_heads."""
+        """The attention summed over heads: 0 to q_heads."""
         return seen.placed(_to_other_chunks(seen)[: seen.stale])
 
 
 def _to_other_chunks(seen: FreshStates) -> torch.Tensor:
     """float32 [rows]: attention to chunks other than the row's own, summed over this rank's heads.
 
-    The values of an attention pass are made to say which chunk a key is of, so the output is the mass by chunk.
+    The values of an attention pass are one-hot vectors of a key's chunk, so the output is the attention by chunk.
     """
     states, starts, keys = seen.states, seen.starts, seen.keys()
     over = Spans([seen.over(keys)])
-    # 0 is the system prompt, then one number a chunk.
+    # 0 is the system prompt, followed by one number for each chunk.
     chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
     own = chunk[seen.span.positions]
     found = torch.zeros(seen.span.rows, device=keys.device)

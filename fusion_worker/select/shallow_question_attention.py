@@ -1,4 +1,4 @@
-"""Selects by the question's attention at layer 1, where all states are fresh (A3)."""
+"""Selects tokens by the question's attention at layer 1, where all states are fresh (A3)."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from fusionkv.fusion_worker.select.fresh_states import FreshStates
 
 @dataclass(frozen=True, slots=True)
 class ShallowQuestionAttention(Selector[FreshStates]):
-    """Attention of the question's rows into each token from fresh states, layer 1 (A3, eq. 3)."""
+    """Attention of the question's rows into each token, from fresh states at layer 1 (A3, eq. 3)."""
 
     needs = FreshLayer()
 
     def scores(self, seen: FreshStates) -> torch.Tensor:
-        """Summed over the question's rows and heads."""
+        """The attention summed over the question's rows and heads."""
         return seen.attention(first_row=seen.stale)

@@ -1,4 +1,4 @@
-"""Selects by how far the cached values are off at layer 1 (CacheBlend)."""
+"""Selects tokens by the deviation of cached values at layer 1 (CacheBlend)."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from fusionkv.fusion_worker.select.fresh_states import FreshStates
 
 @dataclass(frozen=True, slots=True)
 class ValueDeviation(Selector[FreshStates]):
-    """Squared L2 distance of a token's fresh value to its stale one, layer 1 (CacheBlend; FusionRAG 2.2.2)."""
+    """Squared L2 distance of a token's fresh value to its cached one, at layer 1 (CacheBlend; FusionRAG 2.2.2)."""
 
     needs = FreshLayer()
 
     def scores(self, seen: FreshStates) -> torch.Tensor:
-        """Summed over heads and channels."""
+        """The distance summed over heads and channels."""
         return seen.placed(seen.values_away().square().sum((1, 2)))

@@ -1,1 +1,1 @@
-"""One model over several processes: each has some of its heads."""
+"""Tensor parallelism: one model split by heads over several processes."""

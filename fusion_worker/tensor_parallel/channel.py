@@ -1,4 +1,4 @@
-"""Calls that rank 0 sends to the other ranks, one after another, and the bytes that belong to them."""
+"""A channel by which rank 0 sends calls, with their tensors, to the other ranks."""
 
 import io
 import itertools
@@ -19,24 +19,25 @@ from fusionkv.fusion_worker.tensor_parallel.ranks import Ranks
 
 
 class Channel:
-    """Belongs to one thread of each rank at a time. Raises RuntimeError as `Ranks` does, and OSError.
+    """Runs calls on all ranks in one order. For one thread of each rank at a time.
 
-    Calls are pickles, through sockets that nobody else can write to. What each rank has of its own goes as a number,
-    and so does a tensor that was sent before: masks cross once, not at every step. Nobody writes to it in between.
+    Calls are pickled and sent through sockets that no other process can write to. Objects in `own`, which each rank
+    has itself, are sent as numbers. So are tensors that were sent before, which must not change: masks are sent once,
+    not at every step. Methods raise RuntimeError as `Ranks` does, and OSError.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, timeout: timedelta, pipes: Sequence[socket]) -> None:
         self.own: list[Any] = []
         self._ranks, self._device, self._pipes = ranks, device, pipes
-        for pipe in pipes:  # Other ranks wait for calls without end; nobody waits longer for anything else.
+        for pipe in pipes:  # Other ranks wait for calls without a timeout.
             pipe.settimeout(None if ranks.rank else timeout.total_seconds())
         self.data = dist.new_group(backend="gloo", timeout=timeout)
         self._numbers = WeakIdKeyDictionary()  # tensor -> number, at rank 0
-        self._count = itertools.count(100)  # Below are what each rank has of its own.
+        self._count = itertools.count(100)  # Numbers below 100 are for `own`.
         self._sent: dict[int, Any] = {}  # number -> tensor, at the other ranks
 
     def send(self, call: Callable[..., Any]) -> None:
-        """Has the other ranks run a call."""
+        """Sends a call to the other ranks, which run it."""
         own = {id(thing): number for number, thing in enumerate((self, *self.own))}
 
         def number(thing: Any) -> int | None:
@@ -55,7 +56,7 @@ class Channel:
             pipe.sendall(message)
 
     def obey(self) -> None:
-        """Runs what rank 0 sends, for ever. An error ends the process, which the others see at once."""
+        """Runs the calls that rank 0 sends, forever. An error ends the process, which the other ranks notice."""
         try:
             file = self._pipes[0].makefile("rb")
             while True:
@@ -70,10 +71,19 @@ class Channel:
         except Exception:
             print(f"fusionkv-worker: rank {self._ranks.rank} failed", file=sys.stderr)
             traceback.print_exc()
-            os._exit(1)  # Other threads may wait for ranks that will never come.
+            os._exit(1)  # Other threads may be waiting for other ranks forever.
 
     def copy(self, call: Callable[..., Any], size: int, parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """What every rank does for `TPGroup.copy`. size: of each part; 0 for none. parts: at rank 0."""
+        """This rank's work for `TPGroup.copy`.
+
+        Args:
+            call: takes this rank's part, if there are parts.
+            size: bytes of each part; 0 without parts.
+            parts: all ranks' parts, given at rank 0 only.
+
+        Returns:
+            All ranks' results, of which those of other ranks are valid at rank 0 only.
+        """
         part = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.scatter(part, list(parts) or None, group=self.data)

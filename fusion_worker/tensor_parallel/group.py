@@ -1,4 +1,4 @@
-"""What runs on all ranks of a worker at once, driven by rank 0. Most workers are one rank, and tell nobody."""
+"""Runs steps and copies on all tensor-parallel ranks of a worker, driven by rank 0."""
 
 import logging
 import threading
@@ -18,11 +18,14 @@ log = logging.getLogger(__name__)
 
 
 class RankLost(Unavailable):
-    """A rank ended, was silent for too long, or could not do its part: the ranks are out of step for good."""
+    """A rank ended, timed out or failed. The ranks are out of sync, and the worker has to restart."""
 
 
 class TPGroup:
-    """A group of one. own: what each rank has of its own; a call that names some of it means each rank's."""
+    """A group of one rank.
+
+    own: objects that every rank has itself; a call that refers to one runs with each rank's own.
+    """
 
     ranks: Ranks = ALONE
 
@@ -30,21 +33,27 @@ class TPGroup:
         self.own: list[Any] = []
 
     def step(self, call: Callable[[], Any]) -> Any:
-        """Runs a step of the engine on all ranks; returns what it returns here. For the engine's thread alone."""
+        """Runs a step of the engine on all ranks and returns rank 0's result. For the engine's thread only."""
         return call()
 
     def copy(self, call: Callable[..., Any], parts: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Runs a copy of KV on all ranks, beside steps, from any thread; each is given its part, if there are parts.
+        """Runs a copy of KV on all ranks, concurrently with steps. Thread-safe.
 
-        Returns what it returns on each rank: uint8 tensors of one size, or nothing.
+        Args:
+            call: takes the rank's part, if there are parts, and returns a uint8 tensor of the same size on all ranks,
+                or None.
+            parts: a uint8 tensor for each rank.
+
+        Returns:
+            The results of all ranks.
         """
         return [call(*parts)]
 
 
 class Driver(TPGroup):
-    """Of several ranks, at rank 0. Steps and copies go on side by side, each in one order on all ranks.
+    """Rank 0's side of a group of several ranks. Steps and copies run concurrently, each in one order on all ranks.
 
-    on_lost: told why the group can't go on, from the thread that found out. Every call raises it from then on.
+    on_lost is called with the error when a rank is lost, in the thread that noticed. Later calls raise that error.
     """
 
     def __init__(self, ranks: Ranks, steps: Channel, copies: Channel, on_lost: Callable[[RankLost], None]) -> None:
@@ -65,7 +74,7 @@ class Driver(TPGroup):
 
     @contextmanager
     def _together(self, channel: Channel, call: Callable[..., Any]) -> Iterator[None]:
-        """While all ranks run a call, to its end on the last. Nothing can follow a failure on any of them."""
+        """Sends a call, runs the body, and waits for all ranks. After a failure on any rank all calls fail."""
         if self._lost is not None:
             raise self._lost
         try:
@@ -74,7 +83,7 @@ class Driver(TPGroup):
             dist.barrier(group=channel.data)
         except Exception as error:
             if self._lost is None:
-                self._lost = RankLost(f"the {self.ranks.count} ranks of this worker are out of step: {error}")
-                log.error("the ranks are out of step", exc_info=error)
+                self._lost = RankLost(f"the {self.ranks.count} ranks of this worker are out of sync: {error}")
+                log.error("the tensor-parallel ranks are out of sync", exc_info=error)
                 self._on_lost(self._lost)
             raise self._lost from error

@@ -1,4 +1,4 @@
-"""The processes that share one model. Each has an equal part of its heads, and what they find is put together."""
+"""A process's rank among the tensor-parallel ranks of a model, and its all-reduce."""
 
 from dataclasses import dataclass
 
@@ -8,17 +8,17 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """One process, number `rank`, among `count`. Alone it has everything, and a total is what it gives.
+    """Process `rank` of `count`. Each has an equal share of the model's heads.
 
-    All ranks ask for the same totals in the same order. Raises RuntimeError when another rank has ended, or was
-    silent for the timeout of torch.distributed's default group, which the layers that transformers cuts use as well.
+    All ranks must call `total` in the same order. It raises RuntimeError when another rank ended, or did not answer
+    within the timeout of torch.distributed's default group, which transformers' split layers use as well.
     """
 
     rank: int = 0
     count: int = 1
 
     def total(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in the place of this one's."""
+        """All-reduces a tensor in place: the sum over all ranks."""
         if self.count > 1:
             dist.all_reduce(partial)
         return partial

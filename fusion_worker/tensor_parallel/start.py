@@ -1,4 +1,4 @@
-"""How a worker's ranks start and end: rank 0 drives a group; the others are its children, and it ends with them."""
+"""Starts and stops a worker's tensor-parallel ranks: rank 0 starts the others as child processes."""
 
 import asyncio
 import os
@@ -27,31 +27,38 @@ from fusionkv.fusion_worker.tensor_parallel.group import Driver, RankLost, TPGro
 from fusionkv.fusion_worker.tensor_parallel.ranks import ALONE, Ranks
 from fusionkv.protos.runtime import process
 
-_Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, its channels for steps and for copies.
+_Joined = tuple[Model, Channel, Channel]  # A rank's part of the model, and its channels for steps and for copies.
 
 
 class Processes:
-    """Ranks 1 and up. meeting: a file to find one another by. lost: fails with RankLost when one ends, or hangs."""
+    """The processes of ranks 1 and up.
+
+    Attributes:
+        meeting: rendezvous file of torch.distributed.
+        children: the processes.
+        pipes: sockets to each rank, for steps and for copies.
+        lost: fails with RankLost when a rank ends or hangs.
+    """
 
     def __init__(self, meeting: Path) -> None:
         self.meeting = meeting
         self.children: list[asyncio.subprocess.Process] = []
-        self.pipes: list[tuple[socket, socket]] = []  # To each rank, for steps and for copies.
+        self.pipes: list[tuple[socket, socket]] = []
         self._failed: Future[None] = Future()
         self.lost = asyncio.wrap_future(self._failed)
 
     def report(self, why: RankLost) -> None:
-        """Fails `lost`. From any thread."""
+        """Fails `lost`. Thread-safe."""
         with suppress(InvalidStateError):
             self._failed.set_exception(why)
 
     async def watch(self, child: asyncio.subprocess.Process, rank: int, count: int) -> None:
         status = await child.wait()
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        self.report(RankLost(f"rank {rank} of {count} {how}; its last lines above say why"))
+        self.report(RankLost(f"rank {rank} of {count} {how}; see its last log lines above"))
 
     async def lead(self, config: WorkerConfig) -> tuple[Model, TPGroup]:
-        """Rank 0's model and group. Raises as `models.load` does, and RankLost when another rank can't start."""
+        """Loads rank 0's model and connects the ranks. Raises as `models.load`, and RankLost if one can't start."""
         if config.tensor_parallel == 1:
             return _load(config, config.device), TPGroup()
         joined: Future[_Joined] = Future()
@@ -62,7 +69,7 @@ class Processes:
             except BaseException as error:
                 joined.set_exception(error)
 
-        threading.Thread(target=join, daemon=True).start()  # What waits for a rank that is gone holds nothing up.
+        threading.Thread(target=join, daemon=True).start()  # A daemon: it may wait forever for a rank that ended.
         waited: list[asyncio.Future[Any]] = [asyncio.wrap_future(joined), self.lost]
         done, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         model, steps, copies = done.pop().result()
@@ -71,7 +78,7 @@ class Processes:
 
 @asynccontextmanager
 async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
-    """Ranks 1 to count - 1, as `python -m fusionkv.fusion_worker` with these flags. On leaving they have ended."""
+    """Runs ranks 1 to count - 1 as `python -m fusionkv.fusion_worker` with these flags; kills them on exit."""
     with tempfile.TemporaryDirectory(prefix="fusionkv-ranks-") as folder:
         processes = Processes(Path(folder) / "meeting")
         watchers: list[asyncio.Task[None]] = []
@@ -82,7 +89,7 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
                 fds = its_step.fileno(), its_copy.fileno()
                 own = ("--rank", str(rank), "--meeting", str(processes.meeting), "--pipes", *map(str, fds))
                 command = (sys.executable, "-P", "-m", "fusionkv.fusion_worker", *argv, *own)
-                # In a session of its own: a terminal's signals are for rank 0.
+                # In a new session, so that only rank 0 gets the terminal's signals.
                 child = await asyncio.create_subprocess_exec(*command, pass_fds=fds, start_new_session=True)
                 its_step.close()
                 its_copy.close()
@@ -94,11 +101,11 @@ async def started(count: int, argv: Sequence[str]) -> AsyncIterator[Processes]:
                 if child.returncode is None:
                     child.kill()
             await asyncio.gather(*watchers)
-            processes.lost.cancel() or processes.lost.exception()  # Nobody may have asked.
+            processes.lost.cancel() or processes.lost.exception()  # Marks the exception as retrieved.
 
 
 def follow(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[int]) -> None:
-    """Another rank's life: steps run in this thread, copies in one of their own, until rank 0 ends it or itself."""
+    """Runs a rank other than 0 until rank 0 ends: steps in this thread, copies in another one."""
     process.end_with_parent()
     step, copy = (socket(fileno=number) for number in pipes)
     model, steps, copies = _join(config, rank, meeting, [(step, copy)])
@@ -115,8 +122,8 @@ def _load(config: WorkerConfig, device: str, ranks: Ranks = ALONE) -> Model:
 def _join(config: WorkerConfig, rank: int, meeting: Path, pipes: Sequence[tuple[socket, socket]]) -> _Joined:
     device, timeout = models.rank_device(config.device, rank), timedelta(seconds=config.rank_timeout)
     ranks = Ranks(rank, config.tensor_parallel)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All run on one machine; nobody elsewhere may come.
-    os.environ["LOCAL_RANK"] = str(rank)  # By which transformers chooses a GPU.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # All ranks run on this machine; listen only there.
+    os.environ["LOCAL_RANK"] = str(rank)  # transformers chooses the GPU by it.
     store = dist.FileStore(str(meeting), ranks.count)
     _meet(store, "started", ranks)
     dist.init_process_group(store=store, rank=rank, world_size=ranks.count, timeout=timeout)  # gloo; NCCL on GPUs

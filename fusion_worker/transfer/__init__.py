@@ -1,1 +1,1 @@
-"""Moves KV bytes between host and device: shared memory, GPUDirect, storage formats, signatures."""
+"""KV bytes in and out of the pool: storage formats, shared memory, GPUDirect Storage, handover, signatures."""

@@ -1,7 +1,7 @@
-"""GPUDirect Storage: the disk tier's bytes read by kvikio straight into device memory, and verified there.
+"""GPUDirect Storage: reads the disk tier with kvikio straight into device memory, and verifies the bytes there.
 
-For a cache service on the worker's machine, which hands its segment files over. Without a GPU, its driver or kvikio
-the bytes come through host memory, as from everywhere else.
+For a cache service on the same machine, which passes its segment files to the worker. Without a GPU, its driver or
+kvikio, bytes are read through host memory.
 """
 
 import asyncio
@@ -23,15 +23,19 @@ from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import PIECE_BYTES, of_pieces
 
 log = logging.getLogger(__name__)
-# Of a GiB each, as many as a client keeps (kvcache_service/local/segments.py); kvikio opens each twice.
-_MOST_FILES = 128
+# As many files, of 1 GiB each, as a client keeps open (kvcache_service/local/segments.py); kvikio opens each twice.
+_MAX_FILES = 128
 
 
 class DirectReader:
-    """Fetches entries into buffers of a pool's device. Its threads read; all else is for the event loop's."""
+    """Fetches entries into buffers on a pool's device. Call its methods in the event loop's thread."""
 
     def __init__(self, storage: Storage, open_file: Callable[[str], Any]) -> None:
-        """open_file: kvikio.CuFile, or what else has its `read(buffer, size, file_offset)`."""
+        """
+        Args:
+            storage: the pool's storage format.
+            open_file: kvikio.CuFile, or a function whose result has the same `read(buffer, size, file_offset)`.
+        """
         self._storage = storage
         self._open = open_file
         self._files: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -40,23 +44,26 @@ class DirectReader:
 
     @classmethod
     def find(cls, storage: Storage) -> "DirectReader | None":
-        """A reader for the device of a pool; None where there is no GPU, no driver or no kvikio."""
+        """A reader for a pool's device; None without a GPU, its driver or kvikio."""
         if storage.device.type != "cuda":
             return None
         try:
-            # kvikio can be imported without the driver; every read would fail then.
+            # kvikio imports without the driver, but then every read fails.
             ctypes.CDLL("libcuda.so.1")
             import kvikio
         except (ImportError, OSError) as error:
-            log.info("the disk tier is read through host memory: %s", error)
+            log.info("GPUDirect Storage is not available; the disk tier is read through host memory: %s", error)
             return None
         return cls(storage, kvikio.CuFile)
 
     async def fetch(self, cache: CacheClient, entry: Entry, timeout: float) -> torch.Tensor | None:
-        """A leased entry's bytes, verified, uint8 on the device; None if they have to be fetched another way.
+        """Reads a leased entry's bytes and verifies them.
+
+        Returns:
+            uint8 [entry.size] on the device; None if the entry can't be read this way.
 
         Raises:
-            DeadlineExceeded: `timeout` seconds were not enough for the disk.
+            DeadlineExceeded: the disk took longer than `timeout` seconds.
         """
         if not self._works or not cache.on_disk(entry):
             return None
@@ -69,31 +76,31 @@ class DirectReader:
             self._files.clear()
 
     def _read(self, into: torch.Tensor, file: int, offset: int) -> bytes:
-        """Fills a buffer from a file; the checksum of that, or nothing if it can't be.
+        """Fills a buffer from a file and returns its checksum; empty if reading failed.
 
-        Entries begin at multiples of 4096 and end anywhere: kvikio brings what is not whole pages over the host.
+        Entries begin at multiples of 4096 bytes and end anywhere: kvikio copies a partial last page through the host.
         """
         try:
             if self._file(file).read(into, into.numel(), offset) != into.numel():
                 return b""
         except (OSError, RuntimeError) as error:
             self._works = False
-            log.warning("the disk tier is read through host memory from now on: %s", error)
+            log.warning("GPUDirect Storage failed; the disk tier is read through host memory from now on: %s", error)
             return b""
         with self._storage.beside():
             return _checksum(into)
 
     def _file(self, file: int) -> Any:
-        """What kvikio knows the file of a descriptor by: registering one takes longer than reading a chunk."""
-        # While it is open here, no other file has its number.
+        """kvikio's handle of an open file, cached: registering a file takes longer than reading a chunk."""
+        # While the file is open here, no other file gets its inode.
         state = os.fstat(file)
         name = (state.st_dev, state.st_ino)
         with self._lock:
             if name not in self._files:
                 self._files[name] = self._open(f"/proc/self/fd/{file}")
             self._files.move_to_end(name)
-            # Closed by the last read that uses it.
-            while len(self._files) > _MOST_FILES:
+            # A handle is closed after the last read that uses it.
+            while len(self._files) > _MAX_FILES:
                 self._files.popitem(last=False)
             return self._files[name]
 

@@ -1,4 +1,4 @@
-"""KV of whole prompts that another engine decodes: kept in memory that it can map, until released, for a while."""
+"""Handover of prefilled prompts to another engine: holds their KV in mappable memory until released or timed out."""
 
 import asyncio
 import hashlib
@@ -27,13 +27,17 @@ HANDLE_BYTES = 16
 
 
 class HeldPrompt:
-    """One prompt's KV, `[layers, 2, tokens, kv_heads of all ranks, head_dim]`, in memory without a name.
+    """A prompt's KV, `[layers, 2, tokens, kv_heads of all ranks, head_dim]`, in anonymous memory (memfd).
 
-    outcome: why the KV could not be used, empty if it was; set when it is released.
+    Attributes:
+        handle: identifies the KV; 16 random bytes.
+        data: the bytes.
+        expires: when it is dropped, on the monotonic clock.
+        outcome: set on release: why the KV could not be used; empty if it was.
     """
 
     def __init__(self, size: int) -> None:
-        """Raises OSError when there are no more file descriptors, or no memory."""
+        """Raises OSError when out of file descriptors or memory."""
         self.handle = os.urandom(HANDLE_BYTES)
         self._file = os.memfd_create("fusionkv-prompt")
         try:
@@ -48,42 +52,49 @@ class HeldPrompt:
 
     @property
     def path(self) -> str:
-        """Where processes of the same user find it, on this machine and outside of containers of their own."""
+        """A path for processes of the same user on this machine, outside separate containers."""
         return f"/proc/{os.getpid()}/fd/{self._file}"
 
     def release(self, ranks: int, error: str) -> None:
-        """One of so many ranks needs it no more."""
+        """Releases the KV for one of `ranks` ranks. error: why that rank could not use it; empty if it did."""
         self._released += 1
         if not self.outcome.done() and (error or self._released >= ranks):
             self.outcome.set_result(error)
 
     def close(self) -> None:
-        """Whoever maps or streams it goes on; the memory is free after the last."""
+        """Closes the file. The memory is freed when the last mapping or stream ends."""
         os.close(self._file)
 
 
 class Handover:
-    """The prompts that a worker holds for other engines. Belongs to the event loop's thread."""
+    """The prompts that a worker holds for other engines. Use it only in the event loop's thread."""
 
-    def __init__(self, pool: KVPool, model: Model, tp: TPGroup, most: int, seconds: float) -> None:
-        """most: bytes that all of them may take. seconds: how long one is held for whoever fetches it."""
+    def __init__(self, pool: KVPool, model: Model, tp: TPGroup, max_bytes: int, seconds: float) -> None:
+        """
+        Args:
+            pool: the KV pool.
+            model: the model.
+            tp: copies on all ranks.
+            max_bytes: maximum size of all held prompts together.
+            seconds: how long a prompt is held after it was filled or last held.
+        """
         self._pool, self._model, self._tp = pool, model, tp
-        self._most, self._seconds = most, seconds
+        self._max_bytes, self._seconds = max_bytes, seconds
         self._held: dict[bytes, HeldPrompt] = {}
         self.bytes = 0
 
     @contextmanager
     def room(self, tokens: int) -> Iterator[HeldPrompt]:
-        """Memory for a prompt's KV, which nobody finds before it is filled; given back on leaving.
+        """Allocates memory for a prompt's KV, and frees it on exit. Its handle is unknown until `fill`.
 
         Raises:
-            ResourceExhausted: there is none.
+            ResourceExhausted: the size limit is reached.
         """
         size = tokens * self._model.token_bytes
-        if self.bytes + size > self._most:
+        if self.bytes + size > self._max_bytes:
             raise ResourceExhausted(
-                f"the prompt's KV takes {size} bytes, and prompts that were not fetched yet take {self.bytes} of "
-                f"{self._most}: try again, or raise prefill_bytes"
+                f"the prompt's KV takes {size} bytes, and prompts that are not yet fetched take {self.bytes} of "
+                f"{self._max_bytes} bytes: try again, or raise prefill_bytes"
             )
         held = HeldPrompt(size)
         self.bytes += size
@@ -95,7 +106,7 @@ class Handover:
             held.close()
 
     async def fill(self, held: HeldPrompt, plan: PrefillPlan, prompt: Prompt) -> pb.PrefilledKV:
-        """Copies what the rows of a prompt saw, while its parts are in the pool; from then on it is found."""
+        """Copies a prompt's KV from the pool, and makes its handle known. The plan's parts must be in the pool."""
         shape, ranks = self._model.kv, self._tp.ranks.count
         span = QuerySpan(0, 1, plan.positions[-1:].to(plan.device), plan.visible())
         numbers = np.frombuffer(held.data, np.uint8)
@@ -111,7 +122,7 @@ class Handover:
                     heads.copy_(part.view(shape.dtype).view_as(heads))
             return checksum(held.data)
 
-        # Also when the caller is cancelled: the slots are not given away while they are read.
+        # Runs to the end even if the caller is cancelled, so that the slots are not reused while they are read.
         sum_of_all = await to_the_end(asyncio.to_thread(copy))
         held.expires = time.monotonic() + self._seconds
         self._held[held.handle] = held
@@ -129,49 +140,49 @@ class Handover:
         )
 
     async def released(self, held: HeldPrompt) -> str:
-        """Waits until the KV was released; says why it was not used, nothing if it was."""
+        """Waits until the KV is released or times out. Returns why it was not used; empty if it was."""
         while (left := held.expires - time.monotonic()) > 0:
             try:
                 async with asyncio.timeout(left):
                     return await asyncio.shield(held.outcome)
             except TimeoutError:
                 continue
-        return f"nobody fetched the prompt's KV within {self._seconds:g} s"
+        return f"the prompt's KV was not fetched within {self._seconds:g} s"
 
     def hold(self, handle: bytes) -> None:
-        """Keeps a prompt for the configured time from now on. Raises as `_find`."""
+        """Restarts a prompt's timeout. Raises NotFound when the prompt is gone."""
         self._find(handle).expires = time.monotonic() + self._seconds
 
     def read(self, handle: bytes, rank: int, ranks: int) -> memoryview:
-        """The bytes of a prompt, or of the heads that one of so many ranks has.
+        """The bytes of a prompt, or of the heads of one of `ranks` ranks.
 
         Raises:
-            NotFound: there is no such prompt, or no more.
-            InvalidArgument: the heads can't be shared among so many.
+            NotFound: the prompt is unknown or gone.
+            InvalidArgument: the heads can't be split over so many ranks, or there is no such rank.
         """
         data, shape = self._find(handle).data, self._model.kv
         heads = shape.kv_heads * self._tp.ranks.count
         if ranks < 1 or heads % ranks or rank >= ranks:
-            raise InvalidArgument(f"rank {rank} of {ranks}: {heads} KV heads can't be shared so")
+            raise InvalidArgument(f"rank {rank} of {ranks}: no such share of {heads} KV heads")
         if ranks == 1:
             return data
         cut = np.frombuffer(data, np.uint8).reshape(-1, ranks, heads // ranks * shape.head_dim * shape.dtype.itemsize)
         return np.ascontiguousarray(cut[:, rank]).reshape(-1).data
 
     def release(self, handle: bytes, ranks: int, error: str) -> None:
-        """Ends a rank's use of a prompt; one that is not there is none."""
+        """Releases a prompt for one of `ranks` ranks; an unknown handle is ignored."""
         if (held := self._held.get(handle)) is not None:
             held.release(ranks, error)
 
     def _find(self, handle: bytes) -> HeldPrompt:
         held = self._held.get(handle)
         if held is None or held.expires < time.monotonic():
-            raise NotFound("no KV of this handle: it was released, or its time is over")
+            raise NotFound("no KV with this handle: it was released, or timed out")
         return held
 
 
 def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Tensor) -> None:
-    """Writes what a row sees to `[layers, 2, tokens, kv_heads, head_dim]`, keys rotated to their places."""
+    """Writes the KV that a row sees to `into`, [layers, 2, tokens, kv_heads, head_dim], keys at their positions."""
     for pool, out, rotation in zip(kv, into, model.rotations, strict=True):
         slots, cos, sin = span.in_order(rotation)
         out[0].copy_(rotation.apply(pool[0][slots], cos[:, None], sin[:, None]))
@@ -179,7 +190,7 @@ def copy_prompt(span: QuerySpan, kv: torch.Tensor, model: Model, into: torch.Ten
 
 
 def read_prompt(span: QuerySpan, kv: torch.Tensor, model: Model) -> torch.Tensor:
-    """This rank's heads of what a row sees, uint8 in host memory."""
+    """This rank's heads of the KV that a row sees, uint8 in host memory."""
     tokens = int(span.positions[-1]) + 1
     out = torch.empty(kv.shape[0], 2, tokens, *kv.shape[3:], dtype=kv.dtype)
     copy_prompt(span, kv, model, out)

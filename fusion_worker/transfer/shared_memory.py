@@ -1,4 +1,4 @@
-"""Entries in the memory of a cache service on this machine: copied once, from there into the pool's slots."""
+"""Copies entries from the shared memory of a cache service on this machine straight into the pool's slots."""
 
 import asyncio
 import ctypes
@@ -13,9 +13,9 @@ from fusionkv.protos.runtime.cancellation import to_the_end
 
 
 async def copied(cache: CacheClient, entry: Entry, storage: Storage, resident: PooledChunk) -> bool:
-    """Writes a leased entry to a chunk's slots; False if it has to be fetched: out of sight, or the lease ended.
+    """Copies a leased entry to a chunk's slots; False if it is not in shared memory, or its lease ended meanwhile.
 
-    A GPU's bytes come from pinned memory, which the service's is not: the driver would copy them once more.
+    Not used for a GPU: the service's memory is not pinned, so the driver would copy it twice.
     """
     data = cache.seen(entry)
     if data is None or storage.device.type != "cpu":
@@ -25,15 +25,15 @@ async def copied(cache: CacheClient, entry: Entry, storage: Storage, resident: P
         storage.put_in(resident, _tensor(data))
         if cache.held(entry):
             return True
-        # What was read may be anything, and attention reads a NaN through a weight of 0 (KVPool.of).
+        # The bytes read may be of another entry. A NaN among them would spoil attention even at weight 0 (KVPool.of).
         storage.put_in(resident, torch.zeros(entry.size, dtype=torch.uint8))
         return False
 
-    # Also when the caller is cancelled: the slots are not to be given away while they are written to.
+    # Runs to the end even if the caller is cancelled, so that the slots are not reused while they are written.
     return await to_the_end(asyncio.to_thread(copy))
 
 
 def _tensor(data: memoryview) -> torch.Tensor:
-    """uint8 [len(data)] where the bytes lie, to be read while `data` is. torch warns of memory that is read-only."""
+    """uint8 [len(data)] over the memory of `data`, which must outlive it. Avoids torch's read-only warning."""
     address = np.frombuffer(data, np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * len(data)).from_address(address), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A CUDA stream for what moves KV while the model computes."""
+"""A CUDA stream for copies of KV that overlap with the model's computation."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -7,19 +7,19 @@ import torch
 
 
 class SideStream:
-    """Runs copies beside the engine's kernels instead of behind all of them. Without CUDA, nothing."""
+    """Runs copies concurrently with the engine's kernels rather than after all of them. Does nothing without CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Work within comes after what the engine has asked for so far, and is done on leaving. For any thread."""
+        """Copies inside wait for the kernels launched so far, and are complete on exit. Thread-safe."""
         return nullcontext() if self._stream is None else self._beside(self._stream)
 
     @contextmanager
     def _beside(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # Slots that are written here may have been read by, and those read here written by, the step that runs.
+        # The running step may still read slots that are written here, or write slots that are read here.
         stream.wait_stream(torch.cuda.default_stream(self._device))
         with torch.cuda.stream(stream):
             yield

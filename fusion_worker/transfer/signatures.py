@@ -1,13 +1,12 @@
-"""Whose KV an entry is: workers sign what they put, and take nothing that none of them signed.
+"""Signatures of cache entries: workers sign the entries that they store, and reject those that no worker signed.
 
 A signature binds bytes to their names, in two steps:
 
-1. A seal of the bytes: AES-256-GMAC with a random nonce. The checksum that a cache service keeps would not do: bytes
-   that have a given XXH3 are easily made.
-2. HMAC-SHA256 over the seal, over what names the entry (namespace, system prompt, chunk, variant, key), and over its
-   checksum, size, tokens and base. It is verified when the entry is found, with the names that the worker computed
-   itself for the chunk it asked for. So an entry that was found by another path, whose key the worker can't compute,
-   is bound to the chunk's own tokens as well.
+1. A seal of the bytes: AES-256-GMAC with a random nonce. The cache service's checksum would not be enough: bytes with
+   a given XXH3 are easy to make.
+2. HMAC-SHA256 over the seal, the entry's names (namespace, system prompt, chunk, variant, key), and its checksum,
+   size, tokens and base. It is verified at lookup, with names that the worker computes itself for the requested
+   chunk. This also binds an entry found by another path, whose key the worker can't compute, to the chunk's tokens.
 """
 
 import asyncio
@@ -30,12 +29,12 @@ from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, ServiceError
 from fusionkv.protos.runtime.key_ring import ID_BYTES, KeyRing
 
-# A request waits while rejected entries are deleted: what it encodes in their place could not be put before.
+# Maximum seconds that a request waits for rejected entries to be deleted, so that it can store their replacements.
 DELETE_SECONDS = 0.5
 _NONCE_BYTES, _TAG_BYTES, _MAC_BYTES = 12, 16, 16
 _SEAL = slice(ID_BYTES, ID_BYTES + _NONCE_BYTES + _TAG_BYTES)
 _NUMBERS = struct.Struct("<QII?")
-# Sealed at once, which holds up the other threads of the process: 0.2 ms.
+# Bytes sealed at a time, which blocks the other threads of the process (GIL) for 0.2 ms.
 _PIECE_BYTES = 1 << 20
 _MISS = Hit(HitKind.MISS, None)
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
@@ -46,7 +45,7 @@ _rejected = metrics.get_meter(__name__).create_counter(
 
 @dataclass(frozen=True, slots=True)
 class _Secrets:
-    """What one key of the file is used as: a key for names, and one for bytes."""
+    """The keys derived from one key of the file: one for names, one for bytes."""
 
     names: bytes
     data: bytes
@@ -58,19 +57,19 @@ class _Secrets:
 
 
 class Signer:
-    """Signs with the first of a file's keys and verifies with all of them.
+    """Signs with the first key of a file and verifies with all of its keys.
 
-    A signature has 48 bytes: the key's id (4), the nonce (12) and tag (16) of the seal, half of the HMAC (16).
+    A signature has 48 bytes: the key's id (4), the seal's nonce (12) and tag (16), and half of the HMAC (16).
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises BadFile when the file can't be read or is not of the form of protos/runtime/key_ring.py."""
+        """Raises BadFile when the file can't be read or does not have the format of protos/runtime/key_ring.py."""
         self._keys = KeyRing(file, "the signing keys", _Secrets.of)
 
     def sign(
         self, namespace: bytes, path: Sequence[bytes], variant: bytes, data: memoryview, *, tokens: int, base: int
     ) -> bytes:
-        """The signature of an entry; all as it is put. Takes 0.2 ms a MiB."""
+        """Signs an entry, given the arguments of its Put. Takes 0.2 ms per MiB."""
         newest = self._keys.newest
         seal = _seal(newest.value.data, os.urandom(_NONCE_BYTES), data)
         names = (namespace, path[0], path[-1], variant, keys.entry_key(namespace, path, variant))
@@ -78,7 +77,7 @@ class Signer:
         return newest.id + seal + _mac(newest.value, *names, numbers, checksum(data), seal)
 
     def fault(self, namespace: bytes, system: bytes, chunk: bytes, first: bool, entry: Entry) -> str:
-        """Why an entry is not that of a chunk behind a system prompt, or of that itself (`first`); empty if it is."""
+        """Why an entry's signature is not valid for a chunk, or for the system prompt (`first`); empty if it is."""
         if not entry.signature:
             return "unsigned"
         key = self._keys.find(entry.signature[:ID_BYTES])
@@ -92,9 +91,14 @@ class Signer:
     def genuine(
         self, namespace: bytes, path: Sequence[tuple[bytes, Sequence[bytes]]], hits: Sequence[Hit]
     ) -> tuple[list[Hit], list[bytes]]:
-        """What a lookup found, with a miss for each entry that is none of its chunk's; and the keys of those.
+        """Checks the hits of a lookup. Rejected entries are counted, and logged at most once a minute.
 
-        They are counted, and logged at most once a minute. path: as for `CacheClient.lookup`.
+        Args:
+            namespace, path: those of `CacheClient.lookup`.
+            hits: its result.
+
+        Returns:
+            The hits, with misses in place of rejected entries, and the keys of those entries.
         """
         system, kept, rejected = path[0][0], [], []
         for i, (hit, (chunk, variants)) in enumerate(zip(hits, path, strict=True)):
@@ -110,28 +114,28 @@ class Signer:
         return kept, rejected
 
     async def verify(self, cache: CacheClient, entry: Entry, data: memoryview) -> None:
-        """Holds the bytes of an entry that is `genuine` to its seal. Takes 0.2 ms a MiB.
+        """Checks the bytes of a `genuine` entry against its seal. Takes 0.2 ms per MiB.
 
         Raises:
-            DataLoss: they are others; the cache service has been asked to delete the entry.
+            DataLoss: the bytes differ; the cache service has been asked to delete the entry.
         """
         key, seal = self._keys.find(entry.signature[:ID_BYTES]), entry.signature[_SEAL]
-        # Without a key it was dropped from the file meanwhile.
+        # The key may have been removed from the file since the lookup.
         if key is not None and seal == await asyncio.to_thread(_seal, key.value.data, seal[:_NONCE_BYTES], data):
             return
         _reject(entry, "other bytes")
         with suppress(ServiceError):
             await cache.delete([entry.key], timeout=DELETE_SECONDS)
-        raise DataLoss(f"entry {entry.key.hex()} is not what a worker signed; it is deleted")
+        raise DataLoss(f"the bytes of entry {entry.key.hex()} are not those that a worker signed; it is deleted")
 
 
 def _reject(entry: Entry, fault: str) -> None:
     _rejected.add(1, {"fusionkv.reason": fault})
-    _faults.warning("an entry of the cache is rejected", DataLoss(f"{entry.key.hex()}: {fault}"))
+    _faults.warning("rejected an entry of the cache service", DataLoss(f"{entry.key.hex()}: {fault}"))
 
 
 def _seal(key: bytes, nonce: bytes, data: memoryview) -> bytes:
-    """Nonce and tag. One key is good for 2^32 random nonces (NIST SP 800-38D)."""
+    """Nonce and tag of an AES-256-GMAC. A key is good for 2^32 random nonces (NIST SP 800-38D)."""
     sealing = Cipher(algorithms.AES(key), modes.GCM(nonce)).encryptor()
     for at in range(0, len(data), _PIECE_BYTES):
         sealing.authenticate_additional_data(data[at : at + _PIECE_BYTES])
@@ -140,6 +144,6 @@ def _seal(key: bytes, nonce: bytes, data: memoryview) -> bytes:
 
 
 def _mac(secrets: _Secrets, *parts: bytes) -> bytes:
-    """Over parts with their lengths before them, so that no two different inputs have one form."""
+    """HMAC over length-prefixed parts, which makes the encoding unambiguous."""
     message = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return hmac.digest(secrets.names, message, "sha256")[:_MAC_BYTES]

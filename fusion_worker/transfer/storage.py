@@ -1,4 +1,4 @@
-"""The form in which chunks' KV leaves the pool and comes back: as computed, or in one byte a number."""
+"""The storage format of chunks' KV outside the pool: plain, int8 or fp8."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,13 +16,18 @@ from fusionkv.kernels.quantised import GROUP, KINDS, Quantised, quantise, restor
 class Storage:
     """Copies chunks between the pool's slots and bytes.
 
-    kind: plain, int8 or fp8. Plain bytes are [layer, 2, token, kv_head, head_dim]; the other two hold the same in one
-    byte a number, then the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
-    so that it is the same however many ranks a worker has; a part has one rank's heads, in the same arrays.
+    Plain entries are [layer, 2, token, kv_head, head_dim]. int8 and fp8 entries hold the same array in one byte per
+    number, followed by the scales of keys and of values (kernels/quantised.py). An entry has the heads of all ranks,
+    so it does not depend on their number; a part has one rank's heads, in the same arrays.
     """
 
     def __init__(self, pool: KVPool, kind: str, tp: TPGroup | None = None) -> None:
-        """tp: the ranks that have the other heads; a rank that runs what it is sent needs none."""
+        """
+        Args:
+            pool: this rank's pool.
+            kind: plain, int8 or fp8.
+            tp: copies on all ranks; None for a single rank, and on ranks other than 0.
+        """
         self._tp = tp or TPGroup()
         self._pool = pool
         self.beside = SideStream(pool.kv.device)
@@ -30,17 +35,17 @@ class Storage:
         self.settings = {} if self._kind is None else {"store": kind}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """On another rank, the same over that rank's pool."""
+        """Unpickles on another rank as the storage of that rank's pool."""
         return Storage, (self._pool, self._name)
 
     @property
     def device(self) -> torch.device:
-        """Of the pool."""
+        """The pool's device."""
         return self._pool.kv.device
 
     @property
     def lossless(self) -> bool:
-        """Whether what comes back is what was stored."""
+        """Whether fetched KV equals stored KV."""
         return self._kind is None
 
     def size(self, tokens: int) -> int:
@@ -48,26 +53,26 @@ class Storage:
         return self.part_size(tokens) * self._tp.ranks.count
 
     def part_size(self, tokens: int) -> int:
-        """Bytes of one rank's part of it."""
+        """Bytes of one rank's part of such an entry."""
         return self._pool.shape.kv_heads * sum(blocks * each for blocks, each in self._arrays(tokens))
 
     def buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size] on the device, for use within `beside`."""
+        """Allocates uint8 [size] on the device, for use within `beside`."""
         with self.beside():
             return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def take_out(self, resident: PooledChunk) -> memoryview:
-        """A copy of a chunk's KV."""
+        """Copies a chunk's KV out of the pool, as the bytes of an entry."""
         runs, tokens = resident.runs, resident.tokens
         parts = self._tp.copy(partial(self.read, runs, tokens))
         return self._join(parts, tokens).numpy().data
 
     def put_in(self, resident: PooledChunk, data: torch.Tensor) -> None:
-        """Writes a chunk's KV to its slots. data: uint8 [size], in host memory or on the device."""
+        """Writes an entry to a chunk's slots. data: uint8 [size], in host memory or on the device."""
         self._tp.copy(partial(self.write, resident.runs, resident.tokens), self._split(data, resident.tokens))
 
     def read(self, runs: Sequence[SlotRange], tokens: int) -> torch.Tensor:
-        """A copy of this rank's part of a chunk, uint8 [part_size] in host memory."""
+        """Copies this rank's part of a chunk: uint8 [part_size] in host memory."""
         with self.beside():
             kv = self._read(runs, tokens)
             if self._kind is not None:
@@ -81,11 +86,11 @@ class Storage:
             if self._kind is None:
                 self._write(runs, part.view(shape.dtype).view(_numbers(shape, tokens)))
             else:
-                # Restored where it is needed: half the bytes cross to the device.
+                # Dequantised on the device: half as many bytes are copied there.
                 self._write(runs, self._unpack(part.to(self._pool.kv.device), tokens))
 
     def pass_through(self, resident: PooledChunk) -> None:
-        """Leaves in the slots of this rank what storing and fetching would."""
+        """Quantises and dequantises a chunk in this rank's slots, as storing and fetching it would."""
         if self._kind is not None:
             runs, tokens = resident.runs, resident.tokens
             self._write(runs, self._unpack(self._pack(self._read(runs, tokens)), tokens))
@@ -116,13 +121,13 @@ class Storage:
             self.put_in(resident, kv.view(-1).view(torch.uint8))
 
     def numbers(self, data: memoryview, tokens: int) -> torch.Tensor:
-        """A plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
+        """Views a plain entry's bytes as [layers, 2, tokens, kv_heads of all ranks, head_dim]."""
         shape = self._pool.shape
         flat = torch.frombuffer(data, dtype=torch.uint8).view(shape.dtype)
         return flat.view(shape.layers, 2, tokens, shape.kv_heads * self._tp.ranks.count, shape.head_dim)
 
     def _arrays(self, tokens: int) -> list[tuple[int, int]]:
-        """The arrays of an entry, each [blocks, kv_heads, bytes]: blocks and bytes."""
+        """Shapes of an entry's arrays, each [blocks, kv_heads, bytes]: blocks and bytes."""
         shape = self._pool.shape
         blocks = 2 * shape.layers * tokens
         if self._kind is None:
@@ -131,7 +136,7 @@ class Storage:
         return [(blocks, shape.head_dim), (shape.layers * groups, 2 * shape.head_dim), (shape.layers * tokens, 2)]
 
     def _join(self, parts: Sequence[torch.Tensor], tokens: int) -> torch.Tensor:
-        """An entry out of all ranks' parts."""
+        """Joins all ranks' parts into an entry."""
         if len(parts) == 1:
             return parts[0]
         arrays, heads = self._arrays(tokens), self._pool.shape.kv_heads
@@ -143,7 +148,7 @@ class Storage:
         return joined[0] if len(joined) == 1 else torch.cat(joined)
 
     def _split(self, entry: torch.Tensor, tokens: int) -> list[torch.Tensor]:
-        """All ranks' parts of an entry."""
+        """Splits an entry into all ranks' parts."""
         count = self._tp.ranks.count
         if count == 1:
             return [entry]
@@ -177,7 +182,7 @@ class Storage:
         assert self._kind is not None
         shape = self._pool.shape
         numbers, scales = _numbers(shape, tokens), _scales(shape, tokens)
-        # The scales begin anywhere, and a view needs its own alignment.
+        # The scales begin at any byte, but a view as bfloat16 must be aligned.
         parts = data.split([_numel(numbers), *(2 * _numel(scale) for scale in scales)])
         keys, values = (
             part.clone().view(torch.bfloat16).view(scale) for part, scale in zip(parts[1:], scales, strict=True)
@@ -190,7 +195,7 @@ def _numbers(shape: KVShape, tokens: int) -> tuple[int, ...]:
 
 
 def _scales(shape: KVShape, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of keys and of values."""
+    """Shapes of the scales of keys and of values."""
     groups = -(-tokens // GROUP)
     return (shape.layers, groups, shape.kv_heads, shape.head_dim), (shape.layers, tokens, shape.kv_heads)
 

@@ -1,1 +1,1 @@
-"""Triton kernels."""
+"""Triton kernels, and the tables and tile shapes that they use."""

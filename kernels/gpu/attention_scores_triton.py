@@ -1,7 +1,8 @@
-"""`attention_scores` on a GPU in two passes over the keys: each row's softmax denominator, then each key's column.
+"""`attention_scores` on a GPU in two passes over the keys: first softmax denominators of rows, then sums of columns.
 
-The matrix is never written: the second pass computes its blocks again, one program for a block of keys and a KV head,
-and adds up their columns over all rows. Extra memory: a float a row and head, and one a key and KV head.
+The attention matrix is never stored: the second pass recomputes its blocks, with one program for each block of keys
+and KV head, and sums their columns over all rows. Extra memory: a float for each row and head, and one for each key
+and KV head.
 """
 
 from functools import lru_cache
@@ -99,7 +100,7 @@ def _columns(  # type: ignore[no-untyped-def]
     k_ptr,
     lse_ptr,  # float32 [rows of the span, q_heads]
     out_ptr,  # float32 [kv_heads, listed keys]
-    blocks_ptr,  # int32 [blocks, 3]: segment, first of its keys, and where that one is listed
+    blocks_ptr,  # int32 [blocks, 3]: segment, first key of the block, and that key's index among all listed keys
     segments_ptr,
     positions_ptr,
     row_positions_ptr,
@@ -152,9 +153,9 @@ def _columns(  # type: ignore[no-untyped-def]
 
 
 class _Plan(NamedTuple):
-    """What all layers share.
+    """Tables that all layers share.
 
-    positions: int64 [listed keys]; `end`, which is behind the last row's, for keys that nobody sees.
+    positions: int64 [listed keys]; `end`, the position after the last row's, for keys that no row sees.
     """
 
     table: SegmentTable
@@ -181,7 +182,7 @@ def _plan(span: QuerySpan, rotation: Rotation, grid: Grid, device: torch.device)
 def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
-    """As `attention_scores.attention_scores`."""
+    """The same as `attention_scores.attention_scores`."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert q.stride(2) == k_pool.stride(2) == 1
     grid = Grid.of(heads, kv_heads, _ROWS, processors(q.device))

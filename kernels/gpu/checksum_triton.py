@@ -1,4 +1,4 @@
-"""`xxh3.accumulate` on a GPU: one program, of one warp, for a piece; it reads a block of 1 KiB at a time."""
+"""`xxh3.accumulate` on a GPU: one program of one warp for each piece, which reads a block of 1 KiB at a time."""
 
 import torch
 import triton
@@ -11,10 +11,10 @@ _LANES, _STRIPES, _SCRAMBLE = tl.constexpr(LANES), tl.constexpr(STRIPES), tl.con
 
 @triton.jit
 def _sums(numbers_ptr, key):  # type: ignore[no-untyped-def]
-    """What the stripes of a block, int64 [16, 8], add to the accumulators [8] under a key."""
+    """What a block's stripes, int64 [16, 8], add to the accumulators [8] with a key."""
     stripe, lane = tl.arange(0, _STRIPES), tl.arange(0, _LANES)
     numbers = tl.load(numbers_ptr + stripe[:, None] * _LANES + lane[None, :])
-    # Each number is added to its neighbour's accumulator; loaded once more, from the cache.
+    # Each number is added to its neighbour's accumulator. The second load hits the cache.
     neighbours = tl.load(numbers_ptr + stripe[:, None] * _LANES + (lane ^ 1)[None, :])
     keyed = numbers ^ key
     return tl.sum((keyed & 0xFFFFFFFF) * ((keyed >> 32) & 0xFFFFFFFF) + neighbours, 0)
@@ -44,7 +44,7 @@ def _accumulate(  # type: ignore[no-untyped-def]
 
 
 def accumulate(data: torch.Tensor, piece: int) -> torch.Tensor:
-    """As `xxh3.accumulate`."""
+    """The same as `xxh3.accumulate`."""
     out = torch.empty(data.numel() // piece, LANES, dtype=torch.int64, device=data.device)
     if len(out):
         secrets, turn = keys(data.device)

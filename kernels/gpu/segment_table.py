@@ -1,4 +1,4 @@
-"""A batch's spans and segments as flat device tables, made once a step and read by every layer's kernels."""
+"""A batch's spans and segments as flat device tables, made once per step and read by the kernels of every layer."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -12,18 +12,21 @@ from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sharing import Shared, share
 
-# Above every position: one compare is the causal mask and the staleness mask at once.
+# A hidden slot's position, above every row's: one comparison is both the causal mask and the mask of hidden slots.
 NEVER = 2**31 - 1
-HOLED_KEYS = 512  # of a piece of a segment with holes, at most
-LEAST_KEYS = 256  # of a part: below it, merging costs more than a longer walk
+HOLED_KEYS = 512  # maximum keys in a piece of a segment with holes
+LEAST_KEYS = 256  # minimum keys in a part: below it, merging costs more than a longer loop over keys
 
 
 class Grid(NamedTuple):
-    """What decides how rows are cut into tiles and keys into parts.
+    """Parameters that determine how rows are split into tiles, and keys into parts.
 
-    groups: query heads of a KV head. kv_heads: programs of each tile. tile_rows: query rows times groups of a tile.
-    processors: multiprocessors to keep busy. shared_rows: as `tile_rows`, of tiles that decoding requests share;
-        0 where each has tiles of its own.
+    Attributes:
+        groups: query heads per KV head.
+        kv_heads: KV heads, and so programs per tile.
+        tile_rows: rows of a tile: query rows times groups.
+        processors: multiprocessors to keep busy.
+        shared_rows: as `tile_rows`, for tiles that decoding requests share; 0 shares no tiles.
     """
 
     groups: int
@@ -34,26 +37,28 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, q_heads: int, kv_heads: int, tile_rows: int, processors: int, shared_rows: int = 0) -> "Grid":
-        """A tile holds all heads of a group, however many they are."""
+        """The grid of a model. A tile always holds all heads of a group."""
         groups = q_heads // kv_heads
         return cls(groups, kv_heads, max(tile_rows, groups), processors, shared_rows and max(shared_rows, groups))
 
     def tile(self, rows: int) -> int:
-        """Query rows of a tile for a span of `rows` rows: for decoding, the smallest matrix product there is."""
+        """Query rows in a tile for a span of `rows` rows; for decoding, those of the smallest matrix product."""
         return max(1, (16 if rows * self.groups <= 16 else self.tile_rows) // self.groups)
 
     def parts(self, programs: int, keys: int) -> int:
-        """Parts to cut `keys` keys into, so that `programs` tiles fill every multiprocessor twice."""
+        """Number of parts of `keys` keys with which `programs` tiles fill every multiprocessor twice."""
         return min(max(1, keys // LEAST_KEYS), -(-2 * self.processors // (self.kv_heads * programs)))
 
 
 @dataclass(frozen=True)
 class SharedLaunch:
-    """Tiles of one size, each of rows of several requests that look at the same slots.
+    """Tiles of one size, each with rows of several requests that see the same slots.
 
-    items: int32 [items, 4]: first member, members, first segment, pieces of slots; the segments are listed piece by
-        piece, a member's after the other's.
-    members: int32 [members, 2]: query row, and which partial result is its.
+    Attributes:
+        tile: query rows in a tile.
+        items: int32 [items, 4]: first member, members, first segment, pieces of slots. Segments are listed by piece,
+            then by member.
+        members: int32 [members, 2]: query row, and index of its partial result.
     """
 
     tile: int
@@ -63,12 +68,15 @@ class SharedLaunch:
 
 @dataclass(frozen=True)
 class Launch:
-    """Tiles of one size, and the parts that their keys are cut into so that every multiprocessor has work.
+    """Tiles of one size, with keys split into parts so that every multiprocessor has work.
 
-    items: int32 [items, 6]: first row, rows, first segment, segments, part, and the row of the partial results that
-        the first row's go to. Longest walks first.
-    rows: int64 [partial rows]: which query row each row of the partial results is of.
-    shared: what is read once for several of the rows; its partial results are parts like the others.
+    Attributes:
+        tile: query rows in a tile.
+        parts: number of parts.
+        items: int32 [items, 6]: first row, rows, first segment, segments, part, and the row of the partial results
+            for the first row. Items with the most keys come first.
+        rows: int64 [partial rows]: the query row of each row of the partial results.
+        shared: slots that are read once for several of the rows; their partial results are further parts.
     """
 
     tile: int
@@ -80,14 +88,16 @@ class Launch:
 
 @dataclass(frozen=True)
 class SegmentTable:
-    """int32 tables of one batch.
+    """The tables of a batch, int32 unless stated.
 
-    segments: [segments, 6]: slot, length, position of the first slot, row of its turn, where its own positions begin
-        in `positions`, or -1 when slot i stands at first + i, and 1 if it has holes.
-    positions: key positions of segments that have holes or hidden slots (NEVER), one after another.
-    bias: float32, as `positions`: -inf for a hidden slot, 0 for the others.
-    row_positions: [rows]: position of each query row.
-    turns: float32 [turns, 2, rotary_dim / 2]: cos and sin that turn a query *back* by a segment's shift.
+    Attributes:
+        launches: one for each tile size.
+        segments: [segments, 6]: slot, length, position of the first slot, row in `turns`, first index in `positions`
+            (-1 if slot i is at first + i), and 1 if it has holes.
+        positions: key positions of all segments with holes or hidden slots (NEVER), concatenated.
+        bias: float32, like `positions`: -inf for a hidden slot, otherwise 0.
+        row_positions: [rows]: position of each query row.
+        turns: float32 [turns, 2, rotary_dim / 2]: cos and sin that rotate a query *back* by a segment's shift.
     """
 
     launches: tuple[Launch, ...]
@@ -99,7 +109,7 @@ class SegmentTable:
 
     @classmethod
     def of(cls, spans: Sequence[QuerySpan], rotation: Rotation, grid: Grid, device: torch.device) -> "SegmentTable":
-        """The table of these spans. Segments are listed in the order given; nothing depends on it."""
+        """Makes the tables of these spans. Segments are listed in the given order, which does not affect results."""
         listing = _Listing(device)
         launches = []
         tiles = {grid.tile(span.rows) for span in spans}
@@ -131,7 +141,7 @@ def _keys(span: QuerySpan) -> int:
 
 
 class _Listing:
-    """Collects the rows of the tables."""
+    """Builds the rows of the tables."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -141,7 +151,7 @@ class _Listing:
         self._listed = 0
 
     def launch(self, spans: list[QuerySpan], tile: int, parts: int) -> Launch:
-        """Lists the spans' segments, cut so that the parts of a span hold about equally many keys."""
+        """Lists the spans' segments, split into parts with about the same number of keys."""
         items: list[tuple[int, ...]] = []
         rows: list[torch.Tensor] = []
         taken = 0
@@ -157,7 +167,7 @@ class _Listing:
                     items.append((row, min(tile, span.stop - row), begin, count, part, partial))
             rows.append(torch.arange(span.start, span.stop))
             taken += span.rows
-        # The last rows of a prompt see the most keys: started last, they would end last, alone.
+        # The last rows of a prompt see the most keys: started last, they would run alone at the end.
         items.reverse()
         return Launch(
             tile,
@@ -167,7 +177,7 @@ class _Listing:
         )
 
     def shared(self, launch: Launch, groups: list[Shared], grid: Grid) -> Launch:
-        """Adds what groups of the launch's rows share, all in tiles of one size."""
+        """Adds the slots that groups of the launch's rows share, in tiles of one size."""
         tile = grid.shared_rows // grid.groups
         partial = {row: i for i, row in enumerate(launch.rows.tolist())}
         parts: Counter[int] = Counter()
@@ -198,37 +208,37 @@ class _Listing:
                 keys = keys.masked_fill(segment.hidden[start:stop], NEVER)
             self.positions.append(keys)
             own, self._listed = self._listed, self._listed + stop - start
-        # A kernel takes the first and last position of a piece with holes from its own positions.
+        # A kernel reads the first and last position of a piece with holes from `positions`.
         holes = segment.positions is not None
-        assert not holes or segment.hidden is None, "fresh keys have holes, stale ones are hidden: never both"
+        assert not holes or segment.hidden is None, "a segment has positions or hidden slots, not both"
         self.segments.append((segment.start + start, stop - start, segment.first + start, turn, own, int(holes)))
 
 
 def _parts(segments: Sequence[KVSegment], quota: int) -> Iterator[list[tuple[KVSegment, int, int]]]:
-    """Consecutive pieces (segment, start, stop) of `quota` keys together, the last of fewer."""
+    """Yields lists of consecutive pieces (segment, start, stop), each of `quota` keys together, the last of fewer."""
     pieces: list[tuple[KVSegment, int, int]] = []
-    left = quota
+    remaining = quota
     for segment in segments:
         at = 0
         while at < segment.length:
-            # A piece with holes is above a tile, below it or masked as a whole: short ones are told apart better.
-            most = left if segment.positions is None else min(left, HOLED_KEYS)
-            count = min(most, segment.length - at)
+            # A piece with holes is skipped, unmasked or masked as a whole: short pieces need less masking.
+            limit = remaining if segment.positions is None else min(remaining, HOLED_KEYS)
+            count = min(limit, segment.length - at)
             pieces.append((segment, at, at + count))
-            at, left = at + count, left - count
-            if left == 0:
+            at, remaining = at + count, remaining - count
+            if remaining == 0:
                 yield pieces
-                pieces, left = [], quota
+                pieces, remaining = [], quota
     if pieces:
         yield pieces
 
 
 class Spans(tuple[QuerySpan, ...]):
-    """The spans of a batch; remembers the table that the kernels read."""
+    """The spans of a batch, with a cache of the tables that the kernels read."""
 
     @cached_property
     def views(self) -> dict[Any, Any]:
-        """What a kernel found out about the batch and needs again in the next layer, by whatever it depends on."""
+        """A cache for kernels: data about the batch that later layers need again, by what it depends on."""
         return {}
 
     @cached_property
@@ -236,7 +246,7 @@ class Spans(tuple[QuerySpan, ...]):
         return {}
 
     def table(self, rotation: Rotation, grid: Grid, device: torch.device) -> SegmentTable:
-        """The batch's table."""
+        """The batch's tables, cached."""
         key = rotation, grid, device
         if key not in self._tables:
             self._tables[key] = SegmentTable.of(self, rotation, grid, device)

@@ -1,9 +1,9 @@
-"""Decoding on a GPU where requests share chunks: a program for each tile of rows of *several* requests.
+"""Decoding on a GPU for requests that share chunks: one program for each tile of rows of *several* requests.
 
-The keys of a shared run of slots are read once for the tile. Every row is turned by its own request's shift, and has
-positions and hidden slots of its own. The smallest matrix product has 16 rows, and one request fills as many of them
-as a KV head has query heads: rows of other requests cost little more than their turns. The results are partial, as
-those of the parts that keys are cut into.
+The keys of a shared run of slots are read once for a tile. Each row is rotated by its own request's shift, and has
+its own positions and hidden slots. The smallest matrix product has 16 rows, of which one request fills as many as a
+KV head has query heads, so rows of other requests cost little more than their rotations. Results are partial, like
+those of other parts.
 """
 
 import triton
@@ -62,7 +62,7 @@ def attend_shared(  # type: ignore[no-untyped-def]
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for piece in range(pieces):
-        # The segments of a piece stand one after another, a member's each: the same slots for all of them.
+        # The segments of a piece are listed by member, all with the same slots.
         segment = first_segment + piece * members
         slot, length = tl.load(segments_ptr + 6 * segment), tl.load(segments_ptr + 6 * segment + 1)
         segment_ptr = segments_ptr + 6 * (segment + m // GROUPS)

@@ -1,9 +1,9 @@
-"""`sparse_attention` on a GPU: a program for each tile of rows, KV head and part of the keys.
+"""`sparse_attention` on a GPU: one program for each tile of rows, KV head and part of the keys.
 
-The rows of a tile are turned back once a segment; no key is turned, copied or masked ahead of time. Where tiles are
-too few to fill the GPU (decoding, short questions) the keys are cut into parts, and a second kernel merges their
-results, as flash-decoding does. What several decoding requests look at is read once for all of them, by a kernel of
-its own (shared_decode_triton.py), before they are merged.
+The rows of a tile are rotated back once per segment; keys are not rotated, copied or masked ahead of time. Where
+tiles are too few to fill the GPU (decoding, short questions), keys are split into parts, and a second kernel merges
+their results, as in flash-decoding. Slots that several decoding requests share are read once for all of them, by a
+separate kernel (shared_decode_triton.py), before the merge.
 """
 
 import torch
@@ -45,7 +45,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q_head_stride,
     out_row_stride,
     out_head_stride,
-    SLOT_STRIDE: tl.constexpr,  # known when compiling: addresses then need no registers of their own
+    SLOT_STRIDE: tl.constexpr,  # constant, so that addresses need no additional registers
     KV_HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,  # HEAD_DIM rounded up to a power of two
@@ -64,7 +64,7 @@ def _attend(  # type: ignore[no-untyped-def]
     first_row, rows = tl.load(item_ptr), tl.load(item_ptr + 1)
     first_segment, segments = tl.load(item_ptr + 2), tl.load(item_ptr + 3)
 
-    # A group's heads share one pass over the keys: row m is query row m // GROUPS, head m % GROUPS of the group.
+    # The heads of a group share one pass over the keys: row m is query row m // GROUPS, head m % GROUPS of the group.
     m = tl.arange(0, ROWS)
     valid = (m < TILE * GROUPS) & (m // GROUPS < rows)
     row = (first_row + m // GROUPS).to(tl.int64)
@@ -92,14 +92,14 @@ def _attend(  # type: ignore[no-untyped-def]
             length = length * 0
         q = load_turned(q_rows, valid, turns_ptr + turn * ROTARY_DIM, HEAD_DIM, DIM, ROTARY_DIM, INTERLEAVED)
         at = slot.to(tl.int64) * SLOT_STRIDE + head * KV_HEAD_STRIDE
-        # Whole blocks below every row of the tile: only what is hidden needs a mask there, and a sum is one.
+        # Whole blocks below all rows of the tile: there, only hidden slots need a mask, which is an added bias.
         below = tl.where(own < 0, tl.minimum(length, lowest - first + 1), tl.where(end <= lowest, length, 0))
         whole = tl.where(WINDOW > 0, 0, tl.maximum(below, 0) // BLOCK_KEYS * BLOCK_KEYS)
         bias = tl.load(bias_ptr + own + n, mask=(own >= 0) & (n < whole), other=0.0)
         for start in range(0, whole, BLOCK_KEYS):
             k = tl.load(k_ptr + at + (n[None, :] * SLOT_STRIDE + d[:, None]), mask=(d < HEAD_DIM)[:, None], other=0.0)
             scores = product(q, k, WIDEN) * scale + bias[None, :]
-            # Loaded a block ahead: no product waits for it.
+            # The bias is loaded a block ahead, so that no product waits for it.
             stop = start + BLOCK_KEYS
             bias = tl.load(bias_ptr + own + stop + n, mask=(own >= 0) & (stop + n < whole), other=0.0)
             v = tl.load(v_ptr + at + (n[:, None] * SLOT_STRIDE + d[None, :]), mask=channel, other=0.0)
@@ -130,7 +130,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(out_rows[:, None] + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-# Not specialised: how many parts there are changes with who shares what, and each new number would compile anew.
+# `parts` is not specialised: it varies with sharing, and each new value would compile the kernel again.
 @triton.jit(do_not_specialize=["parts"])
 def _merge(  # type: ignore[no-untyped-def]
     partial_ptr,  # float32 [parts, partial rows, q_heads, head_dim]
@@ -151,7 +151,7 @@ def _merge(  # type: ignore[no-untyped-def]
     lse = tl.load(lse_ptr + at, mask=p < parts, other=float("-inf"))
     weights = tl.exp2(lse - tl.max(lse, 0))
     weights = weights / tl.sum(weights, 0)
-    # Parts that no key of the row lies in were never written.
+    # Parts without any key of the row were never written.
     inside = (weights > 0.0)[:, None] & (d < HEAD_DIM)[None, :]
     values = tl.load(partial_ptr + at[:, None] * HEAD_DIM + d[None, :], mask=inside, other=0.0)
     out = tl.sum(values * weights[:, None], 0)
@@ -169,8 +169,10 @@ def sparse_attention(
     scale: float,
     window: int | None = None,
 ) -> torch.Tensor:
-    """As `sparse_attention.sparse_attention`. Extra memory: the tables, and parts x rows x q_heads x head_dim floats
-    where keys are cut into parts."""
+    """The same as `sparse_attention.sparse_attention`.
+
+    Extra memory: the tables, and parts x rows x q_heads x head_dim floats if keys are split into parts.
+    """
     tile = tile_for(q.device, q.shape[2], q.dtype)
     return attend(q, k_pool, v_pool, spans, rotation, scale, window, tile, shared_tile(q.shape[2], q.dtype))
 
@@ -186,7 +188,7 @@ def attend(
     tile: Tile,
     shared: Tile | None = None,
 ) -> torch.Tensor:
-    """`sparse_attention` with tiles of a given shape. shared: of decoding requests together; None: each by itself."""
+    """`sparse_attention` with a given tile shape. shared: that of tiles shared by decoding requests, or None."""
     heads, kv_heads = q.shape[1], k_pool.shape[1]
     assert k_pool.stride() == v_pool.stride()
     assert q.stride(2) == k_pool.stride(2) == 1
@@ -215,7 +217,7 @@ def _launch(
     partial_rows = len(launch.rows)
     lse = partial = out
     if launch.parts > 1:
-        # -inf: a part that a short span does not have counts nothing.
+        # -inf: parts that a short span does not have get no weight.
         lse = torch.full((launch.parts, partial_rows, heads), float("-inf"), device=q.device)
         partial = torch.empty((launch.parts, partial_rows, heads, dim), device=q.device)
     shape = constants(q, k_pool, rotation, launch.tile, tile.keys, window)

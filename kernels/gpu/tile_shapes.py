@@ -1,4 +1,4 @@
-"""Tile shapes of the Triton kernels: measured once on a GPU (tuning.py), and stored by its name."""
+"""Tile shapes of the Triton kernels: measured once per GPU model (tuning.py), and stored by its name."""
 
 import dataclasses
 import fcntl
@@ -12,7 +12,13 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tile:
-    """rows: query rows times heads of a group. keys: of a block. warps, stages: of a program."""
+    """A tile shape.
+
+    Attributes:
+        rows: query rows times heads of a group.
+        keys: keys in a block.
+        warps, stages: warps and pipeline stages of a program.
+    """
 
     rows: int
     keys: int
@@ -21,30 +27,30 @@ class Tile:
 
 
 _INTERPRETED = Tile(32, 32, 4, 1)
-# Bytes of shared memory that a program can have on every GPU since sm_80: those of sm_86 and sm_89 have the least.
+# Shared memory in bytes that a program can use on every GPU since sm_80; sm_86 and sm_89 have the least.
 ROOM = 99 << 10
 
 
 @cache
 def tile_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tile:
-    """The measured tile of this GPU, head size and dtype; without one, a tile that fits every GPU since sm_80."""
+    """The tile measured for this GPU, head size and dtype; without one, a tile that fits every GPU since sm_80."""
     if device.type != "cuda":
         return _INTERPRETED
     return recall(tile_key(device, head_dim, dtype)) or default(head_dim, dtype)
 
 
 def shared_tile(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Of rows of several requests, each with positions of its own: the largest that needs no registers it has not.
+    """The tile for rows of several requests: the largest that does not spill registers.
 
-    Not measured; compiled for sm_80 and sm_90.
+    Not measured, only compiled for sm_80 and sm_90.
     """
     return _fitting(Tile(64 if head_dim <= 128 else 32, 32, 8, 2), head_dim, dtype)
 
 
 def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
-    """What a program with this tile takes of shared memory at most, on GPUs before sm_90 (which has 227 KiB).
+    """Maximum shared memory of a program with this tile, on GPUs before sm_90 (which has 227 KiB).
 
-    Queries, weights, blocks of keys and values as stages need them, and 4 bytes a row and 1 KiB for reductions.
+    It holds queries, weights, the stages' blocks of keys and values, and for reductions 4 bytes per row and 1 KiB.
     """
     dim = 1 << (head_dim - 1).bit_length()
     numbers = tile.rows * (dim + tile.keys) + (1 + tile.stages) * tile.keys * dim
@@ -52,14 +58,14 @@ def shared_bytes(tile: Tile, head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _fitting(tile: Tile, head_dim: int, dtype: torch.dtype) -> Tile:
-    """The tile, with blocks of half as many keys where it has no room otherwise: float32 with heads beyond 128."""
+    """The tile, with half as many keys per block if it would not fit: float32 with head sizes above 128."""
     if shared_bytes(tile, head_dim, dtype) <= ROOM:
         return tile
     return dataclasses.replace(tile, keys=tile.keys // 2)
 
 
 def recall(key: str) -> Tile | None:
-    """The tile remembered under a key; None where there is none, or the file can't be read."""
+    """The stored tile of a key; None if there is none, or the file can't be read."""
     try:
         tile = Tile(**json.loads(_store().read_text())[key])
     except (OSError, ValueError, KeyError, TypeError):
@@ -68,10 +74,10 @@ def recall(key: str) -> Tile | None:
 
 
 def remember(key: str, tile: Tile) -> None:
-    """Keeps a tile under a key, next to those of other keys, for all processes of this user."""
+    """Stores the tile of a key for all processes of this user."""
     path = _store()
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A lock of its own: the store is replaced, so that a reader never finds half of it.
+    # A separate lock file, because the store is replaced atomically.
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
@@ -89,7 +95,7 @@ def _store() -> Path:
 
 
 def default(head_dim: int, dtype: torch.dtype) -> Tile:
-    """Not measured: sized so that it takes at most `ROOM` of shared memory."""
+    """The tile without measurements, which takes at most `ROOM` bytes of shared memory."""
     if dtype == torch.float32:
         return _fitting(Tile(32 if head_dim > 64 else 64, 32, 4, 2), head_dim, dtype)
     return Tile(64, 32, 4, 2) if head_dim > 128 else Tile(128, 64, 8, 3 if head_dim <= 64 else 2)

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: loading a tile of query rows, turned back for a segment, and scoring keys."""
+"""Functions that the Triton kernels share: loading rotated query rows, scoring keys, and online softmax."""
 
 import functools
 from typing import Any
@@ -19,15 +19,16 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 def load_turned(  # type: ignore[no-untyped-def]
     q_rows,  # pointers [ROWS] to the first channel of each row
     valid,  # [ROWS]
-    turn_ptr,  # cosines, then sines, of the segment's turn; or pointers [ROWS, 1] to each row's own
+    turn_ptr,  # cosines, then sines, of the segment's rotation; or pointers [ROWS, 1] to those of each row
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Query rows [ROWS, DIM] turned back by a segment's shift, in their own dtype.
+    """Query rows [ROWS, DIM] rotated back by a segment's shift, in their own dtype.
 
-    Loaded anew for every segment, from the cache: keeping them in float32 would cost half of a program's registers.
+    They are loaded again, from the cache, for every segment: keeping them in float32 would take half of a program's
+    registers.
     """
     d = tl.arange(0, DIM)
     rotary = d < ROTARY_DIM
@@ -51,7 +52,7 @@ def load_turned(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def product(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """a @ b in float32. WIDEN: the interpreter's bfloat16 products are wrong, so it multiplies in float32."""
+    """a @ b in float32. WIDEN multiplies in float32, for the interpreter, whose bfloat16 products are wrong."""
     if WIDEN:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
@@ -59,9 +60,9 @@ def product(a, b, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Online softmax: takes in a block of scores, to base 2, and its values."""
+    """A step of online softmax with a block of scores, to base 2, and values."""
     higher = tl.maximum(high, tl.max(scores, 1))
-    # A row that has seen nothing yet has no maximum to subtract.
+    # A row that has seen no key yet has no maximum to subtract.
     anchor = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(scores - anchor[:, None])
     fade = tl.exp2(high - anchor)
@@ -70,7 +71,7 @@ def update(scores, v, high, total, acc, WIDEN: tl.constexpr):  # type: ignore[no
 
 @triton.jit
 def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
-    """Positions [keys] of slots n of a segment; "never" for hidden ones and those behind its end."""
+    """Positions [keys] of slots n of a segment; NEVER for hidden slots and those past its end."""
     there = n < length
     position = tl.load(positions_ptr + own + n, mask=there & (own >= 0), other=_NEVER)
     return tl.where(there & (own < 0), first + n, position)
@@ -78,13 +79,13 @@ def key_positions(positions_ptr, own, first, n, length):  # type: ignore[no-unty
 
 @triton.jit
 def visible(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bool [rows, keys]: which keys a row sees. A stale slot's position is above every row's."""
+    """bool [rows, keys]: which keys a row sees. A hidden slot's position is above every row's."""
     return seen_by_row(position[None, :], q_position, WINDOW)
 
 
 @triton.jit
 def row_positions(positions_ptr, own, first, n, length):  # type: ignore[no-untyped-def]
-    """As `key_positions`, [rows, keys]: every row has a segment of its own over the same slots."""
+    """As `key_positions`, but [rows, keys]: every row has its own segment over the same slots."""
     there = (n < length)[None, :]
     at = own[:, None] + n[None, :]
     position = tl.load(positions_ptr + at, mask=there & (own >= 0)[:, None], other=_NEVER)
@@ -103,7 +104,7 @@ def seen_by_row(position, q_position, WINDOW: tl.constexpr):  # type: ignore[no-
 def constants(
     q: torch.Tensor, k_pool: torch.Tensor, rotation: Rotation, tile: int, keys: int, window: int | None
 ) -> dict[str, Any]:
-    """What every kernel over a batch is compiled for. tile: query rows of a tile; keys: of a block."""
+    """The constants that kernels are compiled with. tile: query rows in a tile. keys: keys in a block."""
     groups, dim = q.shape[1] // k_pool.shape[1], q.shape[2]
     return {
         "SLOT_STRIDE": k_pool.stride(0),
@@ -123,5 +124,5 @@ def constants(
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a device; four in the interpreter, so that keys are cut into parts there too."""
+    """Number of multiprocessors of a device; 4 in the interpreter, so that keys are split into parts there too."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

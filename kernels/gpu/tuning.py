@@ -1,6 +1,6 @@
-"""Measures the tile shapes of the Triton kernels on this machine's GPU, and stores the fastest.
+"""Measures tile shapes of the Triton kernels on this machine's GPU, and stores the fastest.
 
-`python -m fusionkv.kernels.gpu.tuning`
+Run `python -m fusionkv.kernels.gpu.tuning`.
 """
 
 import argparse
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 def candidates(head_dim: int) -> Iterator[Tile]:
-    """What is tried; what does not fit the GPU fails to start and is left out."""
+    """The tiles to measure. Those that do not fit the GPU fail to start and are skipped."""
     for rows, keys, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
         if (rows * keys >= 64 * 64 or head_dim > 128) and not (rows == 64 and warps == 8):
             yield Tile(rows, keys, warps, stages)
 
 
 def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
-    """Measures every candidate on 15% of 16k tokens in chunks of 512, 28/4 heads, and stores the fastest."""
+    """Measures every candidate on 15% of 16k tokens in chunks of 512, with 28/4 heads, and stores the fastest."""
     context, chunk, heads, kv_heads = 16384, 512, 28, 4
     chosen = torch.randperm(context, device=device)[: context * 15 // 100].sort().values
     hidden = torch.zeros(context, dtype=torch.bool, device=device).index_fill_(0, chosen, True)
@@ -47,7 +47,7 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
         try:
             times[tile] = _milliseconds(call)
         except Exception as error:
-            # Out of shared memory or registers: Triton's own class for it has moved between its versions.
+            # Out of shared memory or registers; the exception's class differs between versions of Triton.
             log.info("%s does not run: %s", tile, error)
     if not times:
         raise RuntimeError(f"no tile runs on {torch.cuda.get_device_name(device)} with head size {head_dim}")
@@ -59,7 +59,7 @@ def tune(head_dim: int, dtype: torch.dtype, device: torch.device) -> Tile:
 
 
 def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
-    """Median of 5 after a warm-up that compiles."""
+    """Median of 5 runs, in milliseconds, after a warm-up that compiles."""
     call()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(5)]
     for start, stop in events:
@@ -72,11 +72,11 @@ def _milliseconds(call: Callable[[], torch.Tensor]) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.kernels.gpu.tuning", description=__doc__)
-    parser.add_argument("--head-dims", default="64,128", help="head sizes, a comma between (%(default)s)")
+    parser.add_argument("--head-dims", default="64,128", help="head sizes, separated by commas (%(default)s)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("there is no GPU to measure", file=sys.stderr)
+        print("no GPU found", file=sys.stderr)
         return 2
     for head_dim in map(int, args.head_dims.split(",")):
         tune(head_dim, getattr(torch, args.dtype), torch.device("cuda", torch.cuda.current_device()))

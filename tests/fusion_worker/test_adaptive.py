@@ -43,7 +43,7 @@ async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
         if min(sure) < sure[0]:
             break
     at = next(i for i, s in enumerate(sure) if s < sure[0])
-    fuser, chosen = rig.servicer.answerer._fuser, []
+    fuser, chosen = rig.servicer.answerer._planner, []
     fuse = fuser._fuse
 
     async def watch(*args: Any) -> Any:

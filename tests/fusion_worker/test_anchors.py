@@ -149,7 +149,7 @@ async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Any) 
         answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2)
         assert error(answer.logits[0], expected) < CLOSE
         assert answer.summary.tokens_recomputed == answer.summary.context_tokens
-        with pytest.raises(InvalidArgument, match="keeps no text of a chunk, so nothing of it can be recomputed"):
+        with pytest.raises(InvalidArgument, match="keeps no KV of a chunk's text, so it can't recompute tokens"):
             await rig.ask(*parts, recipe=recipe, ratio=0.3)
 
 

@@ -108,7 +108,7 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
                 part = bytearray(size // 2)
                 await worker.fetch_prefill(kv.handle, rank, 2, memoryview(part), 10)
                 assert bytes(part) == heads.contiguous().numpy().tobytes()
-            with pytest.raises(InvalidArgument, match="rank 0 of 3: 4 KV heads can't be shared so"):
+            with pytest.raises(InvalidArgument, match="rank 0 of 3: no such share of 4 KV heads"):
                 await worker.fetch_prefill(kv.handle, 0, 3, memoryview(streamed), 10)
             with pytest.raises(InvalidArgument, match="rank 2 of 2"):
                 await worker.fetch_prefill(kv.handle, 2, 2, memoryview(streamed), 10)
@@ -118,7 +118,7 @@ async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
             await worker.hold_prefill(kv.handle, 10)  # the other rank has not
             await worker.release_prefill(kv.handle, ranks=2)
             assert not (await anext(events)).summary.degraded
-        with pytest.raises(NotFound, match="released, or its time is over"):
+        with pytest.raises(NotFound, match="released, or timed out"):
             await worker.hold_prefill(kv.handle, 10)
 
 
@@ -131,7 +131,7 @@ async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
             await asyncio.sleep(0.2)
             await worker.hold_prefill(kv.handle, 10)
         summary = (await anext(events)).summary
-        assert summary.degraded_reason == "nobody fetched the prompt's KV within 0.3 s"
+        assert summary.degraded_reason == "the prompt's KV was not fetched within 0.3 s"
         with pytest.raises(NotFound):
             await worker.hold_prefill(kv.handle, 10)
         with pytest.raises(FileNotFoundError):
@@ -173,7 +173,7 @@ async def test_an_answer_of_one_token_has_no_kv(start: Any, parts: Any) -> None:
 @pytest.mark.parametrize("recipe", ["ape", "prophetkv+snapkv(8)", "prophetkv+adaptive(20,900)"])
 async def test_what_only_the_worker_can_decode(recipe: str, start: Any, parts: Any) -> None:
     rig = await start("llama")
-    with pytest.raises(FailedPrecondition, match="is decoded by the fusion worker alone"):
+    with pytest.raises(FailedPrecondition, match="only the fusion worker can decode an answer by"):
         await anext(rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts, recipe=recipe)), None))
 
 

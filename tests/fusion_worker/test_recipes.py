@@ -28,7 +28,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     assert find("full_reuse+anchored+linked(1)").ratio_for(None) == find("ape+anchored").ratio_for(0.0) == 0.0
     assert find("full_reuse+anchored").ratio_for(1.0) == 1.0
     assert find("kvlink+linked(1)").ratio_for(0.0) == 0.0
-    with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: leave the ratio out"):
+    with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: omit the ratio"):
         find("kvlink+linked(1)").ratio_for(0.5)
     assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
     assert find("a3+window").choose == Window(8, 5)
@@ -46,22 +46,25 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("a3+window()", "unknown modifier"),
         ("a3+window(1234567)", "unknown modifier"),
         ("a3+" + "window" * 10_000, "unknown modifier"),
-        ("a3" + "+window" * 9, "9 modifiers; at most 8"),
+        ("a3" + "+window" * 9, "9 modifiers, more than 8"),
         ("a3+window(1,2,3)", "window takes 2 numbers"),
-        ("a3+window(0)", r"from \(1, 1\) on"),
-        ("a3+window(4,5)", "a window of 4 tokens never holds 5"),
+        ("a3+window(0)", r"at least \(1, 1\)"),
+        ("a3+window(4,5)", "a window of 4 tokens can't hold 5"),
         ("a3+similarity_guided(0)", "similarity_guided takes 1 numbers"),
         ("a3+versions(0)", "versions takes 1 numbers"),
         ("a3+versions(17)", r"versions\(17\): at most 16"),
         ("full_reuse+anchored(0)", "anchored takes 1 numbers"),
-        ("full_reuse+anchored(100)", "would leave nothing of a chunk"),
-        ("prophetkv+anchored(50)", r"prophetkv recomputes text, and anchored\(50\) keeps none of it"),
+        ("full_reuse+anchored(100)", "would leave no tokens of a chunk"),
+        ("prophetkv+anchored(50)", r"prophetkv recomputes tokens of the text, of which anchored\(50\) keeps none"),
         ("full_attention+window", "full_attention is full attention"),
-        ("full_reuse+adaptive", "full_reuse has one ratio"),
-        ("prophetkv+adaptive(100)", "less than 100 percent"),
-        ("prophetkv+adaptive(10,1000)", "less than 1000 per mille"),
+        ("full_reuse+adaptive", "full_reuse has a fixed ratio"),
+        ("prophetkv+adaptive(100)", "the numbers must be below 100 percent"),
+        ("prophetkv+adaptive(10,1000)", "the numbers must be below 100 percent and 1000 per mille"),
         ("prefix_cache+a3", "unknown modifier 'a3'"),
-        ("prefix_cache+snapkv", "prefix_cache is full attention, .* compute all of the context at a ratio of 1"),
+        (
+            "prefix_cache+snapkv",
+            "prefix_cache is full attention .* other recipes equal full attention at a ratio of 1",
+        ),
     ],
 )
 def test_names_that_are_none(name: str, message: str) -> None:

@@ -247,17 +247,17 @@ async def test_more_than_may_wait_are_refused(start: Any, parts: Any) -> None:
         ({"ratio": 1.1}, "outside 0..1"),
         ({"ratio": float("nan")}, "outside 0..1"),
         ({"question": []}, "the question is empty"),
-        ({"question": [260]}, "the question holds token 260; the vocabulary has 260"),
-        ({"chunks": [[1], [2**32 - 1]]}, "chunk 1 holds token 4294967295"),
+        ({"question": [260]}, "the question holds token id 260, but the vocabulary has 260 tokens"),
+        ({"chunks": [[1], [2**32 - 1]]}, "chunk 1 holds token id 4294967295"),
         ({"chunks": [[]]}, "chunk 0 is empty"),
-        ({"system": [300]}, "the system prompt holds token 300"),
-        ({"max_tokens": 2043}, "the model takes 2048 together"),
-        ({"max_tokens": 2**32 - 1}, "the model takes 2048 together"),
+        ({"system": [300]}, "the system prompt holds token id 300"),
+        ({"max_tokens": 2043}, "the model's limit of 2048 together"),
+        ({"max_tokens": 2**32 - 1}, "the model's limit of 2048 together"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 1.5}, "top_p"),
         ({"stop": [""]}, "stop strings"),
         ({"tenant": "x" * 257}, "tenant"),
-        ({"variants": [[b"short"]], "chunks": [[1]]}, "a variant of chunk 0 is not 32 bytes"),
+        ({"variants": [[b"short"]], "chunks": [[1]]}, "a variant of chunk 0 is not 32 bytes long"),
     ],
     ids=str,
 )
@@ -275,5 +275,5 @@ async def test_the_longest_prompt(start: Any) -> None:
     parts = (random_ids(40, 1), [random_ids(100, 2)], random_ids(50, 3))
     answer = await rig.ask(*parts, ratio=1.0, max_tokens=10)
     assert error(answer.logits[0], oracle("llama").logits([*parts[0], *parts[1][0], *parts[2]])) < 1e-4
-    with pytest.raises(InvalidArgument, match="the model takes 200"):
+    with pytest.raises(InvalidArgument, match="the model's limit of 200 together"):
         await rig.ask(*parts, max_tokens=11)

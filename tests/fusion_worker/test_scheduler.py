@@ -67,7 +67,7 @@ def test_steps_are_short_while_an_answer_is_streamed() -> None:
 
 
 def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE", 60.0)
+    monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 60.0)
     scheduler = Scheduler(100, 30)
     long, row = work(1000), work(1)
     scheduler.add(long)

@@ -93,7 +93,7 @@ async def test_answers_that_stray_raise_the_ratio_then_recompute_all(start: Any,
     assert ratios == [0.1] * SAMPLES + [0.2] * SAMPLES + [1.0]
     assert answers[-1] == full.ids
     assert reasons[0] == ""
-    assert reasons[SAMPLES] == "0% of 20 answers were full attention's, below the floor of 90%"
+    assert reasons[SAMPLES] == "0% of 20 answers matched full attention, below the floor of 90%"
     # Another corpus and another recipe are where they were.
     assert (await rig.ask(*parts, recipe="epic", ratio=0.1)).summary.ratio_raised == ""
 
@@ -180,7 +180,7 @@ def test_the_guard_looks_at_the_latest_answers_once_there_are_enough() -> None:
     record(guard, "epic", "", 0.2, same=False)
     raised, why = allowed(guard, "epic", "", 0.2)
     assert raised == 0.4
-    assert why == "75% of 20 answers were full attention's, below the floor of 80%"
+    assert why == "75% of 20 answers matched full attention, below the floor of 80%"
 
 
 def test_the_guard_without_a_floor_raises_nothing() -> None:

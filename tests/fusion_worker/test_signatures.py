@@ -108,7 +108,7 @@ async def test_with_keys_it_is_a_miss_and_replaced(
     answer = await answers(rig, text, tenant)
     assert figures(answer) == (4, 3)
     assert rejections == ["unsigned"] * 4
-    (line,) = (line for line in caplog.messages if "an entry of the cache is rejected" in line)
+    (line,) = (line for line in caplog.messages if "rejected an entry of the cache service" in line)
     assert line.endswith(": unsigned"), "one line a minute"
     await rig.stored()
     hit = await answers(await signed(), text, tenant)
@@ -203,7 +203,7 @@ async def test_bytes_made_to_have_the_checksum_that_was_put(
     answer = await rig.ask(*text.parts, tenant=tenant, ratio=0.0)
     assert error(answer.logits[0], text.full) < CLOSE
     assert answer.summary.degraded
-    assert "is not what a worker signed" in answer.summary.degraded_reason
+    assert "are not those that a worker signed" in answer.summary.degraded_reason
     assert rejections == ["other bytes"]
     assert figures(await answers(rig, text, tenant)) == (0, 1), "it was deleted"
 

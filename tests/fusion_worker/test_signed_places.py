@@ -212,5 +212,5 @@ async def test_memory_is_verified(near: Near, parts: Any) -> None:
     assert error(wrong.logits[0], plain.after(plain.reused(system, chunks), question)) > 1000 * CLOSE
     answer = await signing.ask(*parts, ratio=0.0)
     assert answer.summary.degraded
-    assert "is not what a worker signed" in answer.summary.degraded_reason
+    assert "are not those that a worker signed" in answer.summary.degraded_reason
     assert error(answer.logits[0], plain.logits([*system, *(i for c in chunks for i in c), *question])) < CLOSE

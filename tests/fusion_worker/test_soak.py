@@ -101,7 +101,7 @@ async def test_a_wrong_answer_is_counted(monkeypatch: pytest.MonkeyPatch) -> Non
         return (1, 2), SimpleNamespace(degraded="the cache failed" if case.recipe == "epic" else "", stages=stages)
 
     monkeypatch.setattr(soak, "answer", answer)
-    monkeypatch.setattr(soak, "_GIVEN_UP", 0.0)
+    monkeypatch.setattr(soak, "_CANCELLED", 0.0)
     # However slow the machine is, one client asks five times.
     clock = itertools.count()
     monkeypatch.setattr(soak, "time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -128,7 +128,7 @@ def test_what_a_process_holds_is_followed(monkeypatch: pytest.MonkeyPatch) -> No
     for _ in range(3):
         trail.look()
     assert trail.row("x") == {"x_rss_mib": [100, 101, 112], "x_files": [20, 21, 25]}
-    with pytest.raises(AssertionError, match="became"):
+    with pytest.raises(AssertionError, match="the process grew from"):
         trail.look()
 
 

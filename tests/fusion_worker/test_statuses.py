@@ -47,7 +47,7 @@ async def answered(address: str, request: pb.GenerateRequest, timeout: float) ->
 
 STATUSES = {
     "recipe": ({"recipe": "magic"}, grpc.StatusCode.INVALID_ARGUMENT, "unknown recipe"),
-    "length": ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "the model takes 2048"),
+    "length": ({"max_tokens": 5000}, grpc.StatusCode.INVALID_ARGUMENT, "the model's limit of 2048 together"),
     "model": ({"model_fingerprint": bytes(32)}, grpc.StatusCode.FAILED_PRECONDITION, "fingerprint"),
     "pool": ({"max_tokens": 900}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pool_bytes"),
 }
@@ -90,7 +90,9 @@ async def test_a_deadline_that_the_queue_is_too_long_for(start: Any) -> None:
         waiting = [asyncio.create_task(rig.ask([1], [[2]], [3])) for _ in range(30)]
         await rig.until(lambda: admission.waiting == 30)
         # A request takes a second or more, so this one would wait for half a minute or more.
-        with pytest.raises(errors.ResourceExhausted, match="30 requests wait already: the first token is") as caught:
+        with pytest.raises(
+            errors.ResourceExhausted, match="30 requests are already waiting: the first token is"
+        ) as caught:
             await answered(address, rig.request([1], [[2]], [3]), timeout=20)
         assert caught.value.retry_after is not None
         assert caught.value.retry_after > 5

@@ -248,9 +248,9 @@ async def test_a_rank_that_hangs_is_not_waited_for(pairs: Pairs, start: Any, par
     (child,) = ranks.others.children
     child.send_signal(signal.SIGSTOP)
     for _ in range(2):
-        with pytest.raises(Unavailable, match="the 2 ranks of this worker are out of step"):
+        with pytest.raises(Unavailable, match="the 2 ranks of this worker are out of sync"):
             await asyncio.wait_for(pair.ask(*parts, recipe="full_attention"), 120)
-    with pytest.raises(Unavailable, match="out of step"):
+    with pytest.raises(Unavailable, match="out of sync"):
         await asyncio.to_thread(pairs.run, asyncio.wait_for(asyncio.shield(ranks.others.lost), 120))
 
 
@@ -290,8 +290,8 @@ def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None
 @pytest.mark.parametrize(
     ("count", "why"),
     [
-        (3, "qwen2 has 4 KV heads, which 3 ranks can't share evenly: set tensor_parallel to a divisor of 4"),
-        (8, "qwen2 has 4 KV heads, which 8 ranks can't share evenly"),
+        (3, "qwen2 has 4 KV heads, which can't be split evenly over 3 ranks: set tensor_parallel to a divisor of 4"),
+        (8, "qwen2 has 4 KV heads, which can't be split evenly over 8 ranks"),
     ],
 )
 def test_heads_that_can_not_be_shared(count: int, why: str, tmp_path: Path) -> None:
@@ -301,7 +301,7 @@ def test_heads_that_can_not_be_shared(count: int, why: str, tmp_path: Path) -> N
 
 def test_a_family_without_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.Qwen2Config.base_model_tp_plan", None)
-    with pytest.raises(FailedPrecondition, match="qwen2 can't be shared by ranks: transformers has no tp_plan"):
+    with pytest.raises(FailedPrecondition, match="qwen2 can't be split over ranks: transformers has no tp_plan"):
         models.check_shareable(saved(tmp_path, "qwen2"), 2)
 
 

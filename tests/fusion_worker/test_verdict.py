@@ -22,7 +22,7 @@ def test_a_verdict_beside_its_model(tmp_path: Path) -> None:
     )
     made.write(tmp_path / FILE)
     assert verdict.read(tmp_path, b"f") == made
-    with pytest.raises(FailedPrecondition, match="is of another model, or this one was changed"):
+    with pytest.raises(FailedPrecondition, match="is for another model, or this model has changed"):
         verdict.read(tmp_path, b"g")
 
 

@@ -78,7 +78,7 @@ def test_what_anchors_have_no_text_for(client: Client) -> None:
         for how in ({"recipe": "full_attention"}, {"recipe": "full_reuse+anchored(50)", "ratio": 1.0})
     )
     assert (whole.text, whole.summary.tokens_recomputed) == (full.text, full.summary.context_tokens)
-    with pytest.raises(InvalidArgument, match="keeps no text of a chunk"):
+    with pytest.raises(InvalidArgument, match="keeps no KV of a chunk's text"):
         client.ask("anchored", QUESTION, recipe="full_reuse+anchored(50)", ratio=0.2)
     with pytest.raises(FailedPrecondition, match=r"no anchor tokens that save 75%.*use \+anchored\(50\)"):
         client.ask("anchored", QUESTION, recipe="full_reuse+anchored(75)")

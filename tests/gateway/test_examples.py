@@ -37,7 +37,7 @@ def test_python(notes: str) -> None:
     said = run_python("examples/python_async.py", "--gateway", notes, cwd=ROOT).stdout
     assert "Report Ballakmi: code of Bervek? 535\n" in said
     assert re.search(r"^from: ballakmi-01.txt, ballakmi-02.txt\n *Janberg$", said, re.MULTILINE)
-    assert re.search(r"^\d+ of \d+ context tokens were in the cache", said, re.MULTILINE)
+    assert re.search(r"^\d+ of \d+ context tokens were exact hits in the cache", said, re.MULTILINE)
 
 
 def test_node(notes: str) -> None:

@@ -354,7 +354,7 @@ def test_a_worker_finds_the_cache_of_its_machine(
         folder.mkdir(parents=True)
         start_cache(launch, tmp_path, "--listen", f"unix:{folder}/kvcache.sock")
     worker = start_worker(launch, tiny_model)
-    told = "the cache service is that of this machine" if running else "there is no cache service at 127.0.0.1:7070"
+    told = "using the cache service on this machine" if running else "no cache service at 127.0.0.1:7070"
     assert told in worker.log
 
 

@@ -61,7 +61,7 @@ def test_a_short_budget_leaves_rows_out_and_names_them(tmp_path: Path) -> None:
     assert lines[:2] == [COLUMNS, "older"]
     assert {row["kind"] for row in csv.DictReader(lines[:1] + lines[2:])} == {"rate"}
     for what in ("the check of", "decode", "scores", "reading from a disk", "time to first token", "prefill"):
-        assert f"left out: {what}" in done.stdout
+        assert f"skipped: {what}" in done.stdout
 
 
 def test_a_failed_check_is_named_and_ends_with_1() -> None:

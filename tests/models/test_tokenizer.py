@@ -66,7 +66,7 @@ def test_a_worker_cuts_the_segments_that_anchor_tokens_were_made_for(percent: in
     ("percent", "segment"), [(30, 16), (60, 16), (99, 16), (100, 16), (-100, 16), (50, 0), (50, 15)]
 )
 def test_rates_that_cut_a_token_are_refused(percent: int, segment: int) -> None:
-    with pytest.raises(ValueError, match="no whole number of anchor tokens"):
+    with pytest.raises(ValueError, match="not a whole number of anchor tokens"):
         anchor_tokens(percent, segment)
 
 

@@ -283,7 +283,7 @@ def test_a_figure_leads_to_its_trace(run: Run) -> None:
 def test_the_log_is_json_with_one_line_a_request(run: Run) -> None:
     """In the logs of all three services together, but for who a tenant is, which is said once."""
     # Faults belong to no request: the one that met them says so itself, as `degraded`.
-    assert "answered by plain prefill" in "".join(line["message"] for line in run.log)
+    assert "the cache failed; the prompt is prefilled in full" in "".join(line["message"] for line in run.log)
     lines = [line for line in run.log if "trace_id" in line and line["logger"] != "fusionkv.gateway.auth.tenants"]
     assert {line["logger"] for line in lines} == {"fusionkv.gateway.servicer"}
     assert len({line["trace_id"] for line in lines}) == len(lines)

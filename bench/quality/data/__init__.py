@@ -1,1 +1,1 @@
-"""What is asked: data sets, tasks, prompts, and the passages that neighbours come from."""
+"""Data of an evaluation: data sets, tasks, prompts, and neighbours of passages."""

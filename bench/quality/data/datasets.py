@@ -1,7 +1,9 @@
-"""The papers' datasets in their own files: RULER, LongBench and CacheBlend; which one, the first record says.
+"""Reads the datasets of the papers in their original formats: RULER, LongBench and CacheBlend.
+
+The first record of a file determines its format:
 
 RULER       JSON lines: input, outputs; newer files also answer_prefix. The task is the file's name, or its folder's
-            when the file is called validation or test. github.com/NVIDIA/RULER
+            if the file is called validation, test or dev. github.com/NVIDIA/RULER
 LongBench   JSON lines: context, input, answers, dataset. github.com/THUDM/LongBench
 CacheBlend  a JSON array: ctxs (each a title and a text), question, answers. github.com/YaoJiayi/CacheBlend
 """
@@ -17,9 +19,9 @@ from fusionkv.bench.quality.data.samples import Library, Sample, Task
 
 log = logging.getLogger(__name__)
 _SUBSETS = ("validation", "test", "dev")
-# The first line of a RULER input is its instruction, unless it is longer than any of them: then it is the context.
+# The first line of a RULER input is its instruction, unless it is longer than this: then it is the context.
 _LONGEST_INSTRUCTION = 400
-# Answer tokens of RULER's tasks, by how their names begin.
+# Answer tokens of RULER's tasks, by prefix of their names.
 _RULER_TOKENS = {"niah": 128, "vt": 30, "variable_tracking": 30, "cwe": 120, "fwe": 50, "qa": 32}
 # Metrics and answer tokens of LongBench's datasets.
 _QA, _SUMMARY, _NUMBER = ("f1", "exact_match"), ("rouge_l",), ("number_match",)
@@ -34,7 +36,7 @@ _LONGBENCH: dict[str, tuple[tuple[str, ...], int]] = {
     **dict.fromkeys(("trec", "lsht"), (_CLASS, 64)),
     **dict.fromkeys(("lcc", "repobench-p"), (_CODE, 64)),
 }
-# Tasks by example: they go without a chat template, and a line ends the answer.
+# Few-shot tasks: without a chat template, and the end of a line ends the answer.
 _FEW_SHOT = ("triviaqa", "samsum", "trec", "lsht")
 _ANSWER = "Answer the question using the passages. Give only the answer, in as few words as possible."
 _INSTRUCTIONS = {
@@ -47,23 +49,25 @@ _INSTRUCTIONS = {
 
 
 class DatasetError(ValueError):
-    """A file that is not what it should be; says which one, where and why."""
+    """A file with an error; the message says where and why."""
 
 
 class UnknownDataset(DatasetError):
-    """A file of none of the formats, or of a dataset that nothing here scores."""
+    """A file of an unknown format, or of a dataset that can't be scored."""
 
 
 def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
-    """The tasks of a file, or of every .jsonl and .json file below a folder.
+    """Reads the tasks of a file, or of all .jsonl and .json files below a folder.
 
-    prompts: LongBench's own (config/dataset2prompt.json), by dataset, with {context} and {input}. Without them a
-    short instruction stands in.
+    In a folder, files of an unknown format or dataset are skipped with a warning.
 
-    In a folder, files that are of none of the formats or of no known dataset are left out with a warning.
+    Args:
+        path: the file or folder.
+        prompts: LongBench's prompts (config/dataset2prompt.json) by dataset, with {context} and {input}. Without
+            them, short instructions are used.
 
     Raises:
-        DatasetError: no file, or one that is none of the three formats; the message names the file and the record.
+        DatasetError: there is no file, or a file has an error; the message names the file and the record.
     """
     if path.is_dir():
         files = sorted(f for f in path.rglob("*") if f.suffix in (".jsonl", ".json") and f.is_file())
@@ -90,10 +94,10 @@ def load(path: Path, prompts: Mapping[str, str] | None = None) -> list[Task]:
 
 
 def read_prompts(path: Path) -> dict[str, str]:
-    """LongBench's prompts by dataset.
+    """Reads LongBench's prompts by dataset.
 
     Raises:
-        DatasetError: it is no JSON object of strings, or one lacks {context}.
+        DatasetError: the file is not a JSON object of strings, or one lacks {context}.
     """
     loaded = _parse(path, _text(path), str(path))
     for name, prompt in loaded.items():
@@ -107,7 +111,7 @@ def _ruler(path: Path, records: Sequence[tuple[str, dict[str, Any]]], prompts: M
     samples = []
     for place, record in records:
         text, outputs = _string(place, record, "input"), _strings(place, record, "outputs")
-        # In every task of RULER the question is the last line, and the instruction the first.
+        # In all tasks of RULER the instruction is the first line, and the question the last one.
         head, _, question = text.rstrip("\n").rpartition("\n")
         if not head.strip():
             raise DatasetError(f"{place}: the input is one line; its last line should be the question")
@@ -172,7 +176,7 @@ _FORMATS: tuple[tuple[tuple[str, ...], Reader], ...] = (
 
 
 def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Every record with its place: file and line, or file and number in the array."""
+    """Reads all records with their places: file and line, or file and index in the array."""
     text = _text(path)
     if text.lstrip().startswith("["):
         found = [(f"{path}: record {i}", r) for i, r in enumerate(_parse(path, text, str(path), list), 1)]
@@ -187,7 +191,7 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines, which also breaks at separators that JSON allows within a string.
+    # Not splitlines, which also splits at separators that JSON allows within a string.
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             place = f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""Prompts that an evaluation has a correction learned from."""
+"""Learns the correction of an evaluation's passages."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,9 +10,9 @@ from fusionkv.fusion_worker.prompt import Chunk, Prompt
 
 
 async def learned(corrector: Corrector, name: str, passages: Sequence[Chunk], like: Prompt) -> Correction | None:
-    """The correction of a task's passages; None where they are too few.
+    """Learns the correction of a task's passages; None if they are too few.
 
-    From prompts of as many random passages as `like` has, so none is a prompt that is asked about.
+    It is learned from prompts of random passages, as many as `like` has, and not from the evaluated prompts.
     """
     chunks = tuple({chunk.digest: chunk for chunk in passages}.values())
     digest = blake2b(b"".join(chunk.digest for chunk in chunks), digest_size=8).hexdigest()

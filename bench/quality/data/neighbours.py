@@ -1,4 +1,4 @@
-"""The chunks that another one is encoded behind: where they are looked for, and how many there is room for."""
+"""Finds the neighbours that a chunk is encoded with, as many as fit the model's length."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,18 +12,18 @@ from fusionkv.fusion_worker.prompt import Chunk, Prompt
 class Neighbours:
     """Finds neighbours for one model.
 
-    turn: to be held while neighbours are in the pool, so that one chunk's are there at a time.
+    turn: a lock to hold while neighbours are in the pool, so that only one chunk's neighbours are there at a time.
     """
 
     def __init__(self, max_tokens: int, prompter: Prompter) -> None:
-        """max_tokens: of the model: as many neighbours stand before a chunk as it takes."""
+        """max_tokens: the model's limit."""
         self.turn = asyncio.Lock()
         self._max_tokens = max_tokens
         self._prompter = prompter
         self._known: tuple[str, Similarity] = ("", Similarity(()))
 
     def among(self, library: Library | None, prompts: Sequence[Prompt]) -> Similarity:
-        """What ranks the chunks of a library, or of these prompts where there is none."""
+        """Ranks the chunks of a library, or of the prompts without a library."""
         if library is None:
             return Similarity([chunk for prompt in prompts for chunk in prompt.chunks])
         if self._known[0] != library.digest:
@@ -32,7 +32,7 @@ class Neighbours:
         return self._known[1]
 
     def before(self, system: Chunk, chunk: Chunk, near: Sequence[Chunk]) -> list[Chunk]:
-        """As many of the chunks, best first, as the model takes between a system prompt and a chunk."""
+        """The nearest chunks, best first, as many as fit between the system prompt and a chunk."""
         room, fitting = self._max_tokens - len(system) - len(chunk), []
         for other in near:
             room -= len(other)

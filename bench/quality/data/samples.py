@@ -1,4 +1,4 @@
-"""What is asked: samples of text, and the tasks that they belong to."""
+"""Samples of text with expected answers, and the tasks that they belong to."""
 
 import hashlib
 import json
@@ -7,16 +7,21 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
 
-# Of the figures of a sample: what was measured under another one is measured again.
+# Version of the definition of a sample's figures; results of another version are measured again.
 _DEFINITION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt and its expected answers.
+    """A prompt and its expected answers.
 
-    instruction: what stands before the context. passages: the context, one chunk each; a `whole` context is one text
-    to be split. question: what stands after the context. opening: how the answer is begun for the model.
+    Attributes:
+        instruction: text before the context.
+        passages: the context, one chunk each.
+        question: text after the context.
+        answers: the expected answers.
+        opening: start of the answer, given to the model.
+        whole: whether passages are texts to split into chunks.
     """
 
     instruction: str
@@ -29,13 +34,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Library:
-    """All samples of a file: their passages are what a chunk's neighbours are found among."""
+    """All samples of a file, among whose passages a chunk's neighbours are found."""
 
     samples: tuple[Sample, ...]
 
     @cached_property
     def digest(self) -> str:
-        """Names the passages."""
+        """Identifies the passages."""
         return _digest([[sample.passages, sample.whole] for sample in self.samples])
 
 
@@ -43,13 +48,19 @@ class Library:
 class Task:
     """Samples that are scored together.
 
-    metrics: names that metrics.text_score knows, of answers that are generated, at most `max_tokens` long. Without
-    any the first expected answer is fed in and compared token by token.
-    chat: whether the prompt goes into the model's chat template. first_line: only the answer's first line counts.
-    library: where neighbours of a chunk are looked for; None: in the contexts of `group` samples together.
-    classes: what answers choose from, where the metric is class_match.
-    contexts: tasks of the same name here ask about the same contexts, sample by sample.
-    graded: whether answers are held against the expected ones too, and not against full attention's alone.
+    Attributes:
+        name: the task's name.
+        samples: the samples.
+        metrics: metrics of metrics.text_score for generated answers. Without metrics, the first expected answer is
+            fed in and compared token by token.
+        max_tokens: maximum tokens of a generated answer.
+        chat: whether prompts use the model's chat template.
+        first_line: whether only the answer's first line counts.
+        group: number of samples among whose contexts neighbours are found without a library.
+        classes: possible answers of class_match.
+        contexts: tasks with the same name here have the same contexts, sample by sample.
+        library: passages among which neighbours are found.
+        graded: whether answers are compared with the expected ones, besides full attention's.
     """
 
     name: str
@@ -65,11 +76,11 @@ class Task:
     graded: bool = True
 
     def first(self, count: int) -> "Task":
-        """The task with its first `count` samples alone."""
+        """The task with only its first `count` samples."""
         return replace(self, samples=self.samples[:count])
 
     def shortened(self, shorten: Callable[[str], str]) -> "Task":
-        """The task with every passage, or the context that is one text, made shorter."""
+        """The task with every passage shortened."""
 
         def shorter(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
             return tuple(replace(s, passages=tuple(map(shorten, s.passages))) for s in samples)
@@ -78,14 +89,14 @@ class Task:
         return replace(self, samples=shorter(self.samples), library=library)
 
     def blocks(self, size: int) -> Iterator["Block"]:
-        """The samples, `size` at a time."""
+        """Yields the samples in blocks of `size`."""
         for start in range(0, len(self.samples), size):
             yield Block(self, start, min(start + size, len(self.samples)))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Samples `[start, stop)` of a task: what is measured, kept and skipped together."""
+    """Samples `[start, stop)` of a task, which are measured, stored and skipped together."""
 
     task: Task
     start: int
@@ -97,7 +108,7 @@ class Block:
 
     @property
     def digest(self) -> str:
-        """Names the samples' text and how they are scored, whatever file they came from."""
+        """Identifies the samples' text and scoring, independent of their file."""
         task = self.task
         how = [
             _DEFINITION,

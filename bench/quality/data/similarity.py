@@ -1,4 +1,4 @@
-"""Which chunks are alike: cosine of tf-idf vectors over token ids."""
+"""Similarity of chunks: cosine of tf-idf vectors over token ids."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,7 +8,7 @@ import numpy as np
 
 from fusionkv.fusion_worker.prompt import Chunk
 
-# Cosines are rounded to so many digits, so that the last bits of a sum decide no tie.
+# Cosines are rounded to this many digits, so that rounding errors of sums do not decide ties.
 _DIGITS = 9
 
 
@@ -22,18 +22,18 @@ class _Index(NamedTuple):
 
 
 class Similarity:
-    """Ranks a pool of chunks by how similar they are to one chunk.
+    """Ranks a pool of chunks by similarity to a chunk.
 
-    A token weighs its count in the chunk times log(chunks / chunks that hold it), so what stands in every chunk
-    weighs nothing. A language model's mean hidden states, which the worker embeds texts by, hardly tell passages of
-    real text apart, and need a pass of the model over the whole pool.
+    A token's weight is its count in the chunk times log(chunks / chunks that contain it), so tokens of all chunks
+    have no weight. Mean hidden states of a language model hardly distinguish passages of real text, and need a pass
+    of the model over the whole pool.
     """
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = tuple({chunk.digest: chunk for chunk in chunks}.values())
 
     def nearest(self, chunk: Chunk, count: int) -> list[Chunk]:
-        """The `count` most similar other chunks, best first; of equals the one that came first into the pool."""
+        """The `count` most similar other chunks, best first; ties in order of the pool."""
         index = self._index
         own = np.zeros(len(index.idf))
         ids, counts = np.unique([i for i in chunk.ids if i < len(own)], return_counts=True)

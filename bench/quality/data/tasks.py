@@ -1,4 +1,4 @@
-"""The reference models' own tasks: stories of several pages, made when they are needed."""
+"""The reference models' tasks: generated stories of several pages."""
 
 import random
 from functools import lru_cache
@@ -7,18 +7,18 @@ from fusionkv.bench.quality.data.samples import Sample, Task
 from fusionkv.models import tasks as stories
 from fusionkv.models.tasks import PROMPT, SYSTEM, TASKS, Question
 
-# Stories whose pages are looked through for similar ones, as in a folder of documents.
+# Stories among whose pages neighbours are found, as in a folder of documents.
 _GROUP = 4
-_SEED = 30_000_001  # far from the seeds of training
+_SEED = 30_000_001  # different from all training seeds
 
 
 def reference(name: str, count: int) -> Task:
-    """`count` held-out samples of a task of the reference models, in the form that they were trained on.
+    """`count` held-out samples of a task of the reference models, in the format of their training.
 
-    All tasks ask about the same contexts, so that one encoding serves them all.
+    All tasks have the same contexts, so these are encoded once.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: the task is unknown.
     """
     if name not in TASKS:
         raise ValueError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
@@ -35,7 +35,7 @@ def reference(name: str, count: int) -> Task:
 
 
 def asked(name: str, count: int) -> list[tuple[stories.Sample, Question]]:
-    """The stories, and of each the question that is asked."""
+    """The stories, each with its question."""
     rng = random.Random(f"{_SEED} {name}")
     return [(made, rng.choice([q for q in made.questions if q.task == name])) for made in _stories(count)]
 

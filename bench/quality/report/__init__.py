@@ -1,1 +1,1 @@
-"""What is said of it: rows, intervals, charts, the report page."""
+"""The report of an evaluation: stored results, rows, confidence intervals, charts and the page."""

@@ -1,4 +1,4 @@
-"""Cells of the table and what was measured in them, kept in a JSON-lines file as soon as it is known."""
+"""Cells (a recipe at a ratio) and their results, stored immediately in a JSON-lines file."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ class Cell:
 
     @property
     def specification(self) -> str:
-        """Names what the recipe is made of: not its description, nor slots that it leaves as most recipes do."""
+        """Identifies the recipe's options, without its description and default values."""
         slots = [(f.name, getattr(self.recipe, f.name), f.default) for f in dataclasses.fields(self.recipe)]
         own = {name: repr(value) for name, value, usual in slots if value != usual and name != "description"}
         return hashlib.sha256(json.dumps(own).encode()).hexdigest()[:16]
@@ -33,9 +33,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model and how it is run: what a measurement belongs to besides cell and samples.
+    """A model and its execution, which identify a measurement together with cell and samples.
 
-    auxiliary: fingerprint of the second model, for recipes that choose by one.
+    auxiliary: fingerprint of the auxiliary model, for recipes that use one.
     """
 
     model: str
@@ -47,10 +47,12 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One cell over one block of samples.
+    """The results of a cell over a block of samples.
 
-    values: by metric, one number a sample. seconds: of choosing and of prefill, for samples that ran alone.
-    picture: which tokens were chosen in the block's first sample, when that was asked for.
+    Attributes:
+        values: by metric, one number per sample.
+        seconds: of selection and prefill, for timed samples.
+        picture: the chosen tokens of the block's first sample, if requested.
     """
 
     values: Mapping[str, Sequence[float]]
@@ -58,13 +60,13 @@ class Measured:
     picture: Mapping[str, Any] | None = None
 
 
-# The question alone, without any passage: what an answer owes to the context is seen beside it.
+# The question without passages, which shows how much answers depend on the context.
 NO_CONTEXT = Cell(Recipe("no_context", "the prompt without its passages", None, None, 0.0, fixed=True), 0.0)
 Key = tuple[str, ...]
 
 
 def key(subject: Subject, block: Block, cell: Cell) -> Key:
-    """What a measurement is found by."""
+    """The key of a measurement."""
     by_auxiliary = cell.recipe.needs == SecondModel()
     how = (subject.fingerprint, subject.dtype, str(subject.chunk_tokens), *[subject.auxiliary] * by_auxiliary)
     encode = cell.recipe.encode
@@ -75,7 +77,7 @@ def key(subject: Subject, block: Block, cell: Cell) -> Key:
 
 
 class Store:
-    """Measurements in a file, one a line. A line that was cut short by the end of a run is measured again."""
+    """Measurements in a file, one per line. Incomplete lines of interrupted runs are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +94,7 @@ class Store:
         return self._found[wanted]
 
     def append(self, subject: Subject, block: Block, measured: Iterable[tuple[Cell, Measured]]) -> None:
-        """Keeps a block's cells and writes them down at once."""
+        """Stores a block's cells, and writes them immediately."""
         lines = []
         for cell, m in measured:
             name = key(subject, block, cell)
@@ -101,7 +103,7 @@ class Store:
             lines.append(json.dumps({"key": name, **about, **dataclasses.asdict(m)}) + "\n")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as stream:
-            # A line that a killed run left unfinished must not swallow the next one.
+            # Ends an incomplete line of a killed run first.
             stream.write("".join(["\n" * _torn(self._path), *lines]))
 
 
@@ -124,13 +126,13 @@ def _torn(path: Path) -> bool:
 def table(
     subject: Subject, blocks: Sequence[Block], cells: Sequence[Cell], store: Store
 ) -> Iterator[tuple[Cell, Measured]]:
-    """The cells that are complete, each over all blocks together, samples in order."""
+    """Yields complete cells, joined over all blocks, with samples in order."""
     for cell in cells:
         names = [key(subject, block, cell) for block in blocks]
         if all(name in store for name in names):
             parts = [store[name] for name in names]
             values = _joined([p.values for p in parts])
-            # Lines of an earlier version may lack a metric: it would be the mean of fewer samples than the others.
+            # Lines of an earlier version may lack a metric, which then is dropped: its mean would have fewer samples.
             known = {name: values[name] for name in values if all(name in p.values for p in parts)}
             yield cell, Measured(known, _joined([p.seconds for p in parts]), parts[0].picture)
 

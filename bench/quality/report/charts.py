@@ -1,4 +1,4 @@
-"""Curves of quality against cost as SVG, drawn with the colours of the page that they stand in."""
+"""SVG charts of quality against cost, in the colours of the report's page."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from fusionkv.bench.quality.report.rows import Row
 
 _WIDTH, _HEIGHT = 340, 210
 _LEFT, _RIGHT, _TOP, _BOTTOM = 34, 8, 8, 26
-# Ends that every curve lies between: drawn across the chart.
+# Recipes that bound all curves: drawn as lines across the chart.
 ENDS = {"full_attention": "top", "full_reuse": "bottom"}
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A recipe at a ratio. share: tokens recomputed / context tokens. scored: rows computed for the scores alone."""
+    """A recipe at a ratio. share: recomputed share of context tokens. scored: rows computed only for scores."""
 
     row: Row
     share: float
@@ -22,15 +22,15 @@ class Point:
 
 
 def hue(names: Sequence[str], name: str) -> int:
-    """Degrees on the colour wheel; neighbours in the list are far apart."""
+    """A recipe's hue in degrees; neighbours in the list get distant hues."""
     return round(names.index(name) * 137.508) % 360
 
 
 def curves(lines: Mapping[str, Sequence[Point]], names: Sequence[str]) -> str:
-    """A chart: share of recomputed tokens across, score in percent up, an interval at every point.
+    """A chart of scores in percent over the share of recomputed tokens, with an interval at every point.
 
-    The ticks are the ratios asked for, which some recipes stay below. names: all recipes, which say a line's class:
-    s0, s1, ...
+    Ticks are the requested ratios, of which some recipes recompute less. names: all recipes, whose index is a line's
+    class: s0, s1, ...
     """
     open_ = {name: line for name, line in lines.items() if line and name not in ENDS}
     ratios = sorted({point.row.r for line in open_.values() for point in line})
@@ -43,12 +43,12 @@ def curves(lines: Mapping[str, Sequence[Point]], names: Sequence[str]) -> str:
     for name, kind in ENDS.items():
         if line := lines.get(name):
             y = _y(line[0].row.score)
-            # Below the line at the top, above it at the bottom, and never outside the chart or over each other.
-            said = y + 11 if kind == "top" else max(y - 3, _TOP + 24)
+            # Below the top line, above the bottom line, inside the chart and without overlap.
+            label_y = y + 11 if kind == "top" else max(y - 3, _TOP + 24)
             parts.append(
                 f'<g class="end"><line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>'
-                f"<title>{_said(line[0])}</title>"
-                f'<text x="{_WIDTH - _RIGHT}" y="{said}" text-anchor="end">'
+                f"<title>{_label(line[0])}</title>"
+                f'<text x="{_WIDTH - _RIGHT}" y="{label_y}" text-anchor="end">'
                 f"{name.replace('_', ' ')}</text></g>"
             )
     parts += [_line(line, names.index(name), widest) for name, line in open_.items()]
@@ -60,7 +60,7 @@ def _line(line: Sequence[Point], number: int, widest: float) -> str:
     path = " ".join(f"{x},{y}" for x, y, _ in points)
     dots = "".join(
         f'<g><path class="interval" d="M{x} {_y(point.row.low)}V{_y(point.row.high)}"/>'
-        f'<circle cx="{x}" cy="{y}" r="3"/><title>{_said(point)}</title></g>'
+        f'<circle cx="{x}" cy="{y}" r="3"/><title>{_label(point)}</title></g>'
         for x, y, point in points
     )
     return f'<g class="s{number}"><polyline points="{path}"/>{dots}</g>'
@@ -78,7 +78,7 @@ def _tick(r: float, widest: float) -> str:
     return f'<text x="{_x(r, widest)}" y="{_HEIGHT - 8}" text-anchor="middle">{r:g}</text>'
 
 
-def _said(point: Point) -> str:
+def _label(point: Point) -> str:
     row, cost = point.row, f"{100 * point.share:.1f}% recomputed, {point.scored:.0f} rows for scores"
     return escape(f"{row.recipe}, r = {row.r:g}: {percent(row)} ({row.model}); {cost}")
 
@@ -96,5 +96,5 @@ def _x(share: float, widest: float) -> float:
 
 
 def _y(score: float | None) -> float:
-    """A share that a recipe brings back may be below 0: it is drawn at the edge."""
+    """A recovered share below 0 is drawn at the edge."""
     return round(_TOP + (1 - min(1.0, max(0.0, score or 0.0))) * (_HEIGHT - _TOP - _BOTTOM), 1)

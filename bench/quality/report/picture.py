@@ -1,4 +1,4 @@
-"""What a recipe chose in one sample, token by token, for drawing (FusionRAG, fig. 8)."""
+"""The tokens that a recipe chose in a sample, for drawing (FusionRAG, fig. 8)."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from fusionkv.fusion_worker.quality import explain
 
 
 def picture(prompt: Prompt, sample: Sample, fused: PrefillPlan, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Tokens of every chunk, which of them were chosen and by what score; scores as ranks from 0 to 1."""
+    """The tokens of every chunk, the chosen ones, and scores as ranks from 0 to 1."""
     chunks = [
         {
             "tokens": explain.texts(tokenizer, chunk.ids),

@@ -1,4 +1,4 @@
-"""The report: one page with curves, tables and what was chosen, that needs nothing else to be read."""
+"""The report: a self-contained HTML page with charts, tables and chosen tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ from fusionkv.bench.quality.report import charts
 from fusionkv.bench.quality.report.cells import Cell, Measured
 from fusionkv.bench.quality.report.rows import Row
 
-# The ratio of the first table and of the pictures, or the next one to it.
+# The ratio of the first table and of the pictures, or the measured one closest to it.
 _RATIO = 0.15
 _COSTS = (
     "encoded_tokens_per_chunk",
@@ -24,7 +24,7 @@ _COSTS = (
     "select_seconds",
     "prefill_seconds",
 )
-# Of answers that are generated, besides how their text scores.
+# Metrics of generated answers, besides those of their text.
 _ANSWERS = ("answer_kl_back", "gold_nll_back", "answer_agreement", "answer_kl", "gold_nll")
 _IN_NATS = {"answer_kl", "gold_nll"}
 Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
@@ -32,7 +32,7 @@ Found = Sequence[tuple[str, Task, Mapping[Cell, Measured]]]
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Rows by what they say. judged: the metric of each task."""
+    """Rows by model, task, recipe, ratio and metric. judged: the main metric of each task."""
 
     judged: Mapping[str, str]
     by: dict[tuple[str, str, str, float, str], Row] = field(default_factory=dict)
@@ -55,12 +55,12 @@ class Figures:
 
     @property
     def ratios(self) -> list[float]:
-        """Of the recipes that leave it open."""
+        """Ratios of recipes other than full attention and full reuse."""
         return sorted({r for _, _, recipe, r, _ in self.by if recipe not in charts.ENDS})
 
     @property
     def columns(self) -> list[tuple[str, str]]:
-        """Of the first table: every task's own metric, and where that is of distributions, how the text scores."""
+        """Columns of the first table: every task's main metric, and a text metric if that is about distributions."""
         found = []
         for task in self.tasks:
             texts = [name for name in self.metrics(task) if name in SCORES and name != self.judged[task]]
@@ -72,12 +72,12 @@ class Figures:
         return list(dict.fromkeys(name for _, t, _, _, name in self.by if t == task))
 
     def answers(self, model: str, task: str) -> tuple[list[str], list[tuple[str, float, list[str]]]]:
-        """Names of all figures of generated answers, and their values by recipe and ratio; none for other tasks."""
+        """Names of all metrics of generated answers, and their values by recipe and ratio; empty for other tasks."""
         known = self.metrics(task)
         names = [name for name in (*_ANSWERS, *SCORES) if name in known] if "gold_nll" in known else []
         cells = dict.fromkeys((recipe, r) for m, t, recipe, r, _ in self.by if (m, t) == (model, task))
         return names, [
-            (recipe, r, [_said(self.by.get((model, task, recipe, r, name))) for name in names]) for recipe, r in cells
+            (recipe, r, [_text(self.by.get((model, task, recipe, r, name))) for name in names]) for recipe, r in cells
         ]
 
     def ratios_of(self, task: str, recipe: str) -> list[float]:
@@ -86,7 +86,7 @@ class Figures:
     def worst(
         self, task: str, recipe: str, r: float, models: Sequence[str] = (), metric: str | None = None
     ) -> Row | None:
-        """The lowest score over the models; None unless all have one. metric: the task's own by default."""
+        """The lowest score over the models; None unless all have one. metric: by default the task's main metric."""
         asked, name = models or self.models, metric or self.judged[task]
         rows = [self.by.get((model, task, recipe, r, name)) for model in asked]
         known = [row for row in rows if row is not None and row.score is not None]
@@ -102,7 +102,7 @@ class Figures:
         return sum(found) / len(found) if found else None
 
     def lines(self, task: str, models: Sequence[str] = ()) -> dict[str, list[charts.Point]]:
-        """Each recipe's curve: its worst scores, ratio by ratio, and what they cost on the model that has them."""
+        """Each recipe's curve: its worst score at each ratio, with the cost on the model that has it."""
         curves = {}
         for recipe in self.recipes:
             worst = (self.worst(task, recipe, r, models) for r in self.ratios_of(task, recipe))
@@ -114,13 +114,13 @@ class Figures:
             found = self.by.get((row.model, row.task, recipe, r, metric))
             return found.score or 0.0 if found is not None else 0.0
 
-        # Full attention computes all of the context.
+        # Full attention computes the whole context.
         context = mean("full_attention", 1.0, "recomputed_tokens")
         share = mean(row.recipe, row.r, "recomputed_tokens") / context if context else row.r
         return charts.Point(row, share, mean(row.recipe, row.r, "scored_rows"))
 
     def table(self, r: float) -> list[tuple[str, float, list[Row | None]]]:
-        """Recipe, its ratio (its own where it is fixed), and its worst row in every column."""
+        """Each recipe, its ratio (or fixed ratio), and its worst row in every column."""
         lines = []
         for recipe in self.recipes:
             known = {ratio for task in self.tasks for ratio in self.ratios_of(task, recipe)}
@@ -176,8 +176,10 @@ def summary(rows: Sequence[Row], judged: Mapping[str, str]) -> Table:
 
 
 def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The same table for a program: recipe, ratio, score by task, and by metric what stands beside a task's own one;
-    None where a model has none."""
+    """The same table as data: recipe, ratio, score by task, and further metrics by task.
+
+    Scores are None if a model has none.
+    """
     figures = Figures.of(rows, judged)
     lines = []
     for recipe, r, cells in figures.table(figures.middle):
@@ -192,14 +194,14 @@ def worst(rows: Sequence[Row], judged: Mapping[str, str]) -> list[dict[str, Any]
     return lines
 
 
-def _said(row: Row | None) -> str:
+def _text(row: Row | None) -> str:
     if row is None or row.score is None:
         return ""
     return f"{row.score:.3f}" if row.metric in _IN_NATS else charts.percent(row)
 
 
 def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:
-    """Model, recipe and KV deviation by layer, mean over the tasks, of recipes that recompute nothing."""
+    """Model, recipe and mean KV deviation over tasks by layer, of recipes that recompute nothing."""
     lines: dict[tuple[str, str], dict[str, list[float]]] = {}
     for (model, _, recipe, _, metric), row in figures.by.items():
         if metric.startswith("kv_deviation_layer_") and row.score is not None:
@@ -208,7 +210,7 @@ def _deviations(figures: Figures) -> list[tuple[str, str, list[float]]]:
 
 
 def _pictures(figures: Figures, found: Found) -> Iterable[tuple[str, str, list[tuple[str, dict[str, Any]]]]]:
-    """For each model, of the task on which full reuse loses most: what every recipe chose in the first sample."""
+    """Yields for each model the tokens chosen in the first sample of the task on which full reuse loses most."""
     for model in figures.models:
         tables = [(task, cells) for name, task, cells in found if name == model]
 

@@ -1,4 +1,4 @@
-"""From measurements to rows: one score with its interval for every model, task, recipe, ratio and metric."""
+"""Turns measurements into rows: a score with its interval for each model, task, recipe, ratio and metric."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ _SHARES = {*metrics.SCORES, "agreement", "answer_agreement"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. low, high: its interval of 95%; None where a score or an interval is not defined."""
+    """A score. low, high: its 95% interval. None if a score or an interval is undefined."""
 
     model: str
     task: str
@@ -33,23 +33,23 @@ class Row:
 
 
 def primary(task: Task) -> str:
-    """How answers are scored one by one."""
+    """The metric of single answers."""
     return task.metrics[0] if task.metrics else "exact_match"
 
 
 def judged(task: Task) -> str:
-    """The figure that a recipe is judged by on the task."""
+    """The metric by which recipes are judged on a task."""
     return "answer_kl_back" if task.metrics else primary(task)
 
 
 def rows(model: str, task: Task, table: Mapping[Cell, Measured]) -> Iterator[Row]:
-    """All rows of a model on a task. Beside what was measured:
+    """Yields all rows of a model on a task: measured metrics, and derived ones:
 
-    normalised_M            share of what full reuse lost in M that the recipe brings back (FusionRAG eq. 11)
-    answer_kl_back          1 - answer_kl / that of full reuse, of the means
+    normalised_M            share of full reuse's loss in M that the recipe recovers (FusionRAG eq. 11)
+    answer_kl_back          1 - answer_kl / full reuse's answer_kl, of the means
     gold_nll_back           (full reuse's gold_nll - the recipe's) / (full reuse's - full attention's), of the means
-    M_minus_full_attention  mean difference sample by sample
-    M_minus_best            the same to the best other recipe at the same ratio
+    M_minus_full_attention  mean difference by sample
+    M_minus_best            mean difference by sample from the best other recipe at the same ratio
     """
     scored = primary(task)
     full = next((m for c, m in table.items() if c.recipe.lossless and c != NO_CONTEXT), None)
@@ -113,5 +113,5 @@ def _row(model: str, task: str, cell: Cell, metric: str, estimate: Estimate) -> 
 
 
 def _known(value: float) -> float | None:
-    """Six digits, which is more than any of these figures means."""
+    """Rounds to six significant digits; None if not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

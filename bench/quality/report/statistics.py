@@ -1,4 +1,4 @@
-"""How sure a score is: intervals of 95%, unless a level is given, over the same samples for all recipes."""
+"""Confidence intervals of scores, 95% unless a level is given, over the same samples for all recipes."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-_Z = 1.959963984540054  # of the normal distribution, both tails together 5%
+_Z = 1.959963984540054  # two-sided 95% quantile of the normal distribution
 RESAMPLES = 2000
 _SEED = 20_261_120
 
@@ -23,22 +23,22 @@ class Estimate:
 
 
 def wilson(right: int, n: int) -> Estimate:
-    """A proportion with Wilson's interval (1927), which stays within 0..1 and is not empty at 0 or n.
+    """A proportion with Wilson's interval (1927), which is within 0..1 and not empty at 0 or n.
 
     Raises:
         ValueError: n is 0, or `right` is not within 0..n.
     """
     if not 0 <= right <= n or n == 0:
-        raise ValueError(f"{right} of {n} is no proportion")
+        raise ValueError(f"{right} of {n} is not a proportion")
     share, z2 = right / n, _Z * _Z
     centre = (share + z2 / (2 * n)) / (1 + z2 / n)
     half = _Z * math.sqrt(share * (1 - share) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # At 0 and n the bound is exact, which rounding would miss by 1e-17.
+    # At 0 and n the exact bound, without a rounding error of 1e-17.
     return Estimate(share, 0.0 if right == 0 else centre - half, 1.0 if right == n else centre + half, n)
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean with Wilson's interval when all values are 0 or 1, with a bootstrap interval otherwise.
+    """The mean, with Wilson's interval if all values are 0 or 1, otherwise with a bootstrap interval.
 
     Raises:
         ValueError: no values.
@@ -51,7 +51,7 @@ def mean(values: Sequence[float]) -> Estimate:
 
 
 def average(values: Sequence[float], level: float = 0.95) -> Estimate:
-    """The mean with a bootstrap interval, for what is no share of anything."""
+    """The mean with a bootstrap interval, for values that are not shares."""
     return bootstrap(lambda means: means[0], values, level=level)
 
 
@@ -65,8 +65,11 @@ def bootstrap(
 ) -> Estimate:
     """A function of the means of paired columns, with its percentile interval over resampled samples.
 
-    statistic: from float64 [columns, ...] to [...]; nan where it is undefined. The draws of sample numbers depend on
-    their count alone, so two statistics over the same samples are resampled alike.
+    Args:
+        statistic: maps float64 [columns, ...] to [...]; nan if undefined.
+        columns: values of the same samples. Resampling depends only on their number, so all statistics over the same
+            samples are resampled alike.
+        level: confidence level.
 
     Raises:
         ValueError: no values, or columns of different lengths.
@@ -78,7 +81,7 @@ def bootstrap(
     score = float(statistic(data.mean(1)))
     resampled = statistic(data @ _weights(n))
     known = resampled[np.isfinite(resampled)]
-    # Where one resample in 20 has no value, the statistic has no interval that means something.
+    # Without a value in more than 5% of the resamples, the interval is not meaningful.
     if len(known) < 0.95 * RESAMPLES:
         return Estimate(score, float("nan"), float("nan"), n)
     low, high = np.quantile(known, ((1 - level) / 2, (1 + level) / 2))
@@ -87,7 +90,7 @@ def bootstrap(
 
 @lru_cache(maxsize=4)
 def _weights(n: int) -> np.ndarray:
-    """float64 [n, RESAMPLES]: how often each sample is drawn, with replacement, over n."""
+    """float64 [n, RESAMPLES]: how often each sample is drawn, with replacement, divided by n."""
     draws = np.random.default_rng(_SEED).integers(0, n, (RESAMPLES, n))
     counts = [np.bincount(row, minlength=n) for row in draws]
     return np.ascontiguousarray(np.stack(counts, axis=1) / n)

@@ -1,1 +1,1 @@
-"""What retrieval finds."""
+"""Evaluation of retrieval."""

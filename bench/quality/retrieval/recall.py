@@ -1,8 +1,8 @@
-"""How much of what questions rest on retrieval finds: `make recall ARGS="FILE..."`.
+"""Measures the recall of retrieval: `make recall ARGS="FILE..."`.
 
-Files are of CacheBlend's form, with `gold` marking the passages that an answer rests on: a JSON array of objects with
-`question` and `ctxs`, each a `title`, a `text` and `gold`. All passages of a file are one corpus, which is searched
-by words, by embeddings and by both, with the gateway's own code and defaults.
+Files have CacheBlend's format, with `gold` marking the passages that an answer needs: a JSON array of objects with
+`question` and `ctxs`, each with `title`, `text` and `gold`. All passages of a file form one corpus, which is searched
+by words, by embeddings and by both, with the gateway's code and defaults.
 """
 
 import argparse
@@ -29,20 +29,23 @@ from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import ServiceError
 
 TOP = 8
-# Chunks that the rank of the best gold passage is looked for in.
+# Number of retrieved chunks in which gold passages are ranked.
 _DEPTH = 100
 _CORPUS = "passages"
 MODEL = ModelIdentity(b"", b"")
 
 
 class BadFile(ValueError):
-    """A file that is not of the form; the message says where."""
+    """A file with a wrong format; the message says where."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """recall_at_8: mean share of a question's gold passages among the first eight. mrr: mean of one divided by the
-    rank of the first of them, 0 where none is among the first hundred.
+    """The results of a file with a search mode.
+
+    recall_at_8: mean share of a question's gold passages among the first eight. mrr: mean reciprocal rank of the
+        first
+    gold passage, 0 if none is among the first hundred.
     """
 
     file: str
@@ -61,7 +64,7 @@ class Asked:
 
 
 def read(file: Path) -> tuple[list[str], list[Asked]]:
-    """All passages, and the questions with the numbers of theirs. Raises BadFile."""
+    """Reads all passages, and the questions with the numbers of their gold passages. Raises BadFile."""
     try:
         samples = json.loads(file.read_text(encoding="utf-8"))
         numbers: dict[tuple[str, str], int] = {}
@@ -74,14 +77,14 @@ def read(file: Path) -> tuple[list[str], list[Asked]]:
             if gold:
                 asked.append(Asked(sample["question"], frozenset(gold)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise BadFile(f"{file}: no file of questions with gold passages: {type(error).__name__}: {error}") from error
+        raise BadFile(f"{file}: not questions with gold passages: {type(error).__name__}: {error}") from error
     if not asked:
         raise BadFile(f"{file}: no question has a gold passage")
     return ["\n".join(filter(None, passage)) for passage in numbers], asked
 
 
 async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
-    """The rows of one file: by words, and where there is an embedder by its vectors and by both."""
+    """Measures a file: by words, and, with an embedder, by vectors and by both."""
     passages, asked = await asyncio.to_thread(read, file)
     plain = GatewayConfig(embedder=NONE)
     weights = {"bm25": 0.0} | ({"dense": 1.0, "hybrid": plain.dense_weight} if embedder is not None else {})
@@ -108,7 +111,7 @@ async def measure(file: Path, embedder: Embedder | None) -> list[Row]:
 
 
 async def _ranks(search: HybridSearch, engine: EmbeddedRetrieval, asked: Asked) -> list[float]:
-    """Of each gold passage, from 1; infinite where it is not found."""
+    """Ranks of the gold passages, from 1; infinite if not found."""
     found = await search.search(engine, _CORPUS, asked.question, _DEPTH, MODEL)
     places = {chunk.position: float(rank) for rank, (chunk, _) in enumerate(found, 1)}
     return [places.get(number, float("inf")) for number in asked.gold]
@@ -140,8 +143,8 @@ async def run(args: argparse.Namespace) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
-    parser.add_argument("--embedder", help="as the gateway's setting (default: minilm, if it was fetched)")
-    parser.add_argument("--json", type=Path, default=Path("build/bench/recall.json"), help="(default: %(default)s)")
+    parser.add_argument("--embedder", help="as the gateway's setting (default: minilm, if fetched)")
+    parser.add_argument("--json", type=Path, default=Path("build/bench/recall.json"), help="results (%(default)s)")
     args = parser.parse_args()
     try:
         rows = asyncio.run(run(args))

@@ -154,7 +154,7 @@ async def test_what_was_found_is_said_where_it_cannot_be_written(
 
     monkeypatch.setattr(check, "judge", judged)
     asked, console = (model, "--data", data, "--out"), Console(stderr=True)
-    with pytest.raises(OSError, match=r"the verdict is not written: .*nowhere.*; --out FILE takes another place"):
+    with pytest.raises(OSError, match=r"can't write the verdicts: .*nowhere.*; set another file with --out"):
         await check._check(parsed(*asked, tmp_path / "nowhere/x.json"), console)
     said = json.loads(capsys.readouterr().out)
     assert said["recipes"]["epic"]["why"] == "it is said"
@@ -179,7 +179,7 @@ async def test_nothing_is_safe_with_an_engine_that_is_off(
     assert await check._check(parsed(model), Console(stderr=True)) == 1
     said = json.loads(capsys.readouterr().out)["recipes"].values()
     assert {judged["verdict"] for judged in said} == {"unsafe"}
-    assert all("from the model's own code" in judged["why"] for judged in said)
+    assert all("from those of the model's own code" in judged["why"] for judged in said)
 
 
 @pytest.mark.parametrize("count", ["0", "-1"])

@@ -26,7 +26,7 @@ def test_wilson(right: int, n: int, low: float, high: float) -> None:
 
 def test_what_is_no_proportion_is_refused() -> None:
     for right, n in ((0, 0), (3, 2), (-1, 2)):
-        with pytest.raises(ValueError, match="no proportion"):
+        with pytest.raises(ValueError, match="not a proportion"):
             statistics.wilson(right, n)
 
 
