@@ -110,7 +110,7 @@ def stale() -> None:
     d.arrow((330, 90), (330, 112), (60, 112), (60, 92))
     d.text(20, 160, "Reused: the second chunk was encoded alone")
     d.row(174, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "stale")])
-    d.text(20, 240, "The KV of \"She\" does not depend on \"Ann\": it is stale.", weak=True)
+    d.text(20, 240, 'The KV of "She" does not depend on "Ann": it is stale.', weak=True)
     d.save("concept-stale")
 
 
