@@ -5,6 +5,9 @@
 # builds, with --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PYTHON_IMAGE=python:3.12.12-slim-bookworm
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-runtime-ubuntu24.04
+# For the labels of the images: the release, and the URL of the repository.
+ARG VERSION=
+ARG SOURCE=
 
 # --- the wheel, the same in all images
 FROM ${PYTHON_IMAGE} AS wheel
@@ -41,9 +44,13 @@ RUN /opt/fusionkv/bin/pip install --no-cache-dir "$(grep '^torch==' constraints.
 
 # --- what runs: no compiler, no pip cache, a user without rights, only /data and /tmp written
 FROM ${PYTHON_IMAGE} AS runtime
+ARG VERSION
+ARG SOURCE
 LABEL org.opencontainers.image.title="FusionKV" \
       org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
-      org.opencontainers.image.licenses="Apache-2.0"
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.source="${SOURCE}"
 ENV PATH=/opt/fusionkv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 RUN mkdir /data && chown 10001:10001 /data
 WORKDIR /data
@@ -91,8 +98,6 @@ USER 10001:10001
 
 # The CUDA image brings a Python of its own (3.12 on Ubuntu 24.04), so the packages are installed anew.
 FROM ${CUDA_IMAGE} AS worker-gpu
-LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
-      org.opencontainers.image.licenses="Apache-2.0"
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev python3 python3-dev python3-venv \
@@ -105,6 +110,13 @@ COPY constraints.txt /wheels/
 RUN pip install --no-cache-dir "$(grep '^torch==' /wheels/constraints.txt)" \
     && pip install --no-cache-dir -c /wheels/constraints.txt "$(echo /wheels/*.whl)[worker,prometheus,gpu]" \
     && mkdir /data && chown 10001:10001 /data
+ARG VERSION
+ARG SOURCE
+LABEL org.opencontainers.image.title="FusionKV worker for NVIDIA GPUs" \
+      org.opencontainers.image.description="The system of record for KV caches in retrieval-augmented generation" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.source="${SOURCE}"
 WORKDIR /data
 ENV FUSIONKV_WORKER_LISTEN=[::]:7071 FUSIONKV_WORKER_MODEL=/models
 EXPOSE 7071

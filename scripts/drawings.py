@@ -1,4 +1,4 @@
-"""Draws the SVG diagrams of the concepts in docs/img, in one style for light and dark colour schemes."""
+"""Draws the concepts and the path of a request in docs/img; the style follows the reader's light or dark scheme."""
 
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -83,8 +83,8 @@ def chunk() -> None:
     d.text(20, 122, "Question 2, a minute later")
     d.row(136, [(90, "system", "lossless"), (90, "C", "reused"), (90, "A", "reused"), (90, "D", "computed")])
     d.box(404, 136, 130, "question 2", "plain")
-    d.text(20, 212, "A prefix cache finds the system prompt. FusionKV also finds A and C,", weak=True)
-    d.text(20, 238, "turns their keys to the new positions, and computes D.", weak=True)
+    d.text(20, 212, "A prefix cache reuses the system prompt. FusionKV also reuses", weak=True)
+    d.text(20, 238, "A and C, rotates their keys to the new positions, and computes D.", weak=True)
     d.save("concept-chunk")
 
 
@@ -104,19 +104,19 @@ def path() -> None:
 
 
 def stale() -> None:
-    d = Drawing("What a chunk that was encoded alone has not seen", 250)
+    d = Drawing("A chunk that was encoded alone has not seen the text before it", 250)
     d.text(20, 34, "Full attention: every token has seen all text before it")
     d.row(48, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "lossless")])
     d.arrow((330, 90), (330, 112), (60, 112), (60, 92))
     d.text(20, 160, "Reused: the second chunk was encoded alone")
     d.row(174, [(210, "Ann lives in Oslo.", "lossless"), (190, "She is a doctor.", "stale")])
-    d.text(20, 240, "The KV of She knows no Ann: it is stale.", weak=True)
+    d.text(20, 240, 'The KV of "She" does not depend on "Ann": it is stale.', weak=True)
     d.save("concept-stale")
 
 
 def recipe() -> None:
     d = Drawing("A recipe chooses tokens; the ratio says how many", 250)
-    d.text(20, 34, "Reused tokens, and those that the question makes critical")
+    d.text(20, 34, "Reused tokens, and tokens to recompute (orange)")
     chosen = {3, 4, 11, 17}
     for n in range(20):
         d.box(20 + 30 * n, 50, 26, "", "computed" if n in chosen else "reused")
@@ -124,8 +124,8 @@ def recipe() -> None:
     d.arrow((20 + 30 * 11 + 13, 132), (20 + 30 * 11 + 13, 96))
     d.arrow((20 + 30 * 17 + 13, 132), (20 + 30 * 17 + 13, 96))
     d.box(110, 134, 440, "attention of the question's tokens", "plain")
-    d.text(20, 212, "Recipe: how tokens are chosen.  Ratio: 4 of 20 = 0.2", weak=True)
-    d.text(20, 238, "Ratio 1 equals full attention; ratio 0 is full reuse.", weak=True)
+    d.text(20, 212, "The recipe chooses the tokens. The ratio is 4 of 20 = 0.2.", weak=True)
+    d.text(20, 238, "A ratio of 1 equals full attention; a ratio of 0 is full reuse.", weak=True)
     d.save("concept-recipe")
 
 
@@ -142,25 +142,64 @@ def lease() -> None:
     d.arrow((390, 128), (152, 128))
     d.text(270, 120, "KV bytes", weak=True, anchor="middle")
     d.box(20, 108, 130, "pool", "reused")
-    d.text(20, 190, "A worker that dies holds nothing: its leases expire,", weak=True)
-    d.text(20, 214, "and the entries can be evicted again.", weak=True)
+    d.text(20, 190, "When a worker dies, its leases expire, and the entries", weak=True)
+    d.text(20, 214, "can be evicted again.", weak=True)
     d.save("concept-lease")
 
 
 def tiers() -> None:
-    d = Drawing("Where KV lies: worker's pool, memory, disk, shared tier", 250)
-    d.box(20, 24, 600, "worker: pool of pages on the GPU", "computed")
+    d = Drawing("The tiers of KV: worker's pool, memory, disk, remote tier", 250)
+    d.box(20, 24, 600, "worker: pool of KV pages", "computed")
     d.arrow((320, 90), (320, 66))
     d.box(20, 92, 290, "cache service: memory", "reused")
-    d.box(330, 92, 290, "disk: segments + LMDB", "reused")
+    d.box(330, 92, 290, "cache service: disk", "reused")
     d.arrow((320, 158), (320, 134))
-    d.box(20, 160, 600, "shared by services: Redis Cluster or Mooncake Store", "lossless")
-    d.text(20, 236, "Evicted from a tier, an entry stays in the ones below.", weak=True)
+    d.box(20, 160, 600, "remote tier: Redis or Mooncake Store", "lossless")
+    d.text(20, 236, "An entry that is evicted from a tier stays in the tiers below.", weak=True)
     d.save("concept-tiers")
 
 
+def request() -> None:
+    """Numbers as in "The life of a request" of docs/structure.md."""
+    d = Drawing("The path of a request: application, gateway, fusion worker, cache service", 440)
+    d.box(20, 20, 126, "application", height=64)
+    d.box(246, 20, 170, "", "lossless", height=64)
+    d.text(331, 46, "gateway", anchor="middle")
+    d.text(331, 70, "2 retrieve, 3 plan", weak=True, anchor="middle")
+    d.box(496, 20, 124, "corpora", height=64)
+    d.arrow((146, 44), (244, 44))
+    d.text(195, 36, "1 question", weak=True, anchor="middle")
+    d.arrow((246, 62), (148, 62))
+    d.text(195, 82, "10 answer", weak=True, anchor="middle")
+    d.arrow((416, 44), (494, 44))
+    d.text(455, 36, "search", weak=True, anchor="middle")
+    d.arrow((496, 62), (418, 62))
+    d.text(455, 82, "chunks", weak=True, anchor="middle")
+    d.arrow((290, 160), (290, 86))
+    d.text(278, 128, "tokens", weak=True, anchor="end")
+    d.arrow((372, 84), (372, 158))
+    d.text(384, 128, "4 token ids by chunk", weak=True)
+    d.box(20, 160, 600, "", "computed", height=128)
+    d.text(36, 190, "fusion worker")
+    d.text(330, 190, "pool of KV pages", weak=True)
+    d.text(36, 220, "5 look up all chunks", weak=True)
+    d.text(330, 220, "6 load hits, encode misses", weak=True)
+    d.text(36, 246, "7 select tokens", weak=True)
+    d.text(330, 246, "8 recompute them", weak=True)
+    d.text(36, 272, "9 decode", weak=True)
+    d.arrow((90, 288), (90, 350))
+    d.text(102, 324, "Lookup", weak=True)
+    d.arrow((250, 352), (250, 290))
+    d.text(262, 324, "Fetch: KV bytes", weak=True)
+    d.arrow((470, 288), (470, 350))
+    d.text(482, 324, "Put: KV bytes", weak=True)
+    d.box(20, 352, 600, "cache service: index, leases, memory, disk", "reused")
+    d.text(20, 424, "KV bytes never pass through the gateway.", weak=True)
+    d.save("request")
+
+
 def main() -> None:
-    for draw in (chunk, path, stale, recipe, lease, tiers):
+    for draw in (chunk, path, stale, recipe, lease, tiers, request):
         draw()
 
 
