@@ -15,7 +15,7 @@ from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.tls import ClientTLS
 
 # The default of the gateway's setting `default_recipe`.
-DEFAULT_RECIPE = "prophetkv+corrected"
+DEFAULT_RECIPE = "midlayer+corrected"
 # A request with this recipe gets the gateway's `default_recipe`.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0

@@ -90,10 +90,14 @@ def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
     return models.wrap(name, network.eval(), tokenizer, b"\0" * 32, config.max_position_embeddings)
 
 
-def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
+def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: float = 1.0) -> float:
     """Floating-point operations of full attention over those of computing only the chosen tokens and the question.
 
-    chosen: positions of the recomputed tokens; each attends to what is before it.
+    Args:
+        model: the model.
+        prompt: the prompt.
+        chosen: positions of the recomputed tokens; each attends to what is before it.
+        depth: share of the layers that the chosen tokens run through.
     """
     config = model.network.config
     hidden, kv_width = config.hidden_size, model.kv.kv_heads * model.kv.head_dim
@@ -102,12 +106,13 @@ def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int]) -> float:
     def operations(rows: float, keys: float) -> float:
         head_dim = config.hidden_size // config.num_attention_heads
         attention = 4 * config.num_hidden_layers * config.num_attention_heads * head_dim * rows * keys
-        return 2 * weights * rows + attention + 2 * config.vocab_size * config.hidden_size
+        return 2 * weights * rows + attention
 
+    head = 2 * config.vocab_size * config.hidden_size
     full = operations(prompt.tokens, prompt.tokens / 2)
     question = operations(len(prompt.question), prompt.tokens)
-    recomputed = operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
-    return full / (recomputed + question)
+    recomputed = depth * operations(len(chosen), statistics.mean(chosen)) if chosen else 0.0
+    return (full + head) / (recomputed + question + head)
 
 
 async def bench(
@@ -176,7 +181,7 @@ def _row(
         "baseline_s": round(pair.baseline.stages.seconds["ttft"], 4),
         "value_s": round(seconds["ttft"], 4),
         "ratio": round(pair.ratio, 2),
-        "ideal": round(ideal(model, prompt, chosen), 2),
+        "ideal": round(ideal(model, prompt, chosen, modifiers.find(name).depth), 2),
         "mean_position": round(statistics.mean(chosen)) if chosen else None,
         "stages_s": {stage: round(seconds.get(stage, 0.0), 4) for stage in ("lookup", "load", "select", "prefill")},
         "bytes_fetched": summary.stages.bytes_fetched,

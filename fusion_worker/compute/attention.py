@@ -1,7 +1,7 @@
 """The one place where a Hugging Face model meets the pool: an attention function and the forwards that feed it."""
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -83,19 +83,33 @@ def forward(model: Model, batch: Batch, ahead: LayerState | None = None) -> torc
 
     ahead: the rows, when they have been through layer 0 already.
     """
-    decoder = model.network.model
+    decoder, first = model.network.model, 0
     if ahead is None:
         rows = {"input_ids": batch.ids[None]}
     else:
-        decoder, rows = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}
+        decoder, rows, first = _layers(decoder, slice(1, None)), {"inputs_embeds": ahead.hidden[None]}, 1
         batch.pool[0, 0].index_copy_(0, batch.slots, ahead.k)
         batch.pool[0, 1].index_copy_(0, batch.slots, ahead.v)
+    if batch.depth is None:
+        hidden = _run(decoder, rows, batch)
+    else:
+        cut = batch.depth - first
+        early = _run(_layers(decoder, slice(0, cut)), rows, replace(batch, wanted=None))
+        kept, remaining = batch.remaining()
+        hidden = torch.zeros_like(early)
+        if len(kept):
+            rows = {"inputs_embeds": early[None, kept]}
+            hidden[kept] = _run(_layers(decoder, slice(cut, None)), rows, remaining)
+    _put_together(batch, model.ranks)
+    return hidden
+
+
+def _run(decoder: Any, rows: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+    """Runs the rows of a batch through all layers of a decoder. Returns their hidden states [rows, hidden]."""
     narrows = batch.narrows and len(decoder.layers) > 1
     layers = _layers(decoder, slice(0, -1)) if narrows else decoder
     out = layers(**rows, position_ids=batch.positions[None], use_cache=False, fusionkv_batch=batch)
-    hidden = _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
-    _put_together(batch, model.ranks)
-    return hidden
+    return _last_layer(decoder, out.last_hidden_state, batch) if narrows else out.last_hidden_state[0]
 
 
 def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tensor:

@@ -50,6 +50,49 @@ class Votes:
     layers: list[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class ReusedKV:
+    """Reused KV of some tokens. sources: int64 [tokens], its slots. shifts: int64 [tokens], as of `KVSegment`."""
+
+    sources: torch.Tensor
+    shifts: torch.Tensor
+
+    def part(self, start: int, stop: int) -> "ReusedKV":
+        """That of tokens `[start, stop)`, as far as they exist."""
+        return ReusedKV(self.sources[start:stop], self.shifts[start:stop])
+
+    def place(self, pool: torch.Tensor, first: int, targets: torch.Tensor, rotations: Sequence[Rotation]) -> None:
+        """Copies the KV of the layers from `first` on to other slots, its keys rotated by the shifts.
+
+        Args:
+            pool: [layers, 2, slots, kv_heads, head_dim].
+            first: the first layer.
+            targets: int64 [tokens]: the slots to write.
+            rotations: of each layer.
+        """
+        for rotation in dict.fromkeys(rotations[first:]):
+            those = [[layer] for layer in range(first, len(pool)) if rotations[layer] is rotation]
+            layers = torch.tensor(those, device=pool.device)
+            cos, sin = (factor[:, None] for factor in rotation.factors(self.shifts))
+            pool[layers, 0, targets] = rotation.apply(pool[layers, 0, self.sources], cos, sin)
+            pool[layers, 1, targets] = pool[layers, 1, self.sources]
+
+
+@dataclass(frozen=True, slots=True)
+class LeavingRows:
+    """A span's first rows, which run through the first layers only.
+
+    Attributes:
+        depth: number of layers that they run through.
+        rows: number of rows.
+        reused: the KV that their slots get in the later layers; None leaves those as they are.
+    """
+
+    depth: int
+    rows: int
+    reused: ReusedKV | None = None
+
+
 @dataclass(slots=True)
 class Batch:
     """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
@@ -60,6 +103,8 @@ class Batch:
     tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
     wanted: of each span, in the order of their rows, how many rows at its end are looked at in the last layer or
         behind it; None for all.
+    leaving: of each span, in the order of their rows, its first rows that run through the first layers only, or None.
+        All of them have the same depth, and all rows of the batch have slots. Empty if no rows leave.
     states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
     """
 
@@ -73,6 +118,7 @@ class Batch:
     votes: Sequence[Votes] = ()
     tempered: Sequence[tuple[QuerySpan, Temper]] = ()
     wanted: Sequence[int] | None = None
+    leaving: Sequence[LeavingRows | None] = ()
     states: dict[int, States | None] = field(default_factory=dict)
 
     @property
@@ -80,16 +126,45 @@ class Batch:
         """Whether less than half of the rows are wanted: for more, a pass of their own would hardly pay."""
         return self.wanted is not None and 2 * sum(self.wanted) < len(self.ids)
 
-    def narrowed(self) -> "tuple[torch.Tensor, Batch]":
-        """int64, the rows that are wanted, and a batch of those alone, which writes no KV.
+    @property
+    def depth(self) -> int | None:
+        """Number of layers that all rows run through; None for all layers."""
+        return next((rows.depth for rows in self.leaving if rows is not None), None)
 
-        For a batch that `narrows`. What earlier layers found out about the order of keys is taken over.
+    def remaining(self) -> "tuple[torch.Tensor, Batch]":
+        """Places the reused KV of the rows that leave at `depth`.
+
+        Returns:
+            int64: the rows that remain, and a batch of them for the later layers.
         """
+        counts = []
+        for span, rows in zip(self._all_spans(), self.leaving, strict=True):
+            count = rows.rows if rows is not None else 0
+            if rows is not None and rows.reused is not None and count:
+                targets = self.slots[span.start : span.start + count]
+                rows.reused.place(self.pool, rows.depth, targets, self.rotations)
+            counts.append(span.rows - count)
+        kept, batch = self._last(counts)
+        wanted = self.wanted and [n for n, count in zip(self.wanted, counts, strict=True) if count]
+        return kept, replace(batch, slots=self.slots[kept], wanted=wanted)
+
+    def narrowed(self) -> "tuple[torch.Tensor, Batch]":
+        """int64, the rows that are wanted, and a batch of those alone, which writes no KV. For one that `narrows`."""
         assert self.wanted is not None
-        spans = sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
+        return self._last(self.wanted)
+
+    def _all_spans(self) -> list[QuerySpan]:
+        """Tempered and other spans, in the order of their rows."""
+        return sorted((*self.spans, *(span for span, _ in self.tempered)), key=lambda span: span.start)
+
+    def _last(self, counts: Sequence[int]) -> "tuple[torch.Tensor, Batch]":
+        """The last rows of each span, and a batch of them that writes no KV.
+
+        What earlier layers found out about the order of keys is taken over.
+        """
         new: dict[int, QuerySpan] = {}  # by where the old one ends
         at = 0
-        for span, count in zip(spans, self.wanted, strict=True):
+        for span, count in zip(self._all_spans(), counts, strict=True):
             if count:
                 new[span.stop] = QuerySpan(at, at + count, span.positions[-count:], span.segments)
                 known = {rotation: span.views[rotation] for rotation in self.rotations if rotation in span.views}
@@ -104,9 +179,10 @@ class Batch:
             slots=self.slots[:0],
             spans=Spans([new[span.stop] for span in self.spans if span.stop in new]),
             probes=[_moved(probe, new) for probe in self.probes if probe.span.stop in new],
-            votes=[_moved(votes, new) for votes in self.votes],
+            votes=[_moved(votes, new) for votes in self.votes if votes.span.stop in new],
             tempered=[(new[span.stop], temper) for span, temper in self.tempered if span.stop in new],
             wanted=None,
+            leaving=(),
             states={},
         )
 

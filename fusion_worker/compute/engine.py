@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple
@@ -9,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fusionkv.fusion_worker.compute.attention import forward, install, logits
-from fusionkv.fusion_worker.compute.batch import Batch, Probe, Votes
+from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, Probe, Votes
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe, settled
 from fusionkv.fusion_worker.compute.kv_pool import KVPool
 from fusionkv.fusion_worker.compute.scheduler import ScheduledSlice, Scheduler
@@ -76,8 +77,7 @@ class Engine:
 
     def step(self, parts: list[ScheduledSlice]) -> None:
         """One forward over the parts' rows, and one for each that goes alone; finished works get their results."""
-        together = [part for part in parts if not part.work.alone]
-        for group in ([together] if together else []) + [[part] for part in parts if part.work.alone]:
+        for group in _groups(parts):
             if group[0].work.shallow:
                 self._look(group[0])
             else:
@@ -147,6 +147,7 @@ class Engine:
             votes=tuple(votes.values()),
             tempered=[(s, t) for s, t in zip(spans, tempers, strict=True) if t is not None],
             wanted=[self._wanted(part) for part in parts],
+            leaving=_leaving(parts),
         )
         return _Step(batch, spans, probes, votes)
 
@@ -157,6 +158,24 @@ class Engine:
         if probed:
             return part.stop - part.start
         return max(work.logits, work.votes, int(work.sampler is not None)) if part.last else 0
+
+
+def _groups(parts: Sequence[ScheduledSlice]) -> list[list[ScheduledSlice]]:
+    """Parts that run through the layers together: those whose first rows leave at the same depth, and all others."""
+    by_depth: dict[int | None, list[ScheduledSlice]] = {}
+    for part in parts:
+        if not part.work.alone:
+            by_depth.setdefault(part.work.depth, []).append(part)
+    others = by_depth.pop(None, [])
+    groups = list(by_depth.values()) or [[]]
+    groups[0] = [*others, *groups[0]]
+    return [group for group in [*groups, *([part] for part in parts if part.work.alone)] if group]
+
+
+def _leaving(parts: Sequence[ScheduledSlice]) -> list[LeavingRows | None]:
+    """The rows of each part that run through the first layers only; empty if no part has any."""
+    leaving = [part.work.leaving(part.start, part.stop) for part in parts]
+    return leaving if any(leaving) else []
 
 
 class _Step(NamedTuple):

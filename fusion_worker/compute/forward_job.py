@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from fusionkv.fusion_worker.compute.attention import LayerState, Shallow, shallow
-from fusionkv.fusion_worker.compute.batch import Batch, States
+from fusionkv.fusion_worker.compute.batch import Batch, LeavingRows, ReusedKV, States
 from fusionkv.fusion_worker.compute.kv_pool import SlotRange
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.models import Model
@@ -73,6 +73,8 @@ class ForwardJob:
         logits: number of last rows to return logits of.
         probe: layers whose attention into each position is summed, or selectors that score each token.
         ahead: the rows after layer 0, if they have been through it already.
+        depth: number of layers that the first rows run through, as many as `reused` has, or all; None for all layers.
+        reused: the KV that the first rows' slots get in the other layers. With a depth, all rows are stored.
         temper: a change of how the rows attend to the context; None for none.
         votes: number of last rows to return the attention of, by layer and KV head.
         background: whether it runs after all prefills of waiting requests.
@@ -90,6 +92,8 @@ class ForwardJob:
     logits: int = 0
     probe: frozenset[int] | ShallowProbe = frozenset()
     ahead: LayerState | None = None
+    depth: int | None = None
+    reused: ReusedKV | None = None
     temper: Temper | None = None
     votes: int = 0
     background: bool = False
@@ -118,6 +122,15 @@ class ForwardJob:
     def alone(self) -> bool:
         """Whether it needs a separate step because its rows skip layers."""
         return self.shallow or self.ahead is not None
+
+    def leaving(self, start: int, stop: int) -> LeavingRows | None:
+        """The first of the rows `[start, stop)` that run through the first layers only; None without a depth."""
+        if self.depth is None:
+            return None
+        if self.reused is None:
+            return LeavingRows(self.depth, stop - start)
+        reused = self.reused.part(start, stop)
+        return LeavingRows(self.depth, len(reused.sources), reused)
 
     def own(self, stop: int) -> tuple[KVSegment, ...]:
         """Segments of the keys of the first `stop` rows."""

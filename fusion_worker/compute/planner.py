@@ -9,6 +9,7 @@ import torch
 
 from fusionkv.fusion_worker.auxiliary.auxiliary import Auxiliary
 from fusionkv.fusion_worker.compute.attention import LayerState, Shallow
+from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.engine import Engine
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, Result, ShallowProbe
 from fusionkv.fusion_worker.compute.prefill_plan import AdaptiveRatio, PrefillPlan
@@ -171,6 +172,9 @@ class Planner:
             ids = torch.cat([ids, links.ids])[order]
         fused = self._fused(placement, seen, positions, ids, chosen, stale)
         fused.links = len(links.ids)
+        layers = self._model.kv.layers
+        if reuses and len(chosen) and (depth := max(1, round(recipe.depth * layers))) < layers:
+            fused.depth, fused.reused = depth, _hidden(seen, self._model.device)
         if recipe.attend is not None and reuses:
             low, high = len(prompt.system), prompt.question_start + fused.links
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
@@ -233,6 +237,7 @@ class Planner:
         unstored: int,
     ) -> Result:
         device = self._model.device
+        depth = self._model.kv.layers if isinstance(probe, ShallowProbe) else max(probe) + 1
         return await self._engine.run(
             ForwardJob(
                 ids=prompt.ids[positions].to(device),
@@ -242,6 +247,7 @@ class Planner:
                 seen=seen,
                 unstored=unstored,
                 probe=probe,
+                depth=depth if depth < self._model.kv.layers else None,
             )
         )
 
@@ -260,6 +266,17 @@ def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
         if not (part.wanted.is_system or part.wanted.lossless):
             stale[part.wanted.position : part.wanted.position + len(part.wanted.chunk)] = True
     return stale
+
+
+def _hidden(seen: Sequence[KVSegment], device: torch.device) -> ReusedKV:
+    """The reused KV that segments hide, by position: that of the chosen tokens."""
+    slots, shifts = list[torch.Tensor](), list[torch.Tensor]()
+    for segment in seen:
+        if segment.hidden is not None:
+            hidden = segment.hidden.nonzero()[:, 0]
+            slots.append(segment.start + hidden)
+            shifts.append(torch.full_like(hidden, segment.shift))
+    return ReusedKV(torch.cat(slots).to(device), torch.cat(shifts).to(device))
 
 
 def _go_on(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> LayerState:

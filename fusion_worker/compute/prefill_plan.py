@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fusionkv.fusion_worker.compute.attention import LayerState
+from fusionkv.fusion_worker.compute.batch import ReusedKV
 from fusionkv.fusion_worker.compute.forward_job import ForwardJob, behind, lay_out
 from fusionkv.fusion_worker.decode.sampling import Sampler
 from fusionkv.fusion_worker.load.placement import PromptLayout
@@ -38,6 +39,8 @@ class PrefillPlan:
         scores: float32 [system and context tokens], by which tokens were chosen; None if there was no choice.
         scored_rows: number of rows computed only for the scores.
         ahead: the first rows after layer 0, if scoring computed them.
+        depth: number of layers that chosen tokens run through; None for all layers.
+        reused: with a depth, the reused KV of the chosen tokens, for the other layers.
         temper: a change of how the rows attend to the context; None for none.
         doubt: when to recompute more; None for never.
         links: number of link tokens among the rows.
@@ -53,6 +56,8 @@ class PrefillPlan:
     scores: torch.Tensor | None = None
     scored_rows: int = 0
     ahead: LayerState | None = None
+    depth: int | None = None
+    reused: ReusedKV | None = None
     temper: Temper | None = None
     doubt: AdaptiveRatio | None = None
     links: int = 0
@@ -90,6 +95,8 @@ class PrefillPlan:
             sampler=sampler,
             logits=logits,
             ahead=self.ahead,
+            depth=self.depth,
+            reused=self.reused,
             temper=self.temper,
             votes=votes,
         )

@@ -68,6 +68,22 @@ def _windowed(recipe: Recipe, size: int, least: int) -> Recipe:
     return replace(recipe, choose=Window(size, least))
 
 
+def _linked(recipe: Recipe, count: int) -> Recipe:
+    if recipe.depth < 1.0:
+        raise InvalidArgument(f"{recipe.name} recomputes tokens in its first layers only: it takes no link tokens")
+    return replace(recipe, links=count)
+
+
+def _layers(recipe: Recipe, percent: int) -> Recipe:
+    if percent > 100:
+        raise InvalidArgument(f"layers({percent}): the percentage is at most 100")
+    if recipe.fixed or recipe.links:
+        raise InvalidArgument(
+            f"{recipe.name} has no chosen tokens, or link tokens beside them: it takes no layers(N)"
+        )
+    return replace(recipe, depth=percent / 100)
+
+
 def _adaptive(recipe: Recipe, first: int, certain: int) -> Recipe:
     if first >= 100 or certain >= 1000:
         raise InvalidArgument(
@@ -126,7 +142,7 @@ MODIFIERS: dict[str, Modifier] = {
             "N trained link tokens after every chunk; the model must have them (KVLink 2.3)",
             (5,),
             (0,),
-            lambda r, n: replace(r, links=n),
+            _linked,
         ),
         Modifier(
             "window",
@@ -134,6 +150,13 @@ MODIFIERS: dict[str, Modifier] = {
             (8, 5),
             (1, 1),
             _windowed,
+        ),
+        Modifier(
+            "layers",
+            "recomputes the chosen tokens in the first N% of the layers; the later ones keep their reused KV",
+            (80,),
+            (1,),
+            _layers,
         ),
         Modifier(
             "adaptive",

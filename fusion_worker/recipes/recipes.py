@@ -6,7 +6,7 @@ from typing import Any
 from fusionkv.fusion_worker.recipes.keep import SnapKV
 from fusionkv.fusion_worker.select.attended_deviation import AttendedDeviation
 from fusionkv.fusion_worker.select.auxiliary_attention import AuxiliaryAttention
-from fusionkv.fusion_worker.select.base import Need, Selector
+from fusionkv.fusion_worker.select.base import CachedAttention, Need, Selector
 from fusionkv.fusion_worker.select.choose import TOP_K, Choice, Window
 from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
 from fusionkv.fusion_worker.select.inter_chunk_attention import InterChunkAttention
@@ -100,6 +100,7 @@ class Recipe:
         attend: how question and answer attend to the context; None attends as the model was trained.
         links: link tokens after every chunk, computed for each request; they see everything before them (KVLink 2.3).
             Not used if no chunk is reused stale.
+        depth: share of the model's layers that recomputed tokens run through; in later layers, their reused KV stays.
         adapt: recomputes less at first; None recomputes the whole ratio at once.
     """
 
@@ -114,6 +115,7 @@ class Recipe:
     keep: SnapKV | None = None
     attend: Tempered | None = None
     links: int = 0
+    depth: float = 1.0
     adapt: Adaptive | None = None
 
     @property
@@ -173,6 +175,9 @@ class Recipe:
             )
         return self.ratio if asked is None else asked
 
+
+# Of SmolLM2's 30 layers, 8 to 19: they choose as well as all layers do, and the pass ends a third earlier.
+MIDDLE = CachedAttention(8 / 30, 20 / 30)
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -249,15 +254,24 @@ RECIPES: dict[str, Recipe] = {
             "reuses chunks encoded with similar ones; recomputes the tokens that the question attends to most in the "
             "last layer (FusionRAG 3.1, 3.2)",
             SimilarityGuided(10),
-            QuestionAttention(last_only=True),
+            QuestionAttention(CachedAttention(first=1.0)),
             0.15,
         ),
         Recipe(
             "prophetkv",
             "recomputes the tokens that the question attends to most over all layers (ProphetKV 4.2, 4.3)",
             ISOLATED,
-            QuestionAttention(last_only=False),
+            QuestionAttention(),
             0.2,
+        ),
+        Recipe(
+            "midlayer",
+            "recomputes, in the first 80% of the layers, the tokens that the question attends to most in the middle "
+            "layers",
+            ISOLATED,
+            QuestionAttention(MIDDLE),
+            0.15,
+            depth=0.8,
         ),
         Recipe(
             "cacheclip",

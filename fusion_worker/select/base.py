@@ -20,14 +20,19 @@ class CachedAttention:
     summed over the question's rows, the heads and the layers.
 
     Attributes:
-        layers: Indices of the layers to sum over, negative ones from the last; None for all layers.
+        first, stop: The layers to sum over, as shares of the model's depth. At least one layer is summed over.
     """
 
-    layers: tuple[int, ...] | None = None
+    first: float = 0.0
+    stop: float = 1.0
 
     def of(self, count: int) -> frozenset[int]:
         """Indices of these layers in a model of `count` layers."""
-        return frozenset(range(count) if self.layers is None else (number % count for number in self.layers))
+        stop = max(1, round(self.stop * count))
+        return frozenset(range(min(round(self.first * count), stop - 1), stop))
+
+
+ALL_LAYERS = CachedAttention()
 
 
 @dataclass(frozen=True, slots=True)

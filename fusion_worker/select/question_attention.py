@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fusionkv.fusion_worker.select.base import CachedAttention, Selector
+from fusionkv.fusion_worker.select.base import ALL_LAYERS, CachedAttention, Selector
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,16 +12,11 @@ class QuestionAttention(Selector[torch.Tensor]):
     """Attention of the question's rows into each token over reused KV, summed over rows and heads.
 
     Attributes:
-        last_only: Whether to use only the last layer (FusionRAG 3.2); otherwise the sum over all layers, which orders
-            tokens like the mean (ProphetKV 4.3, eq. 7).
+        needs: The layers: all, the sum of which orders tokens like the mean (ProphetKV 4.3, eq. 7), the last one
+            (FusionRAG 3.2), or others.
     """
 
-    last_only: bool
-
-    @property
-    def needs(self) -> CachedAttention:
-        """The last layer or all layers."""
-        return CachedAttention((-1,) if self.last_only else None)
+    needs: CachedAttention = ALL_LAYERS
 
     def scores(self, seen: torch.Tensor) -> torch.Tensor:
         """The attention, unchanged."""

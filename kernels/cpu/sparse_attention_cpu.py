@@ -22,7 +22,7 @@ from fusionkv.kernels.segments import QuerySpan
 
 WEIGHTS = 1 << 19  # of a block and a KV head
 # Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
-ROWS, KEYS = (256, 512), (256, 4096)
+ROWS, KEYS = {torch.bfloat16: (256, 512), torch.float32: (128, 256)}, (256, 4096)
 SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
 TOGETHER = 1 << 21  # weights of a block over all heads: with fewer, starting operations takes longer than computing
 _SAMPLE = 64  # keys that the largest score of a row is guessed from
@@ -198,7 +198,7 @@ def _blocks(span: QuerySpan, groups: int, window: int | None, dtype: torch.dtype
 
 
 def _cut(positions: torch.Tensor, groups: int, window: int | None, dtype: torch.dtype) -> Iterator[_Block]:
-    least, most = (max(1, rows // groups) for rows in ROWS)
+    least, most = (max(1, rows // groups) for rows in ROWS[dtype])
     start = 0
     while start < len(positions):
         first = int(positions[start])

@@ -36,7 +36,9 @@ def test_another_rank_makes_the_same_one(selector: Selector[typing.Any]) -> None
 
 def test_layers_are_counted_from_either_end() -> None:
     assert CachedAttention().of(3) == {0, 1, 2}
-    assert CachedAttention((-1, 0)).of(5) == {0, 4}
+    assert CachedAttention(first=1.0).of(5) == {4}
+    assert CachedAttention(0.25, 0.75).of(8) == {2, 3, 4, 5}
+    assert CachedAttention(0.25, 0.75).of(1) == {0}
 
 
 def test_distance_counts_from_each_chunks_start() -> None:

@@ -13,6 +13,7 @@ from fusionkv.bench.quality.jobs import BLOCK, cells_of, missing
 from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured, Store, Subject, key, table
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.select.base import CachedAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
 
@@ -68,7 +69,7 @@ def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
         key(
             SUBJECT,
             next(TASK.blocks(BLOCK)),
-            Cell(dataclasses.replace(CELL.recipe, select=QuestionAttention(last_only=True)), 0.1),
+            Cell(dataclasses.replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0))), 0.1),
         ),
     ],
 )
