@@ -248,7 +248,7 @@ async def test_what_waited_is_refused_when_those_before_it_used_up_the_quota() -
         second = asyncio.create_task(made.parse(who, b"quick", PLAIN, TOKENS))
         done = await asyncio.gather(first, second, return_exceptions=True)
         assert isinstance(done[1], ResourceExhausted), done
-        assert "100 tokens a minute" in str(done[1])
+        assert "100 tokens per minute" in str(done[1])
 
 
 async def test_a_large_gateway_keeps_its_parsers_warm() -> None:
