@@ -13,7 +13,7 @@ from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.conversation import Conversation
-from fusionkv.gateway.history import Kept
+from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Call, Handler, Listener
 from fusionkv.gateway.servicer import GatewayServicer
@@ -60,7 +60,7 @@ class AdminServer(Listener):
         return web.Response(text=f"{failures.message(error)}\n", status=failures.status(error), headers=headers)
 
     async def _answers(self, request: web.Request) -> web.Response:
-        kept = self._history.of(await self._servicer.whose())
+        kept = self._history.of(await self._servicer.tenant_salt())
         answers = [
             {
                 "id": one.id,
@@ -72,7 +72,7 @@ class AdminServer(Listener):
             }
             for one in kept
         ]
-        return _html(self._list.render(answers=answers, most=self._history.most))
+        return _html(self._list.render(answers=answers, limit=self._history.limit))
 
     async def _explained(self, request: web.Request) -> web.Response:
         kept = await self._asked(request)
@@ -91,12 +91,12 @@ class AdminServer(Listener):
             self._history.compare(kept, await self._full(kept))
         return web.Response(status=303, headers={**_HEADERS, "Location": f"../{kept.id}"})
 
-    async def _full(self, asked: Kept) -> Kept:
+    async def _full(self, asked: Record) -> Record:
         again = pb.GenerateRequest()
         again.CopyFrom(asked.request)
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
-        full, ended = Kept(asked.tenant, again), False
+        full, ended = Record(asked.tenant, again), False
         async with contextlib.aclosing(self._servicer.generate(again, Call(), None)) as responses:
             async for response in responses:
                 full.add(response)
@@ -105,9 +105,9 @@ class AdminServer(Listener):
             raise ServiceError("the answer ended without its summary")
         return full
 
-    async def _asked(self, request: web.Request) -> Kept:
+    async def _asked(self, request: web.Request) -> Record:
         """The answer that the path names, of the caller's tenant."""
-        kept = self._history.get(await self._servicer.whose(), request.match_info["id"])
+        kept = self._history.get(await self._servicer.tenant_salt(), request.match_info["id"])
         if kept is None:
             raise NotFound("no such answer: newer ones have taken its place, or the gateway was started again")
         return kept
@@ -166,5 +166,5 @@ def _html(page: str) -> web.Response:
     return web.Response(text=page, content_type="text/html", headers=_HEADERS)
 
 
-def _when(kept: Kept) -> str:
+def _when(kept: Record) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(kept.at))

@@ -25,7 +25,7 @@ _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
-MOST_NAME = 512
+MAX_NAME = 512
 _MOST_SOURCE = 4096  # characters, as of a path
 
 
@@ -194,5 +194,5 @@ def check_corpus(name: str) -> None:
 
 def check_document(name: str) -> None:
     """Raises InvalidArgument unless the name is one for a document."""
-    if not name or len(name) > MOST_NAME or not name.isprintable():
-        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {MOST_NAME} printable characters")
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {MAX_NAME} printable characters")

@@ -164,12 +164,12 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be under chunk_tokens"),
-        ({"top_k": "300"}, "top_k .300. is over max_top_k"),
-        ({"max_ingest_bytes": "1MiB"}, "max_document_bytes is over max_ingest_bytes"),
-        ({"workers": ""}, "names no fusion worker"),
+        ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be less than chunk_tokens"),
+        ({"top_k": "300"}, "top_k .300. exceeds max_top_k"),
+        ({"max_ingest_bytes": "1MiB"}, "max_document_bytes exceeds max_ingest_bytes"),
+        ({"workers": ""}, "must name at least one fusion worker"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
-        ({"language": "klingon"}, "language 'klingon' is none of arabic, "),
+        ({"language": "klingon"}, "language 'klingon' is not one of arabic, "),
     ],
 )
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:

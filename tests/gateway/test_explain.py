@@ -87,8 +87,8 @@ def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
 def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
     assert soup.select(".saved")[0].text == (
-        "100 of 120 context tokens were not computed again: "
-        "the first token came 2.5 times as fast as with full attention."
+        "100 of 120 context tokens were not recomputed; "
+        "the first token came 2.5 times sooner than with full attention."
     )
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]

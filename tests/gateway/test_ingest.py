@@ -185,7 +185,7 @@ async def test_json_lines_are_many_documents(rig: Rig) -> None:
         ('{"id": "x", "text": "a"}\n\n{"id": "x", "text": "b"}', "lines 11 and 13 have the same id 'x'"),
         ('{"id": "x\\n", "text": "a"}', "line 11: bad document name"),
         ('"a"\n{"text"', "line 12 is not JSON"),
-        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room beside the template, a title"),
+        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room for text beside the template, a title"),
     ],
 )
 async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, message: str) -> None:
@@ -214,7 +214,7 @@ async def test_bad_metadata_is_refused(rig: Rig) -> None:
     for metadata in ({"a=b": "x"}, {"": "x"}, {"a": "x" * 5000}):
         with pytest.raises(InvalidArgument, match="metadata"):
             await rig.ingest("d.txt", "text", metadata=metadata)
-    with pytest.raises(InvalidArgument, match="a filter has at most 16 pairs"):
+    with pytest.raises(InvalidArgument, match="a filter takes at most 16 pairs"):
         plan.check_filter({str(i): "x" for i in range(17)})
 
 

@@ -258,7 +258,7 @@ def test_two_gateways_answer_from_one_milvus(
     [
         (("--milvus-url", "http://127.0.0.1:1"), "Milvus can't be used: "),
         (("--milvus-url", "there:19530"), "milvus_url must begin with http:// or https://"),
-        (("--milvus-token", "file"), "milvus_token is for a milvus_url"),
+        (("--milvus-token", "file"), "milvus_token needs milvus_url"),
     ],
 )
 def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: str) -> None:

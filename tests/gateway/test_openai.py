@@ -373,7 +373,7 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         assert sum(x * x for x in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         assert (found.model.partition("@")[0], found.usage.prompt_tokens) == ("tiny", 8)
         wrong: list[tuple[dict[str, Any], str]] = [
-            ({"model": "ada"}, "no model 'ada' of embeddings; there is tiny@"),
+            ({"model": "ada"}, "unknown embedding model 'ada'; known: tiny@"),
             ({"input": []}, "input must be a text"),
             ({"input": [[1, 2]]}, "input must be a text"),
             ({"dimensions": 3}, "have 16 dimensions"),

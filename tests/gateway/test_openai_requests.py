@@ -36,7 +36,11 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"fusionkv": {"rato": 1}}, "fusionkv", "unknown field 'rato'"),
-        ({"messages": [{"role": "assistant", "content": "x"}, *ASKED]}, "messages", "user speaks first"),
+        (
+            {"messages": [{"role": "assistant", "content": "x"}, *ASKED]},
+            "messages",
+            "the first turn must be the user's",
+        ),
         ({"messages": [{"role": "user", "content": " "}]}, "messages", "last message is empty"),
         ({"documents": "text"}, "documents", "wrong type"),
         ({"documents": [["text"]]}, "documents[0]", "neither a text nor an object"),

@@ -124,8 +124,8 @@ def test_answers_over_passages_are_explained_to_operators(stack: Any, launch: An
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
-        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; at most 128 are taken"),
-        ({"passages": ["x" * 2100], "question": "q"}, "the model takes 2048 together"),
+        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; the maximum is 128"),
+        ({"passages": ["x" * 2100], "question": "q"}, "the model's maximum is 2048 in total"),
         ({"passages": [7], "question": "q"}, "bad option"),
         ({"passages": ["x"], "messages": [{"role": "user", "content": 7}]}, "bad option"),
     ],

@@ -272,7 +272,7 @@ def test_list_stats_and_delete(run: Run, pages: Path, all_services: tuple[Any, s
     ("args", "error"),
     [
         (("ask", "nowhere", "q?"), "no corpus 'nowhere'"),
-        (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be in 0..1"),
+        (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be from 0 to 1"),
         (("ask", "book", "q?", "--recipe", "x"), "unknown recipe 'x'"),
         (
             ("ask", "book", "q?", "--recipe", "full_reuse", "--ratio", "0.2"),
