@@ -237,11 +237,11 @@ def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
     assert one.returncode == 0, one.stderr
     assert [json.loads(line)["total"] for line in one.stdout.splitlines()][-1] == 1
     every = run("encode", "book", "second", "--recipe", "fusionrag")
-    assert every.stdout.splitlines()[1] == "second: 0 chunks encoded, 1 were already"
+    assert every.stdout.splitlines()[1] == "second: 0 chunks encoded, 1 already stored"
     wrong = run("encode", "book", "second", "--index", "2")
     assert (wrong.returncode, wrong.stderr) == (
         2,
-        "fusionkv: --index is 2, and there are 2 corpora: they count from 0\n",
+        "fusionkv: --index is 2, but there are 2 corpora, numbered from 0\n",
     )
 
 
