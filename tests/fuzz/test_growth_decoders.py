@@ -144,7 +144,7 @@ def test_files_of_tokens_and_quotas(kind: Callable[[Path], Any], tmp_path: Path)
 
 
 def test_words_of_a_question() -> None:
-    grows(shapes.TEXTS, growth.in_thread(milvus_rows.searched_for))
+    grows(shapes.TEXTS, growth.in_thread(milvus_rows.without_function_words))
 
 
 def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:

@@ -166,7 +166,7 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: La
         held.write_text(new)
         wait_until(lambda: admitted(client))
         tokens.write_text("broken [")
-        gateway_said = "the last good state stays"
+        gateway_said = "keeping the last valid state"
         while gateway_said not in gateway.log:
             client.list()
         assert new not in gateway.log

@@ -163,7 +163,7 @@ def test_the_pages_in_a_browser(gateway: Any, chromium: str) -> None:
     assert len(set(found["desk"]["answers"])) == 2
     assert QUESTION in found["text"]
     assert "full_attention, ratio 1" in found["text"]
-    assert "Full attention was asked afterwards, over the same chunks." in found["text"]
+    assert "Full attention answered afterwards, over the same chunks." in found["text"]
     assert found["ground"] == "rgb(16, 21, 27)"
     assert len(listed(gateway)) == 3, "the comparison is no answer of its own"
     first = BeautifulSoup(get(gateway, "/").text, "html.parser").select_one(".q")

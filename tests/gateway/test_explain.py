@@ -92,8 +92,8 @@ def test_the_page_says_what_happened(page: str) -> None:
     )
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
-    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "another answer"]
-    assert [each.text for each in soup.select(".notice")] == [f"Full attention has answered: it strays {EVIL}"]
+    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "different answer"]
+    assert [each.text for each in soup.select(".notice")] == [f"Answered by full attention instead: it strays {EVIL}"]
     verdicts = [[cell.text for cell in row.select("td")] for row in soup.select(".verdicts tr")[1:]]
     assert verdicts == [["fusionrag", "0.15", "safe", f"it holds {EVIL}"], ["ape", "0", "unsafe", "it strays"]]
     before, first, second, behind = soup.select("details")
