@@ -99,7 +99,7 @@ class GatewayConfig:
     )
     embedder_model: str = setting("", "model name in requests to the embedder's URL")
     embedder_token: Path | None = setting(None, "file with the bearer token for the embedder's URL")
-    embedder_threads: int = setting(2, "CPU threads of a local embedder or reranker, each", low=1, high=256)
+    embedder_threads: int = setting(2, "CPU threads each of a local embedder and a local reranker", low=1, high=256)
     dense_weight: float = setting(
         0.6, "weight of embeddings in retrieval: 0 ranks by BM25 only, 1 by embeddings only", low=0, high=1
     )
@@ -148,8 +148,10 @@ class GatewayConfig:
     )
     auth_issuer: str = setting("", "issuer (iss) of tokens signed by auth_jwks")
     auth_audience: str = setting("", "audience (aud) of tokens signed by auth_jwks")
-    auth_role_claim: str = setting("role", "claim that holds the role in those tokens: app, operator or worker")
-    auth_tenant_claim: str = setting("tenant", "claim that holds the tenant in those tokens")
+    auth_role_claim: str = setting(
+        "role", "claim of tokens signed by auth_jwks that holds the role: app, operator or worker"
+    )
+    auth_tenant_claim: str = setting("tenant", "claim of tokens signed by auth_jwks that holds the tenant")
     tenant_key: Path | None = setting(
         None,
         "file with at least 32 random bytes, the same for all gateways; hides tenant names from workers and caches",

@@ -190,7 +190,7 @@ def build(
             "request fewer chunks (top_k), fewer passages or fewer max_tokens"
         )
     sampling = request.sampling
-    made = fusion_pb2.GenerateRequest(
+    worker_request = fusion_pb2.GenerateRequest(
         recipe=recipe.name,
         system=fusion_pb2.Tokens(ids=system),
         chunks=[
@@ -216,8 +216,8 @@ def build(
         explain=request.explain,
     )
     if request.HasField("ratio"):
-        made.ratio = request.ratio
-    return made
+        worker_request.ratio = request.ratio
+    return worker_request
 
 
 def tokens(request: fusion_pb2.GenerateRequest) -> int:

@@ -196,8 +196,8 @@ class GatewayServicer:
         with self._admitted("Generate") as log_fields:
             tenant = await self._tenant()
 
-            def start(asked: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
-                return self._pipeline.answer(tenant, asked, self._time_left(context))
+            def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
+                return self._pipeline.answer(tenant, observed, self._time_left(context))
 
             answer = history.watch(tenant.salt, request, start) if history is not None else start(request)
             async with contextlib.aclosing(answer) as responses:

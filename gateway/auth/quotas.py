@@ -63,12 +63,12 @@ class Bucket:
         self._level: float | None = None
         self._filled = clock()
 
-    def wait(self, per_minute: int, wanted: float) -> float:
-        """Seconds until the bucket holds `wanted`; 0 if it does now."""
+    def wait(self, per_minute: int, amount: float) -> float:
+        """Seconds until the bucket holds `amount`; 0 if it does now."""
         now = self._clock()
         level = per_minute if self._level is None else self._level + (now - self._filled) * per_minute / _MINUTE
         self._level, self._filled = min(level, per_minute), now
-        return max(0.0, (wanted - self._level) * _MINUTE / per_minute)
+        return max(0.0, (amount - self._level) * _MINUTE / per_minute)
 
     def take(self, amount: float) -> None:
         if self._level is not None:

@@ -73,12 +73,12 @@ async def _encoders(args: argparse.Namespace) -> AsyncGenerator[Sequence[encoder
         yield []
         return
     overrides = {key: value for key in ("model", "cache") if (value := getattr(args, key))}
-    made = (
+    opened = (
         encoders.on_ray(args.ray, args.encoders, args.config, overrides)
         if args.ray
         else encoders.local(args.encoders, args.config, overrides)
     )
-    async with made as own:
+    async with opened as own:
         yield own
 
 
