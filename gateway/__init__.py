@@ -1,1 +1,1 @@
-"""The gateway: what applications call. Documents in, answers out; KV bytes never pass it."""
+"""The gateway: the service that applications call. It takes documents and returns answers; no KV bytes pass it."""

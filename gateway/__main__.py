@@ -1,4 +1,4 @@
-"""`python -m fusionkv.gateway`: one gateway process."""
+"""`python -m fusionkv.gateway`: runs one gateway process."""
 
 import argparse
 import asyncio
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from fusionkv.gateway.workers.vllm import VLLMEngine
     from fusionkv.gateway.workers.workers import WorkerPool
 
-# LanceDB's client of remote catalogs, whose package loads all its calls; LanceDB wants some modules of it alone.
+# LanceDB's client for remote catalogues. Its package loads every call; LanceDB needs only some of its submodules.
 _CATALOGS = "lance_namespace_urllib3_client"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fusionkv-gateway", description=__doc__)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file; its table [gateway] is read")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file whose table [gateway] is read")
     settings.add_flags(parser, GatewayConfig)
     flags = vars(parser.parse_args())
     try:
@@ -73,26 +73,26 @@ async def _serve(config: GatewayConfig) -> None:
         return await EmbeddedRetrieval.open(folder / tenant if tenant else config.data_dir, config.language)
 
     embedder = asyncio.create_task(open_embedder(config))
-    await asyncio.sleep(0)  # Its process has begun, and loads its model while this one loads LanceDB.
+    await asyncio.sleep(0)  # Starts the embedder's process, which loads its model while this process loads LanceDB.
     tenants = Tenants(config.tenant, read_key(config.tenant_key), Quotas(config.quotas), open_corpora)
-    # Those there are, so that damage is told at start and the figures are whole.
+    # Open existing tenants now, to report damaged corpora at start and to count all documents from the start.
     try:
         for name in (config.tenant, *sorted(path.name for path in folder.glob("*") if access.is_tenant(path.name))):
             await tenants.get(name)
     except BaseException:
-        # Which says more than what may be wrong with the embedder; no process of it is left behind.
-        for made in await asyncio.gather(embedder, return_exceptions=True):
-            if isinstance(made, Embedder):
-                await made.close()
+        # Raise this error even if the embedder failed too, and leave no embedder process behind.
+        for opened in await asyncio.gather(embedder, return_exceptions=True):
+            if isinstance(opened, Embedder):
+                await opened.close()
         raise
     history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await embedder, await open_reranker(config))
     workers = WorkerPool(config.workers, config.client_tls())
     engine = _vllm(config, workers) if config.decode == "vllm" else None
     servicer = GatewayServicer(config, tenants, workers, history, search, engine)
-    returning = asyncio.create_task(process.return_memory())
+    memory_returner = asyncio.create_task(process.return_memory())
 
-    async def closed() -> None:
+    async def close() -> None:
         await servicer.close()
         if engine is not None:
             await engine.close()
@@ -102,16 +102,16 @@ async def _serve(config: GatewayConfig) -> None:
         config.listen,
         {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
         drain_seconds=config.drain_seconds,
-        on_drain=closed,
+        on_drain=close,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),
     )
-    returning.cancel()
+    memory_returner.cancel()
 
 
 class _WithoutPandas(MetaPathFinder):
-    """As if it were not installed."""
+    """Makes pandas look as if it were not installed."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
         if fullname == "pandas":
@@ -119,23 +119,28 @@ class _WithoutPandas(MetaPathFinder):
 
 
 def _load_lancedb() -> None:
-    """Without what it loads and a gateway never uses: 0.9 s and 122 MB in place of 3 s and 177 MB.
+    """Imports LanceDB without the dependencies that a gateway never uses: 0.9 s and 122 MB instead of 3 s and 177 MB.
 
-    From here on pyarrow takes pandas for missing, which it loads with LanceDB where it is installed.
+    pyarrow, which LanceDB loads, treats pandas as missing for the rest of the process.
     """
     if _CATALOGS not in sys.modules and (spec := importlib.util.find_spec(_CATALOGS)) is not None:
-        # Never executed; modules below it are found all the same.
+        # An empty module in place of the package; its submodules can still be imported.
         sys.modules[_CATALOGS] = importlib.util.module_from_spec(spec)
-    without = _WithoutPandas()
-    sys.meta_path.insert(0, without)
+    pandas_blocker = _WithoutPandas()
+    sys.meta_path.insert(0, pandas_blocker)
     try:
         importlib.import_module("lancedb")
     finally:
-        sys.meta_path.remove(without)
+        sys.meta_path.remove(pandas_blocker)
 
 
 async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
-    """Raises OSError when Milvus is out of reach, ValueError when its client is missing."""
+    """Opens a tenant's corpora in Milvus.
+
+    Raises:
+        OSError: Milvus can't be reached.
+        ValueError: the Milvus client is not installed.
+    """
     try:
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
     except ModuleNotFoundError as error:
@@ -146,7 +151,12 @@ async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
 
 
 def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
-    """Raises ValueError when its library is missing, OSError when its token can't be read."""
+    """The vLLM engine.
+
+    Raises:
+        ValueError: aiohttp is not installed.
+        OSError: the token file can't be read.
+    """
     try:
         from fusionkv.gateway.workers.vllm import VLLMEngine
     except ModuleNotFoundError as error:
@@ -162,34 +172,34 @@ def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
-    """The HTTP servers. Raises ValueError when their library is missing."""
-    made: list[rpc.Beside] = []
+    """The HTTP servers that are configured. Raises ValueError if aiohttp is not installed."""
+    servers: list[rpc.Beside] = []
     try:
         if config.http_listen:
             from fusionkv.gateway.http.server import HTTPServer
 
-            made.append(HTTPServer(config, servicer, bearer))
+            servers.append(HTTPServer(config, servicer, bearer))
         if config.admin_listen:
             from fusionkv.gateway.http.admin import AdminServer
 
-            made.append(AdminServer(config, servicer, bearer))
+            servers.append(AdminServer(config, servicer, bearer))
     except ModuleNotFoundError as error:
-        named = "http_listen" if config.http_listen else "admin_listen"
-        raise ValueError(f"{named} needs the package {error.name}: pip install 'fusionkv[http]'") from error
-    return made
+        setting = "http_listen" if config.http_listen else "admin_listen"
+        raise ValueError(f"{setting} needs the package {error.name}: pip install 'fusionkv[http]'") from error
+    return servers
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:
-    """What knows the tokens that calls must carry; without any, calls need none."""
+    """The verifiers of bearer tokens. If there is none, calls need no token."""
     from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
     from fusionkv.gateway.auth.jwt_tokens import JWTTokens
     from fusionkv.gateway.auth.static_tokens import StaticTokens
 
-    found: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
+    verifiers: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []
     if config.auth_jwks:
         at_url = "://" in config.auth_jwks
         keys = KeyURL(config.auth_jwks) if at_url else KeyFile(Path(config.auth_jwks).expanduser())
-        found.append(
+        verifiers.append(
             JWTTokens(
                 keys,
                 issuer=config.auth_issuer,
@@ -198,7 +208,7 @@ def _verifiers(config: GatewayConfig) -> list[Verifier]:
                 tenant_claim=config.auth_tenant_claim,
             )
         )
-    return found
+    return verifiers
 
 
 if __name__ == "__main__":

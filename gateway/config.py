@@ -1,4 +1,4 @@
-"""What a gateway can be told."""
+"""Settings of the gateway."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +7,9 @@ from fusionkv.fusion_worker.client import DEFAULT_RECIPE
 from fusionkv.protos.runtime.settings import setting
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 
-# What `embedder` may be besides a model.
+# Values of `embedder` that are not a model.
 AUTO, NONE = "auto", "none"
-# Those that the embedded retrieval engine has stemmers of.
+# Languages that the embedded retrieval engine can stem.
 LANGUAGES = (
     *("arabic", "danish", "dutch", "english", "finnish", "french", "german", "greek", "hungarian", "italian"),
     *("norwegian", "portuguese", "romanian", "russian", "spanish", "swedish", "tamil", "turkish"),
@@ -18,20 +18,21 @@ LANGUAGES = (
 
 @dataclass(frozen=True)
 class GatewayConfig:
-    """Settings of the gateway: section `gateway` of the configuration."""
+    """Settings of the gateway: table [gateway] of the configuration file."""
 
     listen: tuple[str, ...] = setting(("127.0.0.1:7072",), "addresses to listen on: host:port or unix:/path")
     http_listen: tuple[str, ...] = setting(
         (), "addresses of the OpenAI-compatible HTTP endpoint: host:port or unix:/path; empty disables it"
     )
     admin_listen: tuple[str, ...] = setting(
-        (), "addresses of the pages that explain answers to operators: host:port or unix:/path; empty disables them"
+        (),
+        "addresses of the HTML pages that explain answers to operators: host:port or unix:/path; empty disables them",
     )
     admin_answers: int = setting(
-        20, "number of recent answers that those pages show for each tenant", low=1, high=1000
+        20, "number of recent answers kept for each tenant on the pages of admin_listen", low=1, high=1000
     )
     http_connections: int = setting(
-        512, "maximum open connections at http_listen, and at admin_listen; further connections are refused", low=1
+        512, "maximum open connections, separately for http_listen and admin_listen; further ones are refused", low=1
     )
     http_connections_per_address: int = setting(
         384,
@@ -39,91 +40,101 @@ class GatewayConfig:
         low=1,
     )
     http_head_seconds: float = setting(
-        10.0, "maximum seconds for the TLS handshake, and for a request's headers", low=0.1
+        10.0, "maximum seconds for the TLS handshake, and again for the headers of a request", low=0.1
     )
     http_body_seconds: float = setting(30.0, "maximum seconds for the body of an HTTP request", low=0.1)
     http_send_seconds: float = setting(
-        30.0, "maximum seconds that a response waits for its HTTP client to read on", low=0.1
+        30.0, "maximum seconds that sending a response may stall because the HTTP client does not read", low=0.1
     )
     http_idle_seconds: float = setting(75.0, "seconds after which an idle HTTP connection is closed", low=0.1)
     workers: tuple[str, ...] = setting(
         ("127.0.0.1:7071",),
-        "addresses of the fusion workers; dns:HOST:PORT stands for every address that the name resolves to",
+        "addresses of the fusion workers; dns:HOST:PORT means every address that HOST resolves to",
     )
-    data_dir: Path = setting(Path(".fusionkv/gateway"), "directory of the corpora in the embedded retrieval engine")
+    data_dir: Path = setting(
+        Path(".fusionkv/gateway"), "directory of the embedded retrieval engine, which stores the corpora"
+    )
     milvus_url: str = setting(
         "",
-        "http:// or https:// URL of a Milvus server that stores the corpora instead; gateways may share it",
+        "http:// or https:// URL of a Milvus server that stores the corpora instead; several gateways may use it",
     )
-    milvus_token: Path | None = setting(None, "file with user:password or an API key for Milvus")
-    milvus_database: str = setting("default", "database in Milvus")
-    tenant: str = setting("", "tenant of this gateway's KV; a tenant never finds entries of another tenant")
+    milvus_token: Path | None = setting(None, "file with the credentials for Milvus: user:password or an API key")
+    milvus_database: str = setting("default", "name of the Milvus database")
+    tenant: str = setting("", "tenant of calls without a token; tenants never share KV entries")
 
-    chunk_tokens: int = setting(256, "maximum size of a chunk, in tokens of the model", low=8, high=65536)
-    overlap_tokens: int = setting(0, "number of tokens that a chunk repeats from the previous chunk", low=0)
+    chunk_tokens: int = setting(256, "maximum size of a chunk in tokens of the worker's model", low=8, high=65536)
+    overlap_tokens: int = setting(0, "number of tokens that a chunk repeats from the end of the previous one", low=0)
     max_document_bytes: int = setting(32 << 20, "maximum size of a document", bytes=True, low=1, high=60 << 20)
     max_ingest_bytes: int = setting(
-        256 << 20, "maximum total size of documents being ingested; further documents are refused", bytes=True, low=1
+        256 << 20,
+        "maximum total size of the documents being ingested at the same time; further ones are refused",
+        bytes=True,
+        low=1,
     )
-    max_document_chunks: int = setting(10_000, "maximum number of chunks of a document", low=1)
+    max_document_chunks: int = setting(10_000, "maximum number of chunks in a document", low=1)
     parse_seconds: float = setting(60.0, "maximum seconds to parse and split a document", low=0.01)
     parsers: int = setting(2, "number of documents parsed at the same time, each in its own process", low=1, high=64)
     parse_memory_bytes: int = setting(
         1 << 30,
-        "address space of a parser process; the process itself takes 250 MiB of it",
+        "maximum address space of a parser process, of which the process itself takes 250 MiB",
         bytes=True,
         low=512 << 20,
     )
     max_text_bytes: int = setting(
-        16 << 20, "maximum text of a document; it is also limited to 50 times the document's size", bytes=True, low=1
+        16 << 20,
+        "maximum size of a document's text, which is also limited to 50 times the document's size",
+        bytes=True,
+        low=1,
     )
 
-    top_k: int = setting(8, "number of chunks retrieved when the request does not say", low=1)
-    max_top_k: int = setting(
-        128, "maximum number of chunks that a request may ask for, and of passages that it may bring", low=1
-    )
+    top_k: int = setting(8, "number of chunks retrieved for a request that sets no top_k", low=1)
+    max_top_k: int = setting(128, "maximum top_k of a request, and maximum number of passages in a request", low=1)
     language: str = setting(
-        "english", f"language of new corpora, for stemming and, in English, stop words: {', '.join(LANGUAGES)}"
+        "english", f"language of new corpora, for stemming and, in English only, stop words: {', '.join(LANGUAGES)}"
     )
     embedder: str = setting(
         AUTO,
         "embedding model: a name from `fusionkv model list`, a Sentence-Transformers directory, or the URL of an "
-        "OpenAI-compatible /v1/embeddings. `auto` uses minilm if it was fetched; `none` searches by words alone",
+        "OpenAI-compatible /v1/embeddings. `auto` uses minilm if it has been fetched; `none` searches by BM25 only",
     )
-    embedder_model: str = setting("", "model name sent to the embedder's URL")
-    embedder_token: Path | None = setting(None, "file with the bearer token for an embedder's URL")
-    embedder_threads: int = setting(2, "CPU threads of a local embedder, and of a local reranker", low=1, high=256)
+    embedder_model: str = setting("", "model name in requests to the embedder's URL")
+    embedder_token: Path | None = setting(None, "file with the bearer token for the embedder's URL")
+    embedder_threads: int = setting(2, "CPU threads each of a local embedder and a local reranker", low=1, high=256)
     dense_weight: float = setting(
-        0.6, "weight of embeddings in retrieval: 0 ranks by words alone, 1 by embeddings alone", low=0, high=1
+        0.6, "weight of embeddings in retrieval: 0 ranks by BM25 only, 1 by embeddings only", low=0, high=1
     )
     reranker: str = setting(
         "", "cross-encoder that reranks the best chunks: a directory, or the URL of a /v1/rerank; empty disables it"
     )
-    reranker_model: str = setting("", "model name sent to the reranker's URL")
-    reranker_token: Path | None = setting(None, "file with the bearer token for a reranker's URL")
+    reranker_model: str = setting("", "model name in requests to the reranker's URL")
+    reranker_token: Path | None = setting(None, "file with the bearer token for the reranker's URL")
     rerank_depth: int = setting(32, "number of chunks that the reranker scores for a question", low=1, high=1000)
 
     recipe: str = setting(
         DEFAULT_RECIPE,
-        "recipe of requests that name none, or `default`; it adapts to how chunks were encoded ahead of time",
+        "recipe of requests that name none or `default`; it is adapted to how the chunks were encoded ahead of time",
     )
     decode: str = setting(
         "worker",
-        "what decodes answers: worker, or vllm with FusionKV's connector; workers then prefill prompts for it",
+        "decoder of answers: `worker`, or `vllm` with FusionKV's KV connector, for which workers prefill the prompts",
     )
     vllm_url: str = setting(
-        "", "URL of the vLLM server, such as http://127.0.0.1:8000; over https, `tls_ca` is trusted if it is set"
+        "", "URL of the vLLM server, such as http://127.0.0.1:8000; for https, `tls_ca` is trusted if set"
     )
-    vllm_model: str = setting("", "model name sent to vLLM, if it serves several")
-    vllm_token: Path | None = setting(None, "file with the API key of vLLM")
+    vllm_model: str = setting("", "model name in requests to vLLM, if it serves several models")
+    vllm_token: Path | None = setting(None, "file with the API key for vLLM")
     vllm_prefill_seconds: float = setting(
-        30.0, "maximum seconds that vLLM waits for a worker's prefill; past it, vLLM computes the prompt", low=0.1
+        30.0,
+        "maximum seconds that vLLM waits for a worker's prefill; after that, vLLM prefills the prompt itself",
+        low=0.1,
     )
     max_requests: int = setting(
         256, "maximum number of requests processed at the same time; further requests are refused", low=1
     )
-    request_seconds: float = setting(300.0, "deadline in seconds of requests that have none", low=0.1)
-    precompute_concurrency: int = setting(4, "number of chunks that a Precompute encodes at the same time", low=1)
+    request_seconds: float = setting(300.0, "deadline in seconds of requests that set none", low=0.1)
+    precompute_concurrency: int = setting(
+        4, "number of chunks that one Precompute call encodes at the same time", low=1
+    )
     drain_seconds: float = setting(30.0, "seconds that running calls may take to finish after SIGTERM", low=0)
     metrics_listen: str = setting(
         "", "host:port of a Prometheus scrape endpoint (/metrics) without TLS or token; empty disables it"
@@ -136,14 +147,16 @@ class GatewayConfig:
         "", "keys of an OIDC provider (JWKS): a file or an https URL; calls then require a token"
     )
     auth_issuer: str = setting("", "issuer (iss) of tokens signed by auth_jwks")
-    auth_audience: str = setting("", "audience (aud) of those tokens")
-    auth_role_claim: str = setting("role", "claim of those tokens that holds the role: app, operator or worker")
-    auth_tenant_claim: str = setting("tenant", "claim of those tokens that holds the tenant")
+    auth_audience: str = setting("", "audience (aud) of tokens signed by auth_jwks")
+    auth_role_claim: str = setting(
+        "role", "claim of tokens signed by auth_jwks that holds the role: app, operator or worker"
+    )
+    auth_tenant_claim: str = setting("tenant", "claim of tokens signed by auth_jwks that holds the tenant")
     tenant_key: Path | None = setting(
         None,
         "file with at least 32 random bytes, the same for all gateways; hides tenant names from workers and caches",
     )
-    quotas: Path | None = setting(None, "file of limits for each tenant (TOML, docs/security.md)")
+    quotas: Path | None = setting(None, "file of limits per tenant (TOML, docs/security.md)")
 
     tls_cert: Path | None = setting(
         None, "certificate chain (PEM): enables TLS on ports; also presented to services that ask for a certificate"
@@ -153,37 +166,37 @@ class GatewayConfig:
         None, "CA certificates (PEM): clients must then present a certificate signed by one of them"
     )
     tls_ca: Path | None = setting(
-        None, "CA certificates (PEM) of the services that this one calls; enables TLS for those calls"
+        None, "CA certificates (PEM) of the services that the gateway calls; enables TLS for those calls"
     )
 
     def __post_init__(self) -> None:
         if bool(self.auth_jwks) != bool(self.auth_issuer) or bool(self.auth_jwks) != bool(self.auth_audience):
-            raise ValueError("auth_jwks, auth_issuer and auth_audience go together: set all three")
+            raise ValueError("auth_jwks, auth_issuer and auth_audience must be set together")
         ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
         if self.overlap_tokens >= self.chunk_tokens:
             raise ValueError(
-                f"overlap_tokens ({self.overlap_tokens}) must be under chunk_tokens ({self.chunk_tokens})"
+                f"overlap_tokens ({self.overlap_tokens}) must be less than chunk_tokens ({self.chunk_tokens})"
             )
         if self.max_document_bytes > self.max_ingest_bytes:
-            raise ValueError("max_document_bytes is over max_ingest_bytes")
+            raise ValueError("max_document_bytes exceeds max_ingest_bytes")
         if self.top_k > self.max_top_k:
-            raise ValueError(f"top_k ({self.top_k}) is over max_top_k ({self.max_top_k})")
+            raise ValueError(f"top_k ({self.top_k}) exceeds max_top_k ({self.max_top_k})")
         if self.milvus_url and not self.milvus_url.startswith(("http://", "https://")):
             raise ValueError("milvus_url must begin with http:// or https://")
         if self.milvus_token and not self.milvus_url:
-            raise ValueError("milvus_token is for a milvus_url: set that as well")
+            raise ValueError("milvus_token needs milvus_url")
         if self.language not in LANGUAGES:
-            raise ValueError(f"language {self.language!r} is none of {', '.join(LANGUAGES)}")
+            raise ValueError(f"language {self.language!r} is not one of {', '.join(LANGUAGES)}")
         if self.decode not in ("worker", "vllm"):
             raise ValueError(f"decode must be worker or vllm, not {self.decode!r}")
         if self.decode == "vllm" and not self.vllm_url.startswith(("http://", "https://")):
-            raise ValueError("decode = vllm needs vllm_url, which begins with http:// or https://")
+            raise ValueError("decode = vllm needs vllm_url, beginning with http:// or https://")
         if not self.workers:
-            raise ValueError("workers names no fusion worker")
+            raise ValueError("workers must name at least one fusion worker")
 
     @property
     def several_tenants(self) -> bool:
-        """Whether tokens tell tenants apart; otherwise all calls are one tenant's."""
+        """Whether bearer tokens identify tenants; otherwise all calls belong to one tenant."""
         return bool(self.auth_tokens or self.auth_jwks)
 
     @property
@@ -191,5 +204,5 @@ class GatewayConfig:
         return ServerTLS.of(self.tls_cert, self.tls_key, self.tls_client_ca)
 
     def client_tls(self) -> ClientTLS | None:
-        """How to call other services; reads the files. Raises BadFile."""
+        """The TLS settings for calls to other services. Reads the files; raises BadFile."""
         return ClientTLS.of(self.tls_ca, self.tls_cert, self.tls_key)

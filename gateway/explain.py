@@ -1,4 +1,4 @@
-"""One page on how an answer came about, that needs nothing else to be read: `ask --explain`, a gateway's pages."""
+"""A self-contained HTML page that explains an answer: for `ask --explain` and the gateway's pages for operators."""
 
 import itertools
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# What an answer is held against.
+# The recipe that answers are compared with.
 REFERENCE = "full_attention"
-# In the order that a request goes through them, each with a hue.
+# The stages of a request in order, each with the hue of its colour.
 STAGES = {
     "retrieve": 200,
     "plan": 230,
@@ -28,14 +28,18 @@ STAGES = {
 }
 
 
-# What the page says of an answer that did not come to its own end.
-ENDS = {"max_tokens": ", cut off at its limit of tokens", "stop_string": ", up to a stop string"}
+# How the page describes finish reasons other than the end of the answer.
+ENDS = {"max_tokens": ", cut off at max_tokens", "stop_string": ", ended by a stop string"}
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What the page has besides when a gateway serves it: when that was, the list of all answers, and where to have
-    the question asked again with full attention, if it was not yet.
+    """What a page has in addition when a gateway serves it.
+
+    Attributes:
+        at: time of the answer.
+        home: URL of the list of all answers.
+        compare: URL that repeats the question with full attention; empty once that has been done.
     """
 
     at: str
@@ -44,7 +48,7 @@ class Served:
 
 
 def template(name: str = "explain.html") -> "Template":
-    """A page's template. Raises UsageError when its library is missing."""
+    """A page's template. Raises UsageError if jinja2 is not installed."""
     try:
         from jinja2 import Environment, PackageLoader
     except ModuleNotFoundError as error:
@@ -61,20 +65,24 @@ def render(
     full: Answer | None,
     served: Served | None = None,
 ) -> str:
-    """The page as HTML. `full` is the answer by full attention, if that was asked."""
-    named = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
-    longest = max(a.summary.seconds.total for _, a in named) or 1.0
+    """Renders the page as HTML.
+
+    Args:
+        full: the answer by full attention, if the question was repeated with it.
+    """
+    answers = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
+    longest = max(a.summary.seconds.total for _, a in answers) or 1.0
     return page.render(
         question=question,
-        answers=[(name, a.text.strip(), a.summary) for name, a in named],
+        answers=[(name, a.text.strip(), a.summary) for name, a in answers],
         same=full is not None and answer.text == full.text,
         same_chunks=full is not None and answer.sources == full.sources,
         summary=answer.summary,
         saved=_saved(answer, full),
         facts=_facts(answer, full),
         stages=STAGES,
-        timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in named],
-        seconds=[fields(a.summary.seconds) for _, a in named],
+        timelines=[(name, _timeline(a.summary.seconds, longest), a.summary.seconds) for name, a in answers],
+        seconds=[fields(a.summary.seconds) for _, a in answers],
         verdicts=explanation.verdicts,
         ends=ENDS,
         longest=longest,
@@ -88,23 +96,21 @@ def render(
 
 
 def _saved(answer: Answer, full: Answer | None) -> str:
-    """What reuse brought, in one sentence."""
+    """What reuse saved, in one sentence."""
     s = answer.summary
     if not s.context_tokens or s.tokens_recomputed == s.context_tokens:
-        return "Nothing was reused: all of the context was computed."
-    said = (
-        f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not computed again"
-    )
+        return "Nothing was reused: the whole context was computed."
+    saved = f"{s.context_tokens - s.tokens_recomputed:,} of {s.context_tokens:,} context tokens were not recomputed"
     if full is None or not (s.seconds.ttft and full.summary.seconds.ttft):
-        return f"{said}."
+        return f"{saved}."
     times = full.summary.seconds.ttft / s.seconds.ttft
-    return f"{said}: the first token came {times:.1f} times as fast as with full attention."
+    return f"{saved}; the first token came {times:.1f} times sooner than with full attention."
 
 
 def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
-    """Title, value, and what is said below it."""
+    """Title, value and caption of each figure."""
     s = answer.summary
-    first = f"of {_duration(s.seconds.total)} in all"
+    first = f"of {_duration(s.seconds.total)} in total"
     if full is not None and s.seconds.ttft and full.summary.seconds.ttft:
         first = f"full attention: {_duration(full.summary.seconds.ttft)}"
     context = s.context_tokens or 1
@@ -119,19 +125,19 @@ def _facts(answer: Answer, full: Answer | None) -> list[tuple[str, str, str]]:
 
 
 def _duration(seconds: float) -> str:
-    """A number and its unit, which stay on one line."""
+    """A number and its unit, joined by a no-break space."""
     return f"{seconds:.2f}\u00a0s" if seconds >= 1 else f"{1e3 * seconds:.0f}\u00a0ms"
 
 
 def _timeline(seconds: StageSeconds, longest: float) -> list[tuple[str, float, float]]:
-    """Stage, where it begins and how long it is, in percent of the page. What lies between stages goes to the end."""
-    at, found = 0.0, []
+    """Name, start and length of each stage, in percent of the page's width. Gaps between stages are at the end."""
+    start, stages = 0.0, []
     for stage in STAGES:
         length = 100 * getattr(seconds, stage) / longest
         if length > 0:
-            found.append((stage, at, length))
-        at += length
-    return found
+            stages.append((stage, start, length))
+        start += length
+    return stages
 
 
 def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
@@ -151,7 +157,7 @@ def _chunk(passage: Passage, chunk: ExplainedChunk) -> dict[str, Any]:
 
 
 def _around(name: str, piece: ExplainedChunk) -> dict[str, Any]:
-    """What is no chunk: full attention computes it as well, so nothing of it is computed once more."""
+    """A part of the prompt that is not a chunk. Full attention computes it too, so it never counts as recomputed."""
     state = "lossless" if piece.lossless else "computed"
     return {
         "name": name,
@@ -162,5 +168,5 @@ def _around(name: str, piece: ExplainedChunk) -> dict[str, Any]:
 
 
 def _runs(states: Sequence[str]) -> list[tuple[str, int]]:
-    """States that follow each other, and how often."""
+    """Each run of equal states, with its length."""
     return [(state, len(list(group))) for state, group in itertools.groupby(states)]

@@ -1,6 +1,6 @@
-"""A request for an answer and the answer's figures in OpenTelemetry's words for generative AI, and in our own.
+"""OpenTelemetry attributes of a request and its answer: the GenAI semantic conventions, and FusionKV's own.
 
-No text of a question, a chunk or an answer goes into telemetry.
+Telemetry never contains the text of a question, a chunk or an answer.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ Attributes = Mapping[str, str | bool | int | float | list[str]]
 PROVIDER = "fusionkv"
 
 
-def asked(order: fusion_pb2.GenerateRequest, model: str) -> Attributes:
-    """Of the span `chat <model>`, when it begins."""
-    sampling = order.sampling
+def request_attributes(worker_request: fusion_pb2.GenerateRequest, model: str) -> Attributes:
+    """Attributes of the span `chat <model>` at its start."""
+    sampling = worker_request.sampling
     known = {
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
@@ -32,16 +32,16 @@ def asked(order: fusion_pb2.GenerateRequest, model: str) -> Attributes:
         "gen_ai.provider.name": PROVIDER,
         "gen_ai.request.model": model,
         "gen_ai.output.type": "text",
-        # What is 0 was not asked for.
+        # 0 means that the request did not set the field.
         **{name: value for name, value in known.items() if value},
-        "fusionkv.recipe": order.recipe,
-        "fusionkv.chunks": len(order.chunks),
+        "fusionkv.recipe": worker_request.recipe,
+        "fusionkv.chunks": len(worker_request.chunks),
     }
 
 
-def answered(summary: Summary, model: str) -> Attributes:
-    """Of the same span, when it ends."""
-    made: dict[str, str | bool | int | float | list[str]] = {
+def answer_attributes(summary: Summary, model: str) -> Attributes:
+    """Attributes of the span `chat <model>` at its end."""
+    attributes: dict[str, str | bool | int | float | list[str]] = {
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [summary.finish_reason],
         "gen_ai.usage.input_tokens": summary.prompt_tokens,
@@ -55,16 +55,16 @@ def answered(summary: Summary, model: str) -> Attributes:
         "fusionkv.tokens.encoded": summary.tokens_encoded,
     }
     if summary.degraded:
-        made["fusionkv.degraded"] = summary.degraded_reason
+        attributes["fusionkv.degraded"] = summary.degraded_reason
     if summary.ratio_raised:
-        made["fusionkv.ratio.raised"] = summary.ratio_raised
+        attributes["fusionkv.ratio.raised"] = summary.ratio_raised
     if summary.recipe_replaced:
-        made["fusionkv.recipe.replaced"] = summary.recipe_replaced
-    return made
+        attributes["fusionkv.recipe.replaced"] = summary.recipe_replaced
+    return attributes
 
 
 def retrieval(corpus: str, top_k: int) -> Attributes:
-    """Of the span `gateway.retrieve`, when it begins."""
+    """Attributes of the span `gateway.retrieve` at its start."""
     return {
         "gen_ai.operation.name": "retrieval",
         "gen_ai.provider.name": PROVIDER,
@@ -75,7 +75,7 @@ def retrieval(corpus: str, top_k: int) -> Attributes:
 
 
 def embedding(model: str) -> Attributes:
-    """Of the span `gateway.embed`."""
+    """Attributes of the span `gateway.embed`."""
     return {
         "gen_ai.operation.name": "embeddings",
         "gen_ai.provider.name": PROVIDER,
@@ -85,7 +85,7 @@ def embedding(model: str) -> Attributes:
 
 @contextlib.contextmanager
 def failures(span: Span) -> Iterator[None]:
-    """Says on the span which kind of error ended what runs inside."""
+    """Records on the span the type of an error raised inside."""
     try:
         yield
     except Exception as error:

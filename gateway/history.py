@@ -1,4 +1,4 @@
-"""Answers of late with their explanations, by tenant, for the pages of a gateway; bounded in number and in bytes."""
+"""Recent answers with their explanations, by tenant, for the gateway's pages; limited in number and in bytes."""
 
 import contextlib
 import time
@@ -10,27 +10,32 @@ from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Answer, Explanation, Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
-# Of all tenants together, as protobuf: an answer over 8,000 tokens of context has 0.1 MiB.
-_MOST_BYTES = 64 << 20
+# For all tenants together, as protobuf. An answer over 8,000 tokens of context takes 0.1 MiB.
+_MAX_BYTES = 64 << 20
 Start = Callable[[pb.GenerateRequest], AsyncGenerator[pb.GenerateResponse]]
 
 
 @dataclass
-class Kept:
-    """One answer. at: seconds since the epoch. full: that by full attention, once it was asked for."""
+class Record:
+    """One answer and its request.
+
+    Attributes:
+        at: seconds since the epoch.
+        full: the answer by full attention, if the question was repeated with it.
+    """
 
     tenant: str
     request: pb.GenerateRequest
     at: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    full: "Kept | None" = None
+    full: "Record | None" = None
     _sources: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
     _explanation: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
     _summary: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
     _text: str = ""
 
     def add(self, response: pb.GenerateResponse) -> None:
-        """Notes one event of the answer."""
+        """Records one event of the answer."""
         if response.HasField("token"):
             self._text += response.token.text
         else:
@@ -50,31 +55,32 @@ class Kept:
 
     @property
     def explanation(self) -> Explanation:
-        found = results.event(self._explanation)
-        assert isinstance(found, Explanation)
-        return found
+        explanation = results.event(self._explanation)
+        assert isinstance(explanation, Explanation)
+        return explanation
 
 
 class History:
-    """The last answers of every tenant; one tenant never sees another's."""
+    """The latest answers of every tenant. A tenant sees only its own."""
 
-    def __init__(self, most: int, most_bytes: int = _MOST_BYTES) -> None:
-        self.most = most
-        self._most_bytes = most_bytes
+    def __init__(self, limit: int, max_bytes: int = _MAX_BYTES) -> None:
+        self.limit = limit
+        self._max_bytes = max_bytes
         self._bytes = 0
-        self._kept: dict[str, Kept] = {}  # by id, the oldest first
+        self._kept: dict[str, Record] = {}  # by id, oldest first
 
     async def watch(
         self, tenant: str, request: pb.GenerateRequest, start: Start
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """The events of an answer, which is kept when it ends with its summary. An explanation is always asked for;
-        callers who did not ask see none of it.
+        """Streams the events of an answer, and stores the answer when it ends with its summary.
+
+        The request always asks for an explanation. A caller that did not ask for one does not receive it.
         """
-        asked = pb.GenerateRequest()
-        asked.CopyFrom(request)
-        asked.explain = True
-        kept = Kept(tenant, asked)
-        async with contextlib.aclosing(start(asked)) as responses:
+        explained = pb.GenerateRequest()
+        explained.CopyFrom(request)
+        explained.explain = True
+        kept = Record(tenant, explained)
+        async with contextlib.aclosing(start(explained)) as responses:
             async for response in responses:
                 kept.add(response)
                 if response.HasField("summary"):
@@ -82,35 +88,35 @@ class History:
                 if request.explain or not response.HasField("explanation"):
                     yield response
 
-    def keep(self, kept: Kept) -> None:
-        """Adds an answer, in place of the oldest ones where there are too many."""
+    def keep(self, kept: Record) -> None:
+        """Adds an answer and drops the oldest ones over the limits."""
         self._kept[kept.id] = kept
         self._bytes += kept.bytes
-        for old in self.of(kept.tenant)[self.most :]:
+        for old in self.of(kept.tenant)[self.limit :]:
             self._drop(old)
         self._make_room()
 
-    def compare(self, kept: Kept, full: Kept) -> None:
-        """Adds the answer by full attention to one that is still there, in place of the oldest ones."""
+    def compare(self, kept: Record, full: Record) -> None:
+        """Adds the answer by full attention to a stored record, and drops the oldest records over the limits."""
         if kept.id in self._kept:
             self._bytes -= kept.bytes
             kept.full = full
             self._bytes += kept.bytes
             self._make_room()
 
-    def of(self, tenant: str) -> list[Kept]:
-        """A tenant's answers, the latest first."""
+    def of(self, tenant: str) -> list[Record]:
+        """A tenant's answers, latest first."""
         return [kept for kept in reversed(self._kept.values()) if kept.tenant == tenant]
 
-    def get(self, tenant: str, id: str) -> Kept | None:
-        """A tenant's answer; None if there is none, or if it is another's."""
+    def get(self, tenant: str, id: str) -> Record | None:
+        """A tenant's answer; None if there is none, or if it belongs to another tenant."""
         kept = self._kept.get(id)
         return kept if kept is not None and kept.tenant == tenant else None
 
     def _make_room(self) -> None:
-        while self._bytes > self._most_bytes:
+        while self._bytes > self._max_bytes:
             self._drop(next(iter(self._kept.values())))
 
-    def _drop(self, kept: Kept) -> None:
+    def _drop(self, kept: Record) -> None:
         self._bytes -= kept.bytes
         del self._kept[kept.id]

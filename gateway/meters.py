@@ -1,4 +1,4 @@
-"""What a gateway measures of its answers."""
+"""Metrics of answers."""
 
 from opentelemetry import metrics
 
@@ -9,31 +9,29 @@ _meter = metrics.get_meter(__name__)
 _ttft = _meter.create_histogram(
     "fusionkv.gateway.ttft",
     unit="s",
-    description="arrival of a question to its first token",
+    description="time from the arrival of a question to its first token",
     explicit_bucket_boundaries_advisory=telemetry.SECONDS,
 )
 _per_token = _meter.create_histogram(
     "fusionkv.gateway.time_per_token",
     unit="s",
-    description="from one token of an answer to the next, the mean of an answer",
+    description="mean time between the tokens of an answer",
     explicit_bucket_boundaries_advisory=telemetry.SECONDS,
 )
-_chunks = _meter.create_counter(
-    "fusionkv.gateway.chunks", description="chunks of prompts, by where their KV came from"
-)
+_chunks = _meter.create_counter("fusionkv.gateway.chunks", description="chunks in prompts, by the source of their KV")
 
 
 def first_token(recipe: str, seconds: float) -> None:
-    """Within the request's span, which the figure then leads to."""
+    """Records the time to the first token. Call it within the request's span, which becomes the exemplar."""
     _ttft.record(seconds, {"fusionkv.recipe": recipe})
 
 
 def answered(summary: Summary, tenant: str) -> None:
-    """An answer's end. tenant: as telemetry calls it."""
+    """Records a finished answer. `tenant` is the tenant's label in telemetry."""
     seconds, generated = summary.seconds, summary.tokens_generated
     if generated > 1:
         _per_token.record(seconds.decode / (generated - 1), {"fusionkv.recipe": summary.recipe})
-    found = [(hit.kind, hit.tier, hit.chunks) for hit in summary.hits]
-    for kind, tier, chunks in (*found, ("miss", "none", summary.chunks_missed)):
+    hits = [(hit.kind, hit.tier, hit.chunks) for hit in summary.hits]
+    for kind, tier, chunks in (*hits, ("miss", "none", summary.chunks_missed)):
         if chunks:
             _chunks.add(chunks, {"fusionkv.kind": kind, "fusionkv.tier": tier, "fusionkv.tenant": tenant})

@@ -1,4 +1,4 @@
-"""Page tokens of List: each is good for one tenant and one listing, and for no other."""
+"""Page tokens of List, each valid for one tenant and one listing only."""
 
 import hashlib
 import hmac
@@ -9,27 +9,30 @@ _MARK_BYTES = 8
 
 
 def token(tenant: str, corpus: str, last: str) -> str:
-    """What continues a listing behind the item `last`; `tenant` is its salt, `corpus` may be empty."""
+    """The token that continues a listing after the item `last`; `tenant` is its salt, `corpus` may be empty."""
     return (_mark(tenant, corpus, last.encode()) + last.encode()).hex()
 
 
-def last(tenant: str, corpus: str, token: str, most: int) -> str:
-    """The item, of at most `most` bytes, that a token stands for; empty for the first page.
+def last(tenant: str, corpus: str, token: str, limit: int) -> str:
+    """The item that a page token continues after; empty for the first page.
+
+    Args:
+        limit: maximum size of an item in bytes.
 
     Raises:
-        InvalidArgument: it is no token that this tenant was given for this listing.
+        InvalidArgument: the token was not issued to this tenant for this listing.
     """
     if not token:
         return ""
     try:
-        raw = bytes.fromhex(token) if len(token) <= 2 * (_MARK_BYTES + most) else b""
+        raw = bytes.fromhex(token) if len(token) <= 2 * (_MARK_BYTES + limit) else b""
         mark, name = raw[:_MARK_BYTES], raw[_MARK_BYTES:]
         if name and hmac.compare_digest(mark, _mark(tenant, corpus, name)):
             return name.decode()
     except ValueError:
         pass
     raise InvalidArgument(
-        f"bad page token {token[:80]!r}: send the one of the reply before, unchanged, for the same listing"
+        f"bad page token {token[:80]!r}: send next_page_token of the previous reply unchanged, for the same listing"
     )
 
 

@@ -1,4 +1,4 @@
-"""A question's way through the gateway: retrieve, plan, generate."""
+"""The path of a question through the gateway: retrieve, plan, generate."""
 
 import asyncio
 import contextlib
@@ -28,19 +28,19 @@ tracer = trace.get_tracer(__name__)
 
 
 class Engine(Protocol):
-    """What answers prompts: the workers, or vLLM with what they prefill."""
+    """What answers prompts: the fusion workers, or vLLM behind them."""
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
-        """Tokenizer and template of the model. Raises Unavailable."""
+        """Tokenizer and prompt template of the model. Raises Unavailable."""
 
     def generate(
         self, request: fusion_pb2.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
-        """Streams one answer."""
+        """Streams the answer to one request."""
 
 
 class Pipeline:
-    """Answers questions over what the retrieval engine holds, on the workers."""
+    """Answers questions over given passages or over the corpora in the retrieval engine."""
 
     def __init__(self, config: GatewayConfig, engine: Engine, search: HybridSearch) -> None:
         self._config = config
@@ -57,39 +57,56 @@ class Pipeline:
         vocabulary: Vocabulary | None = None,
         where: Mapping[str, str] = NO_FILTER,
     ) -> list[Passage]:
-        """The best passages for a question with their scores, best first; `top_k` 0 takes the configured number.
+        """Retrieves passages for a question.
 
-        where: only of documents with this metadata.
+        Args:
+            top_k: number of passages; 0 uses the configured number.
+            timeout: seconds.
+            where: metadata that a document must have.
+
+        Returns:
+            The best passages with their scores, best first.
+
+        Raises:
+            InvalidArgument: the question, the corpus's name, top_k or the filter is invalid.
+            DeadlineExceeded: retrieval took longer than `timeout`.
         """
         check_question(question)
         plan.check_filter(where)
         check_corpus(corpus)
         count = top_k or self._config.top_k
         if count > self._config.max_top_k:
-            raise InvalidArgument(f"top_k is {count}: at most {self._config.max_top_k} chunks are retrieved")
-        asked = genai.retrieval(corpus, count)
+            raise InvalidArgument(f"top_k is {count}: the maximum is {self._config.max_top_k}")
+        attributes = genai.retrieval(corpus, count)
         with (
             within(timeout),
-            tracer.start_as_current_span("gateway.retrieve", attributes=asked) as span,
+            tracer.start_as_current_span("gateway.retrieve", attributes=attributes) as span,
             genai.failures(span),
         ):
-            # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
+            # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
             await tenant.retrieval.check(corpus)
             vocabulary = vocabulary or await self._engine.model(timeout)
-            # Whoever embeds or ranks does not know how long the caller waits.
+            # Embedders and rerankers do not know the caller's deadline.
             try:
                 async with asyncio.timeout(timeout):
                     found = await self._search.search(
                         tenant.retrieval, corpus, question, count, vocabulary.identity, where
                     )
             except TimeoutError as error:
-                raise DeadlineExceeded(f"retrieval took longer than the {timeout:.1f} s that were left") from error
+                raise DeadlineExceeded(f"retrieval took longer than the remaining {timeout:.1f} s") from error
             return [plan.retrieved(*best) for best in found]
 
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """One Sources, then tokens, then one Summary. `timeout` is what is left of the caller's deadline."""
+        """Answers a request.
+
+        Args:
+            timeout: seconds until the caller's deadline.
+
+        Yields:
+            One Sources, then tokens, then one Summary.
+        """
         began = time.perf_counter()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
@@ -99,29 +116,31 @@ class Pipeline:
         if request.passages:
             passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
-            asked = request.corpus, request.query or conversation.question, request.top_k
-            passages = await self.retrieve(tenant, *asked, timeout, vocabulary, request.filter)
+            search = request.corpus, request.query or conversation.question, request.top_k
+            passages = await self.retrieve(tenant, *search, timeout, vocabulary, request.filter)
         if not named:
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:
             passages = plan.order(passages, request.order)
-            # Tokenising a long question takes up to 0.1 s, which other requests must not wait for.
-            asked_for = request, conversation, recipe, passages, vocabulary, tenant.salt
-            order = await asyncio.to_thread(plan.build, *asked_for)
+            # Tokenising a long question takes up to 0.1 s, which must not block other requests.
+            parts = request, conversation, recipe, passages, vocabulary, tenant.salt
+            worker_request = await asyncio.to_thread(plan.build, *parts)
             span.set_attributes({"fusionkv.chunks": len(passages), "fusionkv.recipe": recipe.name})
         planned = time.perf_counter()
-        # Planned first, so that a prompt over the model's length is an error and not half an answer.
+        # Only after planning: a prompt over the model's length is an error, not half an answer.
         yield pb.GenerateResponse(sources=pb.Sources(passages=[source for _, source in passages]))
-        prompt = plan.tokens(order)
+        prompt = plan.tokens(worker_request)
         tenant.meter.spend(prompt)
         ttft = 0.0
         model = vocabulary.model.name
-        span = tracer.start_span(f"chat {model}", kind=SpanKind.CLIENT, attributes=genai.asked(order, model))
+        span = tracer.start_span(
+            f"chat {model}", kind=SpanKind.CLIENT, attributes=genai.request_attributes(worker_request, model)
+        )
         finished = False
         try:
-            left = max(0.001, timeout - (planned - began))
-            async with contextlib.aclosing(self._engine.generate(order, left)) as responses:
+            remaining = max(0.001, timeout - (planned - began))
+            async with contextlib.aclosing(self._engine.generate(worker_request, remaining)) as responses:
                 async for response in _within(span, responses):
                     if response.HasField("token"):
                         tenant.meter.spend(1)
@@ -138,13 +157,13 @@ class Pipeline:
                         summary.chunks_retrieved = len(passages)
                         if trace.get_current_span().is_recording():
                             summary.trace_id = telemetry.trace_id()
-                        span.set_attributes(genai.answered(summary, model))
+                        span.set_attributes(genai.answer_attributes(summary, model))
                         meters.answered(summary, tenant.label)
                         finished = True
                         yield pb.GenerateResponse(summary=summary)
         except Exception as error:
-            finished = True  # with an error, which the span has
-            if not ttft and isinstance(error, (ResourceExhausted, Unavailable)):  # the caller will come again
+            finished = True  # with an error, which the span records
+            if not ttft and isinstance(error, (ResourceExhausted, Unavailable)):  # the caller will retry
                 tenant.meter.give_back(prompt)
             raise
         finally:
@@ -156,7 +175,7 @@ class Pipeline:
 async def _within(
     span: trace.Span, responses: AsyncIterator[fusion_pb2.GenerateResponse]
 ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
-    """Makes `span` current while the next response is awaited, and not while the reader handles it."""
+    """Makes `span` current while the next response is awaited, but not while the consumer handles it."""
     while True:
         with trace.use_span(span), genai.failures(span):
             response = await anext(responses, None)

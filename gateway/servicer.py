@@ -1,4 +1,4 @@
-"""The gateway's RPCs: admission, deadlines and counters around ingest, pipeline and precompute."""
+"""The gateway's RPCs: admission, deadlines and counters around ingestion, answering and precomputation."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from fusionkv.gateway.auth.shares import Shares
 from fusionkv.gateway.auth.tenants import Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
-from fusionkv.gateway.ingest.ingest import MOST_NAME, Ingest, check_corpus, check_document
+from fusionkv.gateway.ingest.ingest import MAX_NAME, Ingest, check_corpus, check_document
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
@@ -42,23 +42,23 @@ _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
 _failures = _meter.create_counter("fusionkv.gateway.failures", description="failed calls, by method and status")
 _in_flight = _meter.create_up_down_counter("fusionkv.gateway.in_flight", description="calls being answered")
-_degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers that had to do without the cache")
+_degraded = _meter.create_counter("fusionkv.gateway.degraded", description="answers given without the cache")
 _PAGE = 100
-_MOST_PAGE = 1000
-_MOST_NAME_BYTES = 4 * MOST_NAME
-# Longer than any question, so a forgotten deadline on a large document still ends.
+_MAX_PAGE = 1000
+_MAX_NAME_BYTES = 4 * MAX_NAME
+# Seconds. A longer deadline counts as none, and request_seconds applies.
 _NO_DEADLINE = 1e6
 
 
 class Call(Protocol):
-    """What a method asks of its call, which gRPC brings, or HTTP."""
+    """What a method needs of its call, over gRPC or HTTP."""
 
     def time_remaining(self) -> float | None:
         """Seconds until the caller's deadline; None without one."""
 
 
 class GatewayServicer:
-    """One method an RPC, named as in gateway.proto."""
+    """Implements the service of gateway.proto, one method per RPC."""
 
     def __init__(
         self,
@@ -69,8 +69,13 @@ class GatewayServicer:
         search: HybridSearch | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """history: keeps answers with explanations, for operators to look at. search: None is by words alone. engine:
-        what answers prompts; None is the workers."""
+        """Creates the servicer.
+
+        Args:
+            history: stores answers with explanations for operators.
+            search: retrieval; None searches by BM25 only.
+            engine: answers prompts; None uses the workers.
+        """
         self.history = history
         self._search = search or HybridSearch(config)
         self._config = config
@@ -126,10 +131,10 @@ class GatewayServicer:
     async def List(self, request: pb.ListRequest, context: Call) -> pb.ListResponse:
         with self._admitted("List"):
             tenant = await self._tenant()
-            size = min(request.page_size or _PAGE, _MOST_PAGE)
+            size = min(request.page_size or _PAGE, _MAX_PAGE)
             if request.corpus:
                 check_corpus(request.corpus)
-            after = page_tokens.last(tenant.salt, request.corpus, request.page_token, _MOST_NAME_BYTES)
+            after = page_tokens.last(tenant.salt, request.corpus, request.page_token, _MAX_NAME_BYTES)
             if request.corpus:
                 items = await tenant.retrieval.documents(request.corpus, after, size + 1)
             else:
@@ -154,27 +159,30 @@ class GatewayServicer:
             return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
     async def embed(self, texts: Sequence[str], model: str, context: Call) -> tuple[np.ndarray, str, int]:
-        """Vectors of texts, float32 `[text, dim]`, by the embedder of retrieval; its name, and the tokens spent: one
-        for every four bytes, which is about what they are.
+        """Embeds texts with the embedder of retrieval.
+
+        Returns:
+            The vectors, float32 `[text, dim]`; the embedder's name; and the tokens counted against the quota, which
+            are estimated at one per four bytes.
 
         Raises:
-            NotFound: the model is another one.
-            FailedPrecondition: there is no embedder.
+            NotFound: the gateway's embedder is another model.
+            FailedPrecondition: the gateway has no embedder.
         """
         with self._admitted("Embed"):
             tenant = await self._tenant()
             embedder = self._search.embedder
             if embedder is None:
-                raise FailedPrecondition("this gateway has no embedder: it retrieves by words alone")
+                raise FailedPrecondition("this gateway has no embedder: it retrieves by BM25 only")
             if model not in ("", embedder.name, embedder.name.partition("@")[0]):
-                raise NotFound(f"no model {model[:80]!r} of embeddings; there is {embedder.name}")
+                raise NotFound(f"unknown embedding model {model[:80]!r}; known: {embedder.name}")
             tokens = sum(-(-len(text.encode()) // 4) for text in texts)
             tenant.meter.spend(tokens)
             try:
                 async with asyncio.timeout(self._time_left(context)):
                     return await embedder.embed(texts), embedder.name, tokens
             except TimeoutError as error:
-                raise DeadlineExceeded("embedding took longer than a request may") from error
+                raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
     async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
         async with contextlib.aclosing(self.generate(request, context, self.history)) as responses:
@@ -184,18 +192,18 @@ class GatewayServicer:
     async def generate(
         self, request: pb.GenerateRequest, context: Call, history: History | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Generate; the answer is kept in the history, if there is one."""
-        with self._admitted("Generate") as said:
+        """Generate, with the answer stored in `history`, if there is one."""
+        with self._admitted("Generate") as log_fields:
             tenant = await self._tenant()
 
-            def start(asked: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
-                return self._pipeline.answer(tenant, asked, self._time_left(context))
+            def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
+                return self._pipeline.answer(tenant, observed, self._time_left(context))
 
             answer = history.watch(tenant.salt, request, start) if history is not None else start(request)
             async with contextlib.aclosing(answer) as responses:
                 async for response in responses:
                     if response.HasField("summary"):
-                        self._summarised(response.summary, said)
+                        self._summarised(response.summary, log_fields)
                     yield response
 
     async def Stats(self, request: pb.StatsRequest, context: Call) -> pb.StatsResponse:
@@ -209,51 +217,59 @@ class GatewayServicer:
             chunks=sum(c.chunks for c in corpora),
             uptime_seconds=time.monotonic() - self._started,
         )
-        # A gateway without its worker still reports of itself.
+        # A gateway whose worker is down still reports its own figures.
         with contextlib.suppress(ServiceError):
             model = (await self._workers.model(2.0)).model
             response.model, response.model_fingerprint = model.name, model.fingerprint
             response.worker = self._workers.address()
         return response
 
-    async def whose(self) -> str:
-        """The tenant of the call in progress, by what the history knows it by."""
+    async def tenant_salt(self) -> str:
+        """The salt of the tenant of the current call, by which the history stores answers."""
         return (await self._tenants.current()).salt
 
     async def close(self) -> None:
-        """After the last call."""
+        """Closes everything. Call it after the last call has ended."""
         await self._ingest.close()
         await self._workers.close()
         await self._search.close()
         await self._tenants.close()
 
     def _time_left(self, context: Call) -> float:
-        left = context.time_remaining()
-        return self._config.request_seconds if left is None or left > _NO_DEADLINE else left
+        remaining = context.time_remaining()
+        return self._config.request_seconds if remaining is None or remaining > _NO_DEADLINE else remaining
 
     async def _tenant(self) -> Tenant:
-        """Whose call it is; refuses one that is over a quota."""
+        """The tenant of the call. Raises ResourceExhausted if it is over its quota."""
         tenant = await self._tenants.current()
         tenant.meter.admit()
         return tenant
 
-    def _summarised(self, summary: Summary, said: dict[str, Any]) -> None:
-        said |= {"recipe": summary.recipe, "ttft": round(summary.seconds.ttft, 6), "tokens": summary.tokens_generated}
+    def _summarised(self, summary: Summary, log_fields: dict[str, Any]) -> None:
+        log_fields |= {
+            "recipe": summary.recipe,
+            "ttft": round(summary.seconds.ttft, 6),
+            "tokens": summary.tokens_generated,
+        }
         if summary.degraded:
             self._marked_degraded += 1
             _degraded.add(1, {"fusionkv.recipe": summary.recipe})
-            said["degraded"] = summary.degraded_reason
+            log_fields["degraded"] = summary.degraded_reason
 
     @contextlib.contextmanager
     def _admitted(self, method: str) -> Iterator[dict[str, Any]]:
-        """Counts a call, refuses it when too many are in flight, and logs it at its end with what was said of it."""
+        """Counts a call, refuses it if too many are in flight, and logs it at its end.
+
+        Yields:
+            The fields of the log record, for the caller to add to.
+        """
         began, status = time.perf_counter(), "CANCELLED"
-        said: dict[str, Any] = {}
+        log_fields: dict[str, Any] = {}
         self._served += 1
         _requests.add(1, {"rpc.method": method})
         try:
             with self._counted():
-                yield said
+                yield log_fields
             status = "OK"
         except ServiceError as error:
             status = error.status.name
@@ -265,11 +281,13 @@ class GatewayServicer:
             if status not in ("OK", "CANCELLED"):
                 self._failed += 1
                 _failures.add(1, {"rpc.method": method, "rpc.grpc.status": status})
-            said |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
-            answer = (
-                "; {recipe}, first token after {ttft:.3f} s, {tokens} tokens".format(**said) if "ttft" in said else ""
+            log_fields |= {"method": method, "status": status, "seconds": round(time.perf_counter() - began, 6)}
+            answer = ""
+            if "ttft" in log_fields:
+                answer = "; {recipe}, first token after {ttft:.3f} s, {tokens} tokens".format(**log_fields)
+            log.info(
+                "%s %s after %.3f s%s", method, status, log_fields["seconds"], answer, extra={logs.FIELDS: log_fields}
             )
-            log.info("%s %s after %.3f s%s", method, status, said["seconds"], answer, extra={logs.FIELDS: said})
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -277,7 +295,7 @@ class GatewayServicer:
         with self._active.holding(caller.tenant if caller else "") as held:
             if not held:
                 raise ResourceExhausted(
-                    f"{self._active.held} requests are in flight already; try again later", retry_after=0.5
+                    f"{self._active.held} requests are in flight; try again later", retry_after=0.5
                 )
             _in_flight.add(1)
             try:

@@ -1,4 +1,4 @@
-"""Text to token ids and chunks, exactly as the worker's model counts them."""
+"""Turns text into token ids and chunks, with the tokenizer of the worker's model."""
 
 import hashlib
 import re
@@ -13,18 +13,19 @@ from fusionkv.gateway.retrieval.base import ModelIdentity
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-# Characters of a line that are split together: the splitter takes the square, 0.14 s of 4,000 of them ("e.g.e.g.").
+# Longest line, in characters, that is split at once: splitting is quadratic, 0.14 s for 4,000 of them ("e.g.e.g.").
 _LONGEST_LINE = 4096
-# Tokens of a title are counted in steps of so many.
+# The length of a title in tokens is rounded up to a multiple of this number.
 _TITLE_STEP = 16
-# Characters of a token, at most, of a text that may be one chunk.
-_SHORT = 16
+# Maximum characters per token of a text that may be a single chunk.
+_MAX_CHARACTERS_PER_TOKEN = 16
 _LONG_LINE = re.compile(rf"[^\n]{{{_LONGEST_LINE + 1}}}")
 
 
 class Vocabulary:
-    """The tokenizer and prompt template of one model. Thread-safe; its methods block, so call them from a thread
-    for anything larger than a question.
+    """The tokenizer and prompt template of one model.
+
+    Thread-safe. Its methods block: call them in a thread for anything longer than a question.
     """
 
     def __init__(self, model: fusion_pb2.GetModelResponse) -> None:
@@ -38,7 +39,7 @@ class Vocabulary:
         self._tokenizer = Tokenizer.from_str(model.tokenizer_json.decode())
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # In what users write, "<eos>" is five characters; only the template may say it as a control token.
+        # In users' text, "<eos>" is five characters; only the template may contain control tokens.
         self._tokenizer.encode_special_tokens = True
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {token.content: id for id, token in added.items() if token.special}
@@ -46,12 +47,14 @@ class Vocabulary:
         self._control = re.compile(f"({names})") if names else None
 
     def text(self, stop: Sequence[str]) -> TextStream:
-        """Turns ids of an answer into text as they come."""
+        """A decoder that turns the ids of an answer into text as they arrive."""
         return TextStream(self._tokenizer, stop)
 
     def system(self, own: str = "") -> list[int]:
-        """Ids of the system prompt, a request's `own` one or the template's, with the beginning-of-sequence token if
-        the model has one.
+        """Ids of the system prompt, with the beginning-of-sequence token if the model has one.
+
+        Args:
+            own: the request's system prompt; empty uses the template's.
         """
         start = [self.model.bos_token] if self.model.HasField("bos_token") else []
         template = self.model.template
@@ -59,51 +62,61 @@ class Vocabulary:
         return start + (self._encode(before, own, after) if own else self._encode(template.system))
 
     def question(self, *turns: str) -> list[int]:
-        """Ids of the question within the template's words around it, or of a conversation: texts of the user and the
-        assistant by turns, the user's first and last.
+        """Ids of a question within the template.
+
+        Args:
+            turns: one question, or the texts of the user and the assistant in turn; the first and the last are the
+                user's.
         """
         before, after = self.model.template.question.split("{question}")
         answer, _, next_ = self.model.template.turn.partition("{answer}")
-        fore = (next_, answer)  # what stands before a turn of the user, and before one of the assistant
-        pieces = [piece for number, turn in enumerate(turns) for piece in (fore[number % 2], turn)]
+        separators = (next_, answer)  # the text before a turn of the user, and before one of the assistant
+        pieces = [piece for number, turn in enumerate(turns) for piece in (separators[number % 2], turn)]
         return self._encode(before, *pieces[1:], after)
 
     def chunk(self, text: str) -> list[int]:
-        """Ids of a text as a chunk of a prompt: those of `chunks`, where they have this text."""
+        """Ids of a text as a chunk of a prompt, the same as `chunks` returns for this text."""
         before, after = self.model.template.chunk.split("{text}")
         return self._encode(before, text, after)
 
-    def chunks(self, document: Document, most_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
-        """Splits a document into texts of at most about `most_tokens`, each with its ids as it stands in a prompt.
+    def chunks(self, document: Document, max_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
+        """Splits a document into chunks.
 
-        Its title stands on a line of its own above each.
+        The document's title stands on a separate line at the head of each.
+
+        Args:
+            max_tokens: approximate maximum size of a chunk.
+            overlap: number of tokens that a chunk repeats from the previous one.
+
+        Returns:
+            Text and token ids of each chunk, the ids as in a prompt.
 
         Raises:
-            InvalidArgument: template, title and overlap leave no room.
+            InvalidArgument: template, title and overlap leave no room for text.
         """
         head = f"{document.title}\n" if document.title else ""
         before, after = self.model.template.chunk.split("{text}")
-        # In steps, so that titles of many lengths need few splitters.
-        aside = -(-len(self._encode("", head)) // _TITLE_STEP) * _TITLE_STEP
-        room = most_tokens - len(self._encode(before, "", after)) - aside
+        # Rounded up, so that titles of different lengths share few splitters.
+        title = -(-len(self._encode("", head)) // _TITLE_STEP) * _TITLE_STEP
+        room = max_tokens - len(self._encode(before, "", after)) - title
         if room <= overlap:
-            beside = f"the template, a title of {aside} tokens" if head else "the template"
+            beside = f"the template, a title of {title} tokens" if head else "the template"
             raise InvalidArgument(
-                f"chunk_tokens = {most_tokens} leaves no room beside {beside} and {overlap} tokens of overlap"
+                f"chunk_tokens = {max_tokens} leaves no room for text beside {beside} and {overlap} tokens of overlap"
             )
-        found = []
+        chunks: list[tuple[str, list[int]]] = []
         for part in _parts(document.text):
             whole = head + part.strip()
-            # Most passages are one chunk, which needs no splitter.
-            if len(part) <= _SHORT * most_tokens and len(ids := self.chunk(whole)) <= most_tokens:
-                found += [(whole, ids)] if part.strip() else []
+            # Most passages fit into one chunk, which needs no splitter.
+            if len(part) <= _MAX_CHARACTERS_PER_TOKEN * max_tokens and len(ids := self.chunk(whole)) <= max_tokens:
+                chunks += [(whole, ids)] if part.strip() else []
                 continue
             splitter = self._splitter(document.markdown, room, overlap)
-            found += [(head + text, self.chunk(head + text)) for text in splitter.chunks(part)]
-        return found
+            chunks += [(head + text, self.chunk(head + text)) for text in splitter.chunks(part)]
+        return chunks
 
     def _splitter(self, markdown: bool, room: int, overlap: int) -> TextSplitter | MarkdownSplitter:
-        """One for all documents: each takes a copy of the tokenizer."""
+        """A splitter, shared by all documents because each holds a copy of the tokenizer."""
         key = markdown, room, overlap
         if key not in self._splitters:
             kind = MarkdownSplitter if markdown else TextSplitter
@@ -111,8 +124,8 @@ class Vocabulary:
         return self._splitters[key]
 
     def _encode(self, *pieces: str) -> list[int]:
-        """Ids of all pieces together: the template's and users' by turns. Only the template's hold control tokens."""
-        # Text and control tokens by turns, as splitting by one group leaves them.
+        """Ids of all pieces together, the template's and users' in turn. Only the template's hold control tokens."""
+        # Text and control tokens in turn, as re.split with one group returns them.
         parts = [""]
         for number, piece in enumerate(pieces):
             first, *rest = self._control.split(piece) if self._control and number % 2 == 0 else [piece]
@@ -123,15 +136,15 @@ class Vocabulary:
             if number % 2:
                 ids.append(self._special[part])
             elif part:
-                # Without offsets, which nobody reads: 8 chunks of 250 tokens take 2.4 ms instead of 3.6 (SmolLM2).
+                # encode_batch_fast computes no offsets: 8 chunks of 250 tokens take 2.4 ms instead of 3.6 (SmolLM2).
                 ids.extend(self._tokenizer.encode_batch_fast([part], add_special_tokens=False)[0].ids)
         return ids
 
 
 def _parts(text: str) -> list[str]:
-    """The text, cut within lines that are too long to be split in one go, behind a sentence or a word if possible.
+    """Cuts a text within lines over _LONGEST_LINE, if possible after a sentence or a word.
 
-    Of ordinary documents hardly any has such a line.
+    Hardly any ordinary document has such a line.
     """
     parts, start = [], 0
     while found := _LONG_LINE.search(text, start):

@@ -1,1 +1,1 @@
-"""FusionKV in vLLM: prompts that fusion workers prefilled, and prefixes that vLLM instances share."""
+"""FusionKV's KV connector for vLLM: loads prompts prefilled by fusion workers, and shares prefixes of vLLM."""

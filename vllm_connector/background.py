@@ -1,4 +1,4 @@
-"""Calls to other services from vLLM's threads: one event loop in a thread of its own."""
+"""Runs calls to other services in an event loop of a separate thread."""
 
 import asyncio
 import threading
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Background:
-    """An event loop, and the connections that live in it. `run` and `close` are for any thread."""
+    """An event loop in a thread, and its connections. `run` and `close` are thread-safe."""
 
     def __init__(self, cache: str, tls: ClientTLS | None) -> None:
-        """cache: address of the cache service; empty for none."""
+        """`cache` is the address of the cache service; empty for none."""
         self.cache = CacheClient(cache, tls) if cache else None
         self._tls = tls
         self._workers: dict[str, WorkerClient] = {}
@@ -26,17 +26,17 @@ class Background:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Starts what runs in the loop; its result is there when the future is done."""
+        """Starts a coroutine in the loop; returns the future of its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def worker(self, address: str) -> WorkerClient:
-        """A fusion worker's client; for what runs in the loop."""
+        """The client of a fusion worker. Call it in the loop only."""
         if address not in self._workers:
             self._workers[address] = WorkerClient(address, self._tls)
         return self._workers[address]
 
     def close(self) -> None:
-        """Ends the connections and the loop."""
+        """Closes the connections and stops the loop."""
         self.run(self._close()).result(5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)

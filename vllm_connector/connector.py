@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads: `FusionKVConnector` at `kv_connector_module_path` fusionkv.vllm.connector.
 
-Written against vLLM 0.17 to 0.32. One that has sliding-window layers gives all layers all pages here, since the
-connector does not say that it supports vLLM's hybrid memory manager.
+Written for vLLM 0.17 to 0.32. With sliding-window layers, vLLM keeps all pages of all layers, because the connector
+does not declare support for its hybrid memory manager.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,13 @@ from fusionkv.vllm.transfers import Transfers
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`kv_connector_extra_config`.
+    """Options in `kv_connector_extra_config`.
 
-    cache: address of the cache service that prefixes are shared by; empty for fused prompts alone. chunk_tokens: of
-    an entry there. load_seconds: what loading a prompt may take. tls_ca, tls_cert, tls_key: PEM files, as the
-    services have them.
+    Attributes:
+        cache: address of the cache service for shared prefixes; empty loads fused prompts only.
+        chunk_tokens: tokens of a prefix entry in the cache service.
+        load_seconds: maximum seconds for loading a prompt.
+        tls_ca, tls_cert, tls_key: PEM files, as in the services' settings.
     """
 
     cache: str = ""
@@ -45,7 +47,7 @@ class Options:
     def of(cls, given: Mapping[str, Any]) -> "Options":
         names = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - names):
-            raise ValueError(f"kv_connector_extra_config.{unknown[0]} is none of {', '.join(sorted(names))}")
+            raise ValueError(f"kv_connector_extra_config.{unknown[0]} is not one of {', '.join(sorted(names))}")
         return cls(**given)
 
     def tls(self) -> ClientTLS | None:
@@ -59,29 +61,29 @@ class _Metadata(KVConnectorMetadata):
 
 
 class FusionKVConnector(KVConnectorBase_V1):
-    """vLLM's side of the contract; what it does is in `Scheduling` and `Moving`."""
+    """Implements vLLM's connector interface with `Scheduling` and `Moving`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ValueError(
-                "FusionKV needs kv_load_failure_policy = recompute in --kv-transfer-config: otherwise requests whose "
-                "KV can't be loaded fail"
+                "FusionKV needs kv_load_failure_policy = recompute in --kv-transfer-config: otherwise, requests fail "
+                "if their KV can't be loaded"
             )
         config, parallel = vllm_config.model_config, vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
-            raise ValueError("FusionKV loads all layers of a rank: pipeline parallelism is not supported")
+            raise ValueError("FusionKV does not support pipeline parallelism")
         if vllm_config.cache_config.cache_dtype != "auto":
-            raise ValueError("FusionKV loads KV as the model computes it: use kv_cache_dtype auto")
+            raise ValueError("FusionKV loads KV in the model's dtype only: set kv_cache_dtype to auto")
         options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
         dtype = str(config.dtype).removeprefix("torch.")
         layers, heads = config.get_num_layers(parallel), config.get_total_num_kv_heads()
         layout = KVLayout(layers, heads, config.get_head_size(), dtype)
-        # Where there are more ranks than KV heads, several have the same one.
+        # With more ranks than KV heads, several ranks hold the same head.
         self._ranks = min(parallel.tensor_parallel_size, heads)
         if options.chunk_tokens % vllm_config.cache_config.block_size:
             size = vllm_config.cache_config.block_size
-            raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is no multiple of vLLM's block size, {size}")
+            raise ValueError(f"chunk_tokens ({options.chunk_tokens}) is not a multiple of vLLM's block size, {size}")
         self._options, self._layout = options, layout
         self._background = Background(options.cache, options.tls())
         self._scheduling: Any = None
@@ -92,9 +94,9 @@ class FusionKVConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what was not saved is a later miss
+        return False  # KV that is not saved is only a later miss
 
-    # In the scheduler
+    # Scheduler side
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return self._scheduling.matched(request, num_computed_tokens)
@@ -107,19 +109,19 @@ class FusionKVConnector(KVConnectorBase_V1):
         return _Metadata(self._scheduling.transfers())
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        whole = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
-        return self._scheduling.finished(request, tuple(block_ids), whole), None
+        completed = request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+        return self._scheduling.finished(request, tuple(block_ids), completed), None
 
-    # In the workers
+    # Worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
         layers = self._vllm_config.compilation_config.static_forward_context
         pages = Pages(kv_caches, layers, self._kv_cache_config.num_blocks)
-        here = (len(pages), pages.heads, pages.head_dim)
-        if here != (self._layout.layers, self._layout.kv_heads // self._ranks, self._layout.head_dim):
-            raise ValueError(f"a rank has KV of {here} layers, heads and channels, of {self._layout}")
+        actual = (len(pages), pages.heads, pages.head_dim)
+        if actual != (self._layout.layers, self._layout.kv_heads // self._ranks, self._layout.head_dim):
+            raise ValueError(f"a rank's KV has (layers, heads, head_dim) {actual}, which does not fit {self._layout}")
         ranks = self._vllm_config.parallel_config.tensor_parallel_size
         rank = get_tensor_model_parallel_rank() * self._ranks // ranks
         self._moving = Moving(self._background, pages, rank, self._ranks, self._options.load_seconds)
@@ -128,13 +130,13 @@ class FusionKVConnector(KVConnectorBase_V1):
         self._moving.start(self._get_connector_metadata().transfers)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads go on beside steps, and a request's first step comes after its load."""
+        """Does nothing: loads run beside steps, and a request's first step comes after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: pages are read when a request has ended."""
+        """Does nothing: pages are read after a request has ended."""
 
     def wait_for_save(self) -> None:
-        """Nothing: a request's pages are kept until they were read."""
+        """Does nothing: a request's pages are kept until they have been read."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return self._moving.ended()

@@ -1,4 +1,4 @@
-"""The connector in vLLM's workers: KV into this rank's pages, and out of them, beside the steps of the model."""
+"""The connector in vLLM's workers: copies KV into and out of this rank's pages beside the model's steps."""
 
 import asyncio
 import logging
@@ -21,16 +21,21 @@ from fusionkv.vllm.prompts import FusedPrompt
 from fusionkv.vllm.transfers import Load, Save, Transfers
 
 log = logging.getLogger("vllm.fusionkv")
-# What is copied out of pages and not put yet is host memory; whatever comes beside is dropped.
-_MOST_SAVES = 8
+# Limits host memory: pages copied but not yet put. Further saves are dropped.
+_MAX_SAVES = 8
 _PUT_SECONDS = 30.0
 
 
 class Moving:
-    """Loads and saves of one rank. `start`, `ended` and `damaged` are for vLLM's thread."""
+    """Loads and saves of one rank. `start`, `ended` and `damaged` are called in vLLM's thread."""
 
     def __init__(self, background: Background, pages: Pages, rank: int, ranks: int, seconds: float) -> None:
-        """rank, ranks: whose heads these pages have. seconds: what a load may take; then vLLM computes the prompt."""
+        """Creates the transfers of one rank.
+
+        Args:
+            rank, ranks: which part of the KV heads the pages hold.
+            seconds: maximum duration of a load, after which vLLM prefills the prompt itself.
+        """
         self._background, self._pages = background, pages
         self._rank, self._ranks, self._seconds = rank, ranks, seconds
         self._lock = threading.Lock()
@@ -40,21 +45,21 @@ class Moving:
         self._saves = 0
 
     def start(self, transfers: Transfers) -> None:
-        """Begins what a step asks for."""
+        """Starts the transfers of a step."""
         for load in transfers.loads:
             self._background.run(self._load(load))
         for save in transfers.saves:
             self._background.run(self._save(save))
 
     def ended(self) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose pages were read, and those whose loads have ended, well or not, since it was last asked."""
+        """Requests whose pages have been read, and requests whose loads have ended or failed, since the last call."""
         with self._lock:
             saved, self._saved = self._saved, set()
             loaded, self._loaded = self._loaded, set()
         return saved or None, loaded or None
 
     def damaged(self) -> set[int]:
-        """Pages that a load has not filled."""
+        """Pages that a load failed to fill, since the last call."""
         with self._lock:
             damaged, self._damaged = self._damaged, set()
         return damaged
@@ -65,8 +70,8 @@ class Moving:
                 await self._load_prompt(load, load.source)
             else:
                 await self._load_prefix(load, load.source)
-        except Exception as error:  # whatever it is, the request must not wait for ever
-            log.warning("vLLM computes a prompt itself: %s", error)
+        except Exception as error:  # on any error: the request must not wait forever
+            log.warning("vLLM prefills a prompt itself: %s", error)
             with self._lock:
                 self._damaged.update(load.pages[load.start // self._pages.page_tokens :])
         finally:
@@ -86,8 +91,8 @@ class Moving:
                 else:
                     part = np.empty(size // self._ranks, np.uint8)
                     await worker.fetch_prefill(handle, self._rank, self._ranks, part.data, self._seconds)
-                    if self._ranks == 1 and not await asyncio.to_thread(_genuine, source, part):
-                        raise DataLoss("a prompt's KV is damaged")
+                    if self._ranks == 1 and not await asyncio.to_thread(_verified, source, part):
+                        raise DataLoss("the KV of a prompt failed its checksum")
                     kv = torch.from_numpy(part).view(dtype).view(*shape[:3], -1, source.head_dim)
                 await self._write(kv[:, :, load.start : load.stop], load)
         except BaseException as error:
@@ -101,7 +106,7 @@ class Moving:
             worker = self._background.worker(source.worker)
             await worker.release_prefill(bytes.fromhex(source.handle), self._ranks, why[:500])
         except ServiceError as error:
-            log.warning("a prompt's KV was not released and will expire: %s", error)
+            log.warning("the KV of a prompt was not released and will expire: %s", error)
 
     async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
         cache, namespace = self._background.cache, load.namespaces[self._rank]
@@ -115,11 +120,11 @@ class Moving:
                 for chunk in chunks:
                     hit = lookup.hits[1 + chunk]
                     if hit.kind is not HitKind.EXACT or hit.entry is None or hit.entry.size != size:
-                        raise NotFound("a prefix that was there is gone")
+                        raise NotFound("a prefix has been evicted since its lookup")
                     data = np.empty(size, np.uint8)
                     await cache.fetch(hit.entry, data.data, timeout=self._seconds)
                     if await asyncio.to_thread(checksum, data.data) != hit.entry.checksum:
-                        raise DataLoss("a prefix arrived damaged")
+                        raise DataLoss("a prefix failed its checksum")
                     kv = torch.from_numpy(data).view(self._pages.dtype)
                     kv = kv.view(len(self._pages), 2, tokens, self._pages.heads, self._pages.head_dim)
                     skipped = max(0, load.start - chunk * tokens)
@@ -134,14 +139,14 @@ class Moving:
             if self._pages.device.type == "cuda":
                 torch.cuda.current_stream(self._pages.device).synchronize()
 
-        # To the end, also past the time that a load may take: from then on vLLM writes to these pages.
+        # Completed even if the time for the load is over: vLLM writes to these pages afterwards.
         await to_the_end(asyncio.to_thread(write))
 
     async def _save(self, save: Save) -> None:
         cache, prefix = self._background.cache, save.prefix
         assert cache is not None
         self._saves += 1
-        chunks = range(save.first, len(prefix.digests) if self._saves <= _MOST_SAVES else save.first)
+        chunks = range(save.first, len(prefix.digests) if self._saves <= _MAX_SAVES else save.first)
         start, stop = chunks.start * prefix.tokens, chunks.stop * prefix.tokens
         try:
             try:
@@ -167,13 +172,13 @@ class Moving:
 
 
 def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":
-    """A worker's bytes where they lie, verified; None if they are not on this machine."""
+    """A worker's KV from its file, verified; None if the file is not on this machine."""
     try:
         file = os.open(source.path, os.O_RDONLY)
     except OSError:
         return None
     try:
-        # In a container of its own the same path may be another process's file.
+        # In another container, the path may be that of another process's file.
         if os.fstat(file).st_size != size:
             return None
         data = np.frombuffer(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE), np.uint8)
@@ -181,8 +186,8 @@ def _mapped(source: FusedPrompt, size: int) -> "np.ndarray[Any, Any] | None":
         return None
     finally:
         os.close(file)
-    return data if _genuine(source, data) else None
+    return data if _verified(source, data) else None
 
 
-def _genuine(source: FusedPrompt, data: "np.ndarray[Any, Any]") -> bool:
+def _verified(source: FusedPrompt, data: "np.ndarray[Any, Any]") -> bool:
     return checksum(data.data) == bytes.fromhex(source.checksum)

@@ -1,4 +1,4 @@
-"""vLLM's paged KV cache, written and read by token, whatever way its attention backend lays pages out."""
+"""Reads and writes vLLM's paged KV cache by token, for any page layout of the attention backend."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Base of the digits that find out where an element lies: exact in every dtype of KV.
+# Base of the digits that encode positions in `_places`: exact in every dtype of KV.
 _BASE = 128
 _NUMBER = re.compile(r"\d+")
 
@@ -15,10 +15,15 @@ class Pages:
     """The attention layers of this rank with their pages, in the model's order."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], blocks: int) -> None:
-        """caches: by the layers' names; blocks: pages of each.
+        """Detects the layout of the pages.
+
+        Args:
+            caches: KV cache by the layer's name.
+            layers: attention layer by name.
+            blocks: number of pages of each layer.
 
         Raises:
-            ValueError: some layer's KV is no plain keys and values of whole numbers.
+            ValueError: the KV of some layer is not plain keys and values in the model's dtype.
         """
         self._layers: list[tuple[Any, torch.Tensor]] = []
         for name in sorted(caches, key=lambda name: [int(n) for n in _NUMBER.findall(name)]):
@@ -26,43 +31,45 @@ class Pages:
             if not hasattr(layer.impl, "do_kv_cache_update"):
                 raise ValueError(f"{type(layer.impl).__name__} of {name} has no do_kv_cache_update")
             if cache.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-                raise ValueError(f"the KV cache is {cache.dtype}: use kv_cache_dtype auto")
+                raise ValueError(f"the KV cache has dtype {cache.dtype}: set kv_cache_dtype to auto")
             self._layers.append((layer, cache))
         layer, cache = self._layers[0]
         self.dtype, self.device = cache.dtype, cache.device
         self.heads, self.head_dim = layer.num_kv_heads, layer.head_size
         (self._dim, *others) = [dim for dim, size in enumerate(cache.shape) if size == blocks]
         if others:
-            raise ValueError(f"which dimension of {tuple(cache.shape)} are the {blocks} pages?")
+            raise ValueError(f"can't tell which dimension of {tuple(cache.shape)} is that of the {blocks} pages")
         self.page_tokens = cache.numel() // blocks // (2 * self.heads * self.head_dim)
         self._order: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Layers."""
+        """Number of layers."""
         return len(self._layers)
 
     def token_bytes(self) -> int:
         return len(self) * 2 * self.heads * self.head_dim * self.dtype.itemsize
 
     def write(self, kv: torch.Tensor, pages: Sequence[int], start: int) -> None:
-        """Writes tokens from position `start` on of a request that has these pages.
+        """Writes tokens of a request from position `start` on.
 
-        kv: `[layers, 2, tokens, kv_heads, head_dim]`, on any device.
+        Args:
+            kv: `[layers, 2, tokens, kv_heads, head_dim]`, on any device.
+            pages: the request's pages.
         """
         slots = self._slots(pages, start, start + kv.shape[2])
         for (layer, cache), (keys, values) in zip(self._layers, kv, strict=True):
-            there = [x.to(self.device, self.dtype).contiguous() for x in (keys, values)]
-            # The backend's own write: the CPU's packs by instruction set, others by strides.
-            layer.impl.do_kv_cache_update(layer, *there, cache, slots)
+            tensors = [x.to(self.device, self.dtype).contiguous() for x in (keys, values)]
+            # The backend's own write, because layouts differ: on CPU by instruction set, elsewhere by strides.
+            layer.impl.do_kv_cache_update(layer, *tensors, cache, slots)
 
     def read(self, pages: Sequence[int], start: int, stop: int) -> torch.Tensor:
-        """Tokens `[start, stop)` of a request that has these pages; as `write` takes them, in host memory."""
+        """Reads tokens `[start, stop)` of a request, in the shape that `write` takes, into host memory."""
         first = start // self.page_tokens
-        wanted = torch.tensor(pages[first : -(-stop // self.page_tokens)], device=self.device)
+        indices = torch.tensor(pages[first : -(-stop // self.page_tokens)], device=self.device)
         inside = slice(start - first * self.page_tokens, stop - first * self.page_tokens)
         out = torch.empty(len(self), 2, stop - start, self.heads, self.head_dim, dtype=self.dtype)
         for into, (_, cache) in zip(out, self._layers, strict=True):
-            flat = cache.index_select(self._dim, wanted).movedim(self._dim, 0).reshape(len(wanted), -1)
+            flat = cache.index_select(self._dim, indices).movedim(self._dim, 0).reshape(len(indices), -1)
             for part, order in zip(into, self._places(), strict=True):
                 part.copy_(flat[:, order].view(-1, self.heads, self.head_dim)[inside])
         return out
@@ -73,7 +80,7 @@ class Pages:
         return (table[at // self.page_tokens] * self.page_tokens + at % self.page_tokens).to(self.device)
 
     def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 [page_tokens * kv_heads * head_dim]: where in a page each element of keys and of values lies.
+        """Where in a page each element of keys and of values lies: int64 `[page_tokens * kv_heads * head_dim]`.
 
         Found by writing a page of numbers through the backend, digit by digit.
         """
@@ -84,7 +91,7 @@ class Pages:
             count = self.page_tokens * self.heads * self.head_dim
             numbers = torch.arange(count, device=self.device).view(self.page_tokens, self.heads, self.head_dim)
             slots = torch.arange(self.page_tokens, device=self.device)
-            found = []
+            orders = []
             for which in range(2):
                 there = torch.zeros(2 * count, dtype=torch.int64, device=self.device)
                 for digit in (*self._digits(numbers), torch.ones_like(numbers)):
@@ -93,13 +100,13 @@ class Pages:
                     given[which].copy_(digit)
                     layer.impl.do_kv_cache_update(layer, *given, page, slots)
                     there = there * _BASE + page.movedim(self._dim, 0).reshape(-1).long()
-                # The last digit marks what was written at all.
+                # The last digit marks the elements that were written at all.
                 (written,) = (there % _BASE).nonzero(as_tuple=True)
                 order = written[(there[written] // _BASE).argsort()]
                 if len(order) != count:
                     raise ValueError(f"{type(layer.impl).__name__} wrote {len(order)} of {count} elements of a page")
-                found.append(order)
-            self._order = found[0], found[1]
+                orders.append(order)
+            self._order = orders[0], orders[1]
         return self._order
 
     @staticmethod

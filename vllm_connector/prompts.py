@@ -1,4 +1,4 @@
-"""What a request says of the prompt that a fusion worker prefilled for it, and whether this engine can use it."""
+"""The request parameters that describe a prompt prefilled by a fusion worker, and checks that its KV fits."""
 
 import hashlib
 import re
@@ -9,13 +9,13 @@ from typing import Any
 
 PARAMETER = "fusionkv"
 """Key of `kv_transfer_params` that holds a `FusedPrompt`."""
-# A worker's file for processes of the same user; nothing else is opened, whoever asks.
+# The only paths that are opened, whoever sends them: a worker's file for processes of the same user.
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The KV of one token in this engine, the heads of all ranks together."""
+    """The KV layout of this engine's model, with the heads of all ranks."""
 
     layers: int
     kv_heads: int
@@ -25,7 +25,7 @@ class KVLayout:
 
 @dataclass(frozen=True, slots=True)
 class FusedPrompt:
-    """fusion.v1.PrefilledKV as JSON has it; bytes are hexadecimal. worker: the address to fetch it from."""
+    """fusion.v1.PrefilledKV as JSON, with bytes in hexadecimal; `worker` is the address to fetch it from."""
 
     worker: str
     handle: str
@@ -41,39 +41,39 @@ class FusedPrompt:
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> "FusedPrompt | None":
-        """None if a request names no such prompt.
+        """Parses the parameters of a request; None if they name no prefilled prompt.
 
         Raises:
-            ValueError: what it says can't be.
+            ValueError: the parameters are invalid.
         """
-        said = (params or {}).get(PARAMETER)
-        if said is None:
+        values = (params or {}).get(PARAMETER)
+        if values is None:
             return None
         names = {field.name: field.type for field in fields(cls)}
-        if not isinstance(said, Mapping) or set(said) != set(names):
-            raise ValueError(f"kv_transfer_params.{PARAMETER} has to have the fields {', '.join(names)}")
-        if wrong := [name for name, kind in names.items() if type(said[name]) is not kind]:
-            raise ValueError(f"kv_transfer_params.{PARAMETER}.{wrong[0]} is of another type")
+        if not isinstance(values, Mapping) or set(values) != set(names):
+            raise ValueError(f"kv_transfer_params.{PARAMETER} must have the fields {', '.join(names)}")
+        if wrong := [name for name, kind in names.items() if type(values[name]) is not kind]:
+            raise ValueError(f"kv_transfer_params.{PARAMETER}.{wrong[0]} has the wrong type")
         for name in ("handle", "checksum"):
-            bytes.fromhex(said[name])
-        if said["path"] and not _PATH.fullmatch(said["path"]):
-            raise ValueError(f"kv_transfer_params.{PARAMETER}.path is no open file of a process")
-        return cls(**said)
+            bytes.fromhex(values[name])
+        if values["path"] and not _PATH.fullmatch(values["path"]):
+            raise ValueError(f"kv_transfer_params.{PARAMETER}.path is not an open file of a process")
+        return cls(**values)
 
     def mismatch(self, layout: KVLayout, fingerprint: str, prompt: Sequence[int]) -> str:
-        """Why its KV is not that of this engine's request; empty if it is."""
+        """Why the KV does not fit this engine's request; empty if it does."""
         theirs = KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype)
         if theirs != layout:
-            return f"the KV is {theirs}, vLLM's is {layout}"
+            return f"the KV's layout is {theirs}, but vLLM's is {layout}"
         if self.model_fingerprint != fingerprint:
-            return f"the KV is of model {self.model_fingerprint[:16]}, vLLM runs {fingerprint[:16]}"
+            return f"the KV is of model {self.model_fingerprint[:16]}, but vLLM runs {fingerprint[:16]}"
         if not 0 < self.tokens < len(prompt):
-            return f"the KV is of {self.tokens} tokens, the prompt has {len(prompt)}"
+            return f"the KV has {self.tokens} tokens, but the prompt has {len(prompt)}"
         if self.prompt_digest != digest(prompt[: self.tokens]):
             return "the KV is of another prompt"
         return ""
 
 
 def digest(tokens: Sequence[int]) -> str:
-    """SHA-256 over token ids, each as 4 bytes, little-endian."""
+    """SHA-256 of token ids, each as 4 bytes, little-endian."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).hexdigest()

@@ -1,4 +1,4 @@
-"""The connector in vLLM's scheduler: which prompts have KV elsewhere, found out while others are computed."""
+"""The connector in vLLM's scheduler: finds out which prompts have external KV, while others are computed."""
 
 import asyncio
 import logging
@@ -16,85 +16,99 @@ from fusionkv.vllm.prompts import FusedPrompt, KVLayout
 from fusionkv.vllm.transfers import Load, Save, Transfers
 
 log = logging.getLogger("vllm.fusionkv")
-_ASK_SECONDS = 2.0
-# As long as an entry may wait for its request to be scheduled and loaded.
+_LOOKUP_SECONDS = 2.0
+# Maximum wait of an entry for its request to be scheduled and loaded.
 _LEASE_MS = 60_000
 
 
 @dataclass(slots=True)
-class _Known:
-    """A request that waits or runs. asked: tokens from the first on whose KV is there. tried: whether to load it."""
+class _Request:
+    """A waiting or running request.
+
+    Attributes:
+        available: number of tokens, from the first, whose KV is available.
+        tried: whether its load was started or is no longer needed.
+    """
 
     source: FusedPrompt | Prefix | None
-    asked: "Future[int] | None" = None
+    available: "Future[int] | None" = None
     namespaces: tuple[bytes, ...] = ()
     leases: list[int] = field(default_factory=list)
     tried: bool = False
 
 
 class Scheduling:
-    """Never promises KV that was not confirmed a moment ago, and never tries a load again that failed."""
+    """Promises only KV that was confirmed recently, and never repeats a failed load."""
 
     def __init__(self, background: Background, model: str, layout: KVLayout, ranks: int, chunk_tokens: int) -> None:
-        """model: whose fingerprint is compared: a directory or a hub id. ranks: how many share the heads."""
+        """Starts to compute the model's fingerprint.
+
+        Args:
+            model: directory or hub id of vLLM's model.
+            ranks: number of ranks that share the heads.
+        """
         self._background = background
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
-        self._requests: dict[str, _Known] = {}
+        self._requests: dict[str, _Request] = {}
         self._next = Transfers()
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
-        """Tokens behind the first `computed` whose KV can be loaded, beside steps; None: ask again."""
-        known = self._requests.get(request.request_id) or self._new(request)
-        if known.tried or known.asked is None:
+        """Number of tokens after the first `computed` whose KV can be loaded, and whether to load beside steps.
+
+        The number is None while it is not known yet.
+        """
+        state = self._requests.get(request.request_id) or self._new(request)
+        if state.tried or state.available is None:
             return 0, False
-        if not known.asked.done():
+        if not state.available.done():
             return None, False
-        tokens = known.asked.result()
+        tokens = state.available.result()
         if tokens > computed:
             return tokens - computed, True
-        if tokens and isinstance(known.source, FusedPrompt):
-            known.tried = True
-            self._release(known.source, "")  # vLLM's prefix cache has all of it
+        if tokens and isinstance(state.source, FusedPrompt):
+            state.tried = True
+            self._release(state.source, "")  # vLLM's prefix cache holds all of it
         return 0, False
 
     def allocated(self, request: Any, pages: tuple[int, ...], tokens: int) -> None:
-        """A request has its pages: so many tokens, behind those that were computed, are to be loaded."""
-        known = self._requests.get(request.request_id)
-        if known is None or known.tried or known.asked is None or known.source is None or tokens == 0:
+        """Schedules the load of `tokens` tokens after the computed ones, into the pages allocated for a request."""
+        state = self._requests.get(request.request_id)
+        if state is None or state.tried or state.available is None or state.source is None or tokens == 0:
             return
-        known.tried = True
-        stop = known.asked.result()
-        load = Load(request.request_id, pages, stop - tokens, stop, known.source, known.namespaces)
+        state.tried = True
+        stop = state.available.result()
+        load = Load(request.request_id, pages, stop - tokens, stop, state.source, state.namespaces)
         self._next.loads.append(load)
 
     def transfers(self) -> Transfers:
-        """Those of the next step."""
-        now, self._next = self._next, Transfers()
-        return now
+        """The transfers of the next step."""
+        current, self._next = self._next, Transfers()
+        return current
 
-    def finished(self, request: Any, pages: tuple[int, ...], whole: bool) -> bool:
-        """A request has ended; whether its pages are needed until what is saved of them was read.
+    def finished(self, request: Any, pages: tuple[int, ...], completed: bool) -> bool:
+        """Handles the end of a request; returns whether its pages are needed until its prefix has been read.
 
-        whole: whether it came to its end, so that all of its prompt was computed.
+        Args:
+            completed: whether the request was completed, so that its whole prompt was computed.
         """
-        known = self._requests.pop(request.request_id, None)
-        if known is None:
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
             return False
-        for lease in known.leases:
+        for lease in state.leases:
             self._background.run(self._end(lease))
-        if isinstance(known.source, FusedPrompt) and not known.tried:
-            self._release(known.source, "the request ended before vLLM loaded its KV")
-        prefix, there = known.source, known.asked.result() if known.asked and known.asked.done() else 0
-        if not whole or not isinstance(prefix, Prefix) or not known.namespaces:
+        if isinstance(state.source, FusedPrompt) and not state.tried:
+            self._release(state.source, "the request ended before vLLM loaded its KV")
+        prefix, loaded = state.source, state.available.result() if state.available and state.available.done() else 0
+        if not completed or not isinstance(prefix, Prefix) or not state.namespaces:
             return False
-        first = there // prefix.tokens
+        first = loaded // prefix.tokens
         if first == len(prefix.digests):
             return False
-        self._next.saves.append(Save(request.request_id, pages, first, prefix, known.namespaces))
+        self._next.saves.append(Save(request.request_id, pages, first, prefix, state.namespaces))
         return True
 
-    def _new(self, request: Any) -> _Known:
+    def _new(self, request: Any) -> _Request:
         try:
             source: FusedPrompt | Prefix | None = FusedPrompt.of(request.kv_transfer_params)
         except ValueError as error:
@@ -103,42 +117,42 @@ class Scheduling:
         else:
             if source is None and self._background.cache is not None:
                 source = Prefix.of(request.prompt_token_ids, request.cache_salt or "", self._chunk_tokens)
-        known = self._requests[request.request_id] = _Known(source)
+        state = self._requests[request.request_id] = _Request(source)
         if isinstance(source, FusedPrompt):
-            known.asked = self._background.run(self._held(source, list(request.prompt_token_ids)))
+            state.available = self._background.run(self._available_prompt(source, list(request.prompt_token_ids)))
         elif source is not None and source.digests:
-            known.asked = self._background.run(self._found(known, source))
-        return known
+            state.available = self._background.run(self._available_prefix(state, source))
+        return state
 
-    async def _held(self, source: FusedPrompt, prompt: list[int]) -> int:
-        """Tokens of a fused prompt that is there, and this request's; 0 if it is not."""
+    async def _available_prompt(self, source: FusedPrompt, prompt: list[int]) -> int:
+        """Number of tokens of a fused prompt, if its KV is available and fits the request; otherwise 0."""
         try:
             model = await asyncio.wrap_future(self._fingerprint)
             why = source.mismatch(self._layout, model.hex(), prompt)
             if not why:
                 worker = self._background.worker(source.worker)
-                await worker.hold_prefill(bytes.fromhex(source.handle), _ASK_SECONDS)
+                await worker.hold_prefill(bytes.fromhex(source.handle), _LOOKUP_SECONDS)
                 return source.tokens
         except (ServiceError, OSError) as error:
             why = str(error)
-        log.warning("vLLM computes a prompt itself: %s", why)
+        log.warning("vLLM prefills a prompt itself: %s", why)
         self._release(source, why)
         return 0
 
-    async def _found(self, known: _Known, prefix: Prefix) -> int:
-        """Tokens of a prefix that the cache service has for all ranks, leased."""
+    async def _available_prefix(self, state: _Request, prefix: Prefix) -> int:
+        """Number of tokens of a prefix that the cache service has for all ranks, leased."""
         try:
             model = await asyncio.wrap_future(self._fingerprint)
-            known.namespaces = tuple(self._namespace(model, prefix, rank) for rank in range(self._ranks))
+            state.namespaces = tuple(self._namespace(model, prefix, rank) for rank in range(self._ranks))
             chunks = len(prefix.digests)
-            for namespace in known.namespaces:
+            for namespace in state.namespaces:
                 assert self._background.cache is not None
                 path = [(digest, ()) for digest in prefix.path(chunks)]
                 lookup = await self._background.cache.lookup(
-                    namespace, path, lease_ms=_LEASE_MS, timeout=_ASK_SECONDS
+                    namespace, path, lease_ms=_LEASE_MS, timeout=_LOOKUP_SECONDS
                 )
                 if lookup.lease:
-                    known.leases.append(lookup.lease)
+                    state.leases.append(lookup.lease)
                 chunks = min(chunks, prefix.found(lookup))
         except (ServiceError, OSError) as error:
             log.warning("vLLM computes a prefix itself: %s", error)

@@ -1,4 +1,4 @@
-"""What the connector in the scheduler asks of those in the workers: KV to load into pages, and to save from them."""
+"""Transfers that the connector in the scheduler requests from those in the workers."""
 
 from dataclasses import dataclass, field
 
@@ -8,9 +8,10 @@ from fusionkv.vllm.prompts import FusedPrompt
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens `[start, stop)` of a request, into its pages, from a fusion worker or from the cache service.
+    """Loads tokens `[start, stop)` of a request into its pages, from a fusion worker or the cache service.
 
-    namespaces: of each tensor-parallel rank, for a prefix.
+    Attributes:
+        namespaces: cache namespace of each tensor-parallel rank, for a prefix.
     """
 
     request: str
@@ -23,7 +24,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Chunks of a request from the `first` on, from its pages, to the cache service."""
+    """Saves the chunks of a request from `first` on, from its pages to the cache service."""
 
     request: str
     pages: tuple[int, ...]
@@ -34,7 +35,7 @@ class Save:
 
 @dataclass(slots=True)
 class Transfers:
-    """Those of one step."""
+    """The transfers of one step."""
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)

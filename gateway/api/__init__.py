@@ -1,4 +1,4 @@
-"""What `import fusionkv` gives: the clients of a gateway, loaded when they are asked for, and the version."""
+"""The public names of the package `fusionkv`: the gateway's clients, imported on first access, and the version."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ __all__ = ["AsyncClient", "Client", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Not at once: services import this package too, and have no use for a client.
+    # On first access only: services import this package too, but do not need the clients.
     if name == "__version__":
         from importlib import metadata
 

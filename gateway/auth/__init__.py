@@ -1,1 +1,1 @@
-"""Who calls, what they may do, and how much: tokens, roles, tenants, quotas."""
+"""Authentication, roles, tenants and quotas of the gateway's callers."""

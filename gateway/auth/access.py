@@ -1,4 +1,4 @@
-"""Who calls, and who may call what: the caller of the call in progress, roles, and the roles of every method."""
+"""The caller of the current call, and the roles that may call each method."""
 
 import re
 from contextvars import ContextVar
@@ -7,22 +7,22 @@ from enum import StrEnum
 
 from fusionkv.protos.runtime.errors import PermissionDenied
 
-# Names a tenant's folder, and goes into messages and the names of quotas.
+# Also the name of a tenant's folder; appears in messages and in the quotas file.
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
     APP = "app"
-    """Ingests documents and asks questions."""
+    """May ingest documents and ask questions."""
     OPERATOR = "operator"
-    """Does everything: deletes, reads the gateway's figures, lists its methods."""
+    """May call every method: also delete, read statistics and list methods."""
     WORKER = "worker"
-    """Encodes corpora ahead of time, and reads no document."""
+    """May encode corpora ahead of time, but not read documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose token it was; `name` is for logs. Everything the caller does happens within its tenant."""
+    """The owner of a token. `name` is for logs; the caller can reach only the data of `tenant`."""
 
     name: str
     role: Role
@@ -30,53 +30,53 @@ class Caller:
 
 
 _GATEWAY = "/gateway.v1.GatewayService/"
-_EVERYBODY = frozenset(Role)
+_ALL_ROLES = frozenset(Role)
 _APPS = frozenset({Role.APP, Role.OPERATOR})
 _OPERATORS = frozenset({Role.OPERATOR})
 ADMIN_PAGES = "/fusionkv.admin/Pages"
-# A method that is in neither of the two is refused, whoever calls.
+# A method that is neither here nor in OPEN is refused to every role.
 ROLES = {
     _GATEWAY + "Ingest": _APPS,
-    _GATEWAY + "Precompute": _EVERYBODY,
-    # It gives the tokens of all chunks.
+    _GATEWAY + "Precompute": _ALL_ROLES,
+    # Returns the tokens of all chunks.
     _GATEWAY + "PlanPrecompute": _OPERATORS,
     _GATEWAY + "Move": _OPERATORS,
     _GATEWAY + "Delete": _OPERATORS,
-    _GATEWAY + "List": _EVERYBODY,
+    _GATEWAY + "List": _ALL_ROLES,
     _GATEWAY + "Retrieve": _APPS,
     _GATEWAY + "Generate": _APPS,
     _GATEWAY + "Stats": _OPERATORS,
     ADMIN_PAGES: _OPERATORS,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OPERATORS,
 }
-# Probes of load balancers and of Kubernetes carry no token, and learn only whether the gateway serves.
+# Health probes of load balancers and Kubernetes carry no token, and learn only whether the gateway is serving.
 OPEN = frozenset(f"/grpc.health.v1.Health/{method}" for method in ("Check", "Watch", "List"))
 
 _caller: ContextVar[Caller | None] = ContextVar("fusionkv.caller", default=None)
 
 
 def enter(caller: Caller) -> None:
-    """Notes who makes the call that the current task serves."""
+    """Sets the caller of the call that the current task serves."""
     _caller.set(caller)
 
 
 def caller() -> Caller | None:
-    """Who makes the call in progress; None where the gateway asks for no token."""
+    """The caller of the current call; None if the gateway requires no token."""
     return _caller.get()
 
 
 def check(caller: Caller, method: str) -> None:
-    """Raises PermissionDenied unless the caller's role may call the method, "/package.Service/Name"."""
+    """Raises PermissionDenied if the caller's role may not call the method, "/package.Service/Name"."""
     allowed = ROLES.get(method, frozenset())
     if caller.role not in allowed:
         name = method.rpartition("/")[2]
-        may = " and ".join(sorted(allowed)) or "nobody"
-        raise PermissionDenied(f"the role {caller.role} may not call {name}; {may} may")
+        roles = " and ".join(sorted(allowed)) or "no role"
+        raise PermissionDenied(f"the role {caller.role} may not call {name}; allowed: {roles}")
 
 
-TENANT_FORM = "1 to 64 of A-Z a-z 0-9 . _ -, a letter or digit first"
+TENANT_FORM = "1 to 64 characters of A-Z a-z 0-9 . _ -, beginning with a letter or digit"
 
 
 def is_tenant(name: str) -> bool:
-    """Whether it has the form of a tenant's name."""
+    """Whether a name has the form of a tenant's name."""
     return _TENANT.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""Asks every call for a bearer token, before anything of the call is read."""
+"""Authenticates every gRPC call by its bearer token, before the request is read."""
 
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -14,39 +14,39 @@ from fusionkv.protos.runtime.errors import ServiceError, Unauthenticated
 
 log = logging.getLogger(__name__)
 _refused = metrics.get_meter(__name__).create_counter(
-    "fusionkv.gateway.refused", description="calls without the right token, by status"
+    "fusionkv.gateway.refused", description="calls refused for their bearer token or role, by status"
 )
-# gRPC's own limit on all metadata of a call is 8 KiB.
-_MOST_TOKEN = 8192
+# gRPC limits the metadata of a call to 8 KiB.
+_MAX_TOKEN = 8192
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 
 
 class Verifier(Protocol):
-    """Knows one kind of token."""
+    """Verifies tokens of one kind."""
 
     async def caller(self, token: str) -> Caller | None:
-        """Whose token it is; None when it is none of this kind.
+        """The owner of a token; None if the token is not of this kind.
 
         Raises:
-            Unauthenticated: it is of this kind and no longer valid.
-            PermissionDenied: it is valid and says nothing that gives a right here.
-            Unavailable: it can't be told now.
+            Unauthenticated: the token is of this kind but no longer valid.
+            PermissionDenied: the token is valid but names no role or tenant.
+            Unavailable: the token can't be verified at the moment.
         """
 
 
 class Bearer:
-    """Knows callers by the tokens that they send, and what they may call. Refusals say nothing of other tokens."""
+    """Identifies callers by their tokens and checks their roles. Refusals reveal nothing about other tokens."""
 
     def __init__(self, verifiers: Sequence[Verifier]) -> None:
         self._verifiers = verifiers
 
     async def admit(self, given: Sequence[str], method: str) -> Caller:
-        """Who sent these `authorization` values with a call of the method, "/package.Service/Name".
+        """The caller that sent these `authorization` values with a call of the method, "/package.Service/Name".
 
         Raises:
-            Unauthenticated: there is not one valid token.
-            PermissionDenied: its role may not make the call.
-            Unavailable: the token can't be checked now.
+            Unauthenticated: there is not exactly one valid token.
+            PermissionDenied: the caller's role may not call the method.
+            Unavailable: the token can't be verified at the moment.
         """
         try:
             caller = await self._caller(given)
@@ -58,11 +58,11 @@ class Bearer:
 
     async def _caller(self, given: Sequence[str]) -> Caller:
         if not given:
-            raise Unauthenticated("a bearer token is needed: send metadata `authorization: Bearer <token>`")
+            raise Unauthenticated("a bearer token is required: send the metadata `authorization: Bearer <token>`")
         scheme, _, token = given[0].partition(" ")
-        whole = token.isascii() and 0 < len(token) <= _MOST_TOKEN
-        if len(given) > 1 or scheme.lower() != "bearer" or not whole:
-            raise Unauthenticated("bad authorization metadata: send `authorization: Bearer <token>` once")
+        well_formed = token.isascii() and 0 < len(token) <= _MAX_TOKEN
+        if len(given) > 1 or scheme.lower() != "bearer" or not well_formed:
+            raise Unauthenticated("invalid authorization metadata: send `authorization: Bearer <token>` exactly once")
         for verifier in self._verifiers:
             if (caller := await verifier.caller(token)) is not None:
                 return caller
@@ -70,7 +70,7 @@ class Bearer:
 
 
 class BearerInterceptor(grpc.aio.ServerInterceptor):
-    """Lets a call through that carries a token of a caller who may make it."""
+    """Passes on a call only if it carries the token of a caller that may call the method."""
 
     def __init__(self, bearer: Bearer) -> None:
         self._bearer = bearer
@@ -89,7 +89,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
             caller = await self._bearer.admit(given, method)
         except ServiceError as error:
             return _refusal(error)
-        # The method runs in this same task, so it sees who calls.
+        # The method runs in this same task, so the context variable reaches it.
         access.enter(caller)
         return await continuation(handler_call_details)
 
@@ -97,7 +97,7 @@ class BearerInterceptor(grpc.aio.ServerInterceptor):
 def _refusal(error: ServiceError) -> Handler:
     async def refuse(requests: object, context: grpc.aio.ServicerContext) -> AsyncGenerator[bytes]:
         await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
-        yield b""  # never reached, as abort raises; it makes the method the generator that a stream has to be
+        yield b""  # unreachable, as abort raises; makes the function a generator, as a streaming method must be
 
-    # As a stream, of which nothing is read, also where the method takes one message: that may have 64 MiB.
+    # A streaming handler even for unary methods: it never reads the request, which may have 64 MiB.
     return grpc.stream_stream_rpc_method_handler(refuse)

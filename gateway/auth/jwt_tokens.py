@@ -1,4 +1,4 @@
-"""Bearer tokens that an OIDC provider signs (JWT): their signature, issuer, audience and time checked by PyJWT."""
+"""Bearer tokens signed by an OIDC provider (JWT). PyJWT checks their signature, issuer, audience and times."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,14 +9,14 @@ from fusionkv.gateway.auth.access import TENANT_FORM, Caller, Role, is_tenant
 from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated
 
-# Signatures by a private key only: with a shared secret whoever can check a token could make one.
+# Asymmetric algorithms only: with a shared secret, whoever can verify a token can also issue one.
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
-# Clocks of two machines differ by so much.
+# Tolerated difference between the clocks of issuer and gateway.
 _LEEWAY_SECONDS = 30
 
 
 class JWTTokens:
-    """Tokens of one issuer for one audience, whose claims name a role and a tenant."""
+    """Verifies tokens of one issuer for one audience; their claims name a role and a tenant."""
 
     def __init__(
         self, keys: KeyFile | KeyURL, *, issuer: str, audience: str, role_claim: str, tenant_claim: str
@@ -44,18 +44,18 @@ class JWTTokens:
                 options={"require": ["exp", "iss", "aud"]},
             )
         except jwt.ExpiredSignatureError:
-            # Said only of tokens whose signature is right.
+            # Reached only if the signature is valid.
             raise Unauthenticated("the token has expired: get a new one") from None
         except (jwt.PyJWTError, ValueError, TypeError):
             return None
         return self._caller(claims)
 
     def _caller(self, claims: Mapping[str, Any]) -> Caller:
-        named = claims.get(self._role_claim)
-        roles = [role for role in Role if role == named or (isinstance(named, list) and role in named)]
+        claim = claims.get(self._role_claim)
+        roles = [role for role in Role if role == claim or (isinstance(claim, list) and role in claim)]
         if len(roles) != 1:
             raise PermissionDenied(
-                f"the token's claim {self._role_claim!r} must name one of the roles {', '.join(Role)}"
+                f"the token's claim {self._role_claim!r} must name exactly one of the roles {', '.join(Role)}"
             )
         tenant = claims.get(self._tenant_claim)
         if not isinstance(tenant, str) or not is_tenant(tenant):

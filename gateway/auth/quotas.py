@@ -1,4 +1,4 @@
-"""What a tenant may use: requests and tokens a minute, and bytes stored; counted by this gateway, for itself."""
+"""Quotas of tenants: requests and tokens per minute, and stored bytes. Each gateway process counts separately."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,13 @@ _MINUTE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """None sets no limit. Tokens are those of ingested documents, of prompts, and of answers; bytes are text's."""
+    """Limits of a tenant; None means no limit.
+
+    Attributes:
+        requests_per_minute: calls of any method.
+        tokens_per_minute: tokens of ingested documents, prompts and answers.
+        stored_bytes: bytes of documents' text.
+    """
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
@@ -25,7 +31,7 @@ class Quota:
 
 
 class Quotas:
-    """The limits of all tenants, from a TOML file that is read anew when it changes; without one there are none.
+    """The quotas of all tenants, from a TOML file that is read again when it changes; without a file, no limits.
 
         [default]
         requests_per_minute = 600
@@ -34,15 +40,15 @@ class Quotas:
         tokens_per_minute = 200000
         stored_bytes = "1GiB"
 
-    What a tenant's table leaves out is as in [default].
+    Settings that a tenant's table omits are taken from [default].
     """
 
     def __init__(self, file: Path | None) -> None:
-        """Raises BadFile when the file can't be read or is not of this form."""
+        """Raises BadFile if the file can't be read or does not have this form."""
         self._known = Watched([file], lambda: _read(file)) if file else None
 
     def of(self, tenant: str) -> Quota:
-        """The limits of a tenant now."""
+        """The current limits of a tenant."""
         if self._known is None:
             return Quota()
         default, by_tenant = self._known.value
@@ -50,19 +56,19 @@ class Quotas:
 
 
 class Bucket:
-    """So much a minute: full at first, never fuller than a minute's worth. What is taken may put it in debt."""
+    """A token bucket that holds at most one minute's amount, and starts full. Its level may become negative."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._level: float | None = None
         self._filled = clock()
 
-    def wait(self, per_minute: int, wanted: float) -> float:
-        """Seconds until it holds `wanted`; 0 when it does."""
+    def wait(self, per_minute: int, amount: float) -> float:
+        """Seconds until the bucket holds `amount`; 0 if it does now."""
         now = self._clock()
         level = per_minute if self._level is None else self._level + (now - self._filled) * per_minute / _MINUTE
         self._level, self._filled = min(level, per_minute), now
-        return max(0.0, (wanted - self._level) * _MINUTE / per_minute)
+        return max(0.0, (amount - self._level) * _MINUTE / per_minute)
 
     def take(self, amount: float) -> None:
         if self._level is not None:
@@ -70,19 +76,19 @@ class Bucket:
 
 
 class Meter:
-    """What one tenant has used. Belongs to the event loop's thread."""
+    """Counts what one tenant uses. Not thread-safe: use it in the event loop only."""
 
     def __init__(self, quota: Callable[[], Quota], clock: Callable[[], float] = time.monotonic) -> None:
         self._quota = quota
         self._requests, self._tokens = Bucket(clock), Bucket(clock)
-        self._arriving = 0
-        self._counting = asyncio.Lock()
+        self._reserved_bytes = 0
+        self._reserving = asyncio.Lock()
 
     def admit(self) -> None:
         """Counts a request.
 
         Raises:
-            ResourceExhausted: there were too many of late, or their tokens were; it says when to come again.
+            ResourceExhausted: the quota of requests or tokens is used up; `retry_after` says when to retry.
         """
         self.check_tokens()
         quota = self._quota()
@@ -91,48 +97,53 @@ class Meter:
             self._requests.take(1)
 
     def check_tokens(self) -> None:
-        """Raises ResourceExhausted when no token is left.
+        """Raises ResourceExhausted if the quota of tokens is used up.
 
-        What a request costs is known only later, so one is let in while anything is left, and may leave a debt.
+        A request's tokens are known only later: it is admitted while any token is left, and may overdraw the quota.
         """
         quota = self._quota()
         if quota.tokens_per_minute is not None:
             self._check(self._tokens, quota.tokens_per_minute, "tokens")
 
     def spend(self, tokens: int) -> None:
-        """Counts tokens that a request is about to cost, or has cost."""
+        """Counts tokens that a request has used or is about to use."""
         self._tokens.take(tokens)
 
     def give_back(self, tokens: int) -> None:
-        """Undoes `spend` for a request that cost nothing after all."""
+        """Undoes `spend` for a request that was not served."""
         self._tokens.take(-tokens)
 
     @contextlib.asynccontextmanager
     async def storing(self, size: int, stored: Callable[[], Awaitable[int]]) -> AsyncIterator[None]:
-        """Holds room for a document of `size` bytes beside those that are `stored`, until it is stored itself.
+        """Reserves room for a document of `size` bytes until it is stored.
+
+        Args:
+            stored: returns the number of bytes that the tenant has stored.
 
         Raises:
-            ResourceExhausted: it does not fit beside what is stored, what it replaces included.
+            ResourceExhausted: the document exceeds the quota of stored bytes. A document that it would replace counts
+                as stored.
         """
-        async with self._counting:
-            # Before what is stored is counted: what is stored meanwhile counts twice, rather than not at all.
-            arriving = self._arriving
-            limit, used = self._quota().stored_bytes, await stored() + arriving
+        async with self._reserving:
+            # Read before awaiting `stored`: a document stored meanwhile then counts twice rather than not at all.
+            reserved = self._reserved_bytes
+            limit, used = self._quota().stored_bytes, await stored() + reserved
             if limit is not None and used + size > limit:
                 raise ResourceExhausted(
-                    f"the document has {size} bytes of text and {used} of the tenant's {limit} are taken: delete some"
+                    f"the document has {size} bytes of text, and {used} of the tenant's {limit} bytes are used: "
+                    "delete documents"
                 )
-            self._arriving += size
+            self._reserved_bytes += size
         try:
             yield
         finally:
-            self._arriving -= size
+            self._reserved_bytes -= size
 
     def _check(self, bucket: Bucket, per_minute: int, what: str) -> None:
         seconds = bucket.wait(per_minute, 1)
         if seconds:
             raise ResourceExhausted(
-                f"the tenant's quota of {per_minute} {what} a minute is used up; try again in {seconds:.1f} s",
+                f"the tenant's quota of {per_minute} {what} per minute is used up; try again in {seconds:.1f} s",
                 retry_after=seconds,
             )
 
@@ -141,11 +152,11 @@ def _read(file: Path) -> tuple[Quota, dict[str, Quota]]:
     try:
         table = toml(read_bytes(file, "the quotas").decode())
     except ValueError as error:
-        raise BadFile(f"the quotas {file}: no TOML: {error}") from None
+        raise BadFile(f"the quotas {file}: not valid TOML: {error}") from None
     unknown = set(table) - {"default", "tenants"}
     tenants = table.get("tenants", {})
     if unknown or not isinstance(tenants, dict):
-        raise BadFile(f"the quotas {file}: it holds [default], [tenants.NAME] and nothing else")
+        raise BadFile(f"the quotas {file}: only the tables [default] and [tenants.NAME] are allowed")
     default = _quota(Quota(), table.get("default", {}), f"the quotas {file}: [default]")
     return default, {name: _quota(default, t, f"the quotas {file}: [tenants.{name}]") for name, t in tenants.items()}
 
@@ -153,7 +164,7 @@ def _read(file: Path) -> tuple[Quota, dict[str, Quota]]:
 def _quota(default: Quota, table: Any, where: str) -> Quota:
     known = [field.name for field in fields(Quota)]
     if not isinstance(table, dict) or set(table) - set(known):
-        raise BadFile(f"{where} is a table of {', '.join(known)}")
+        raise BadFile(f"{where} must be a table with no other keys than {', '.join(known)}")
     values = {}
     for name, value in table.items():
         try:
@@ -161,6 +172,6 @@ def _quota(default: Quota, table: Any, where: str) -> Quota:
         except ValueError as error:
             raise BadFile(f"{where} {name}: {error}") from None
         if type(number) is not int or number < 1:
-            raise BadFile(f"{where} {name}: {value!r} is no whole number of 1 or more")
+            raise BadFile(f"{where} {name}: {value!r} is not an integer of at least 1")
         values[name] = number
     return replace(default, **values)

@@ -1,4 +1,4 @@
-"""Tenants: each with corpora, KV and quotas of its own, and no way to another's."""
+"""Tenants, each isolated from the others with its own corpora, KV and quotas."""
 
 import asyncio
 import hashlib
@@ -15,14 +15,14 @@ from fusionkv.gateway.retrieval.base import Retrieval
 from fusionkv.protos.runtime.watched import BadFile, read_bytes
 
 log = logging.getLogger(__name__)
-_LEAST_KEY = 32
-# Opens the corpora of one tenant; the empty name stands for the gateway's own.
+_MIN_KEY_BYTES = 32
+# Opens the corpora of a tenant; the empty name means the gateway's default tenant.
 Open = Callable[[str], Awaitable[Retrieval]]
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose documents, and whose KV. `salt` is what workers and the cache know the tenant by."""
+    """One tenant. `salt` identifies it to workers and the cache service."""
 
     salt: str
     retrieval: Retrieval
@@ -30,20 +30,23 @@ class Tenant:
 
     @property
     def label(self) -> str:
-        """What telemetry calls it."""
+        """The tenant's name in telemetry."""
         return plan.tenant_label(self.salt)
 
     async def stored_bytes(self) -> int:
-        """Bytes of text in all of its corpora."""
+        """Bytes of text in all corpora of the tenant."""
         return sum(corpus.bytes for corpus in await self.retrieval.corpora())
 
 
 class Tenants:
-    """The tenants seen so far. Which one a call is for follows from its token, and from nothing in its request."""
+    """The tenants used so far. A call's tenant follows from its token alone, never from its request."""
 
     def __init__(self, own: str, key: bytes, quotas: Quotas, open: Open) -> None:
-        """`own` is the tenant of calls without a token, `key` what names are hashed with; empty sends them as they
-        are.
+        """Creates a registry without tenants.
+
+        Args:
+            own: the tenant of calls without a token.
+            key: HMAC key that hashes tenants' names into salts; if empty, the name itself is the salt.
         """
         self._own = own
         self._key = key
@@ -53,16 +56,16 @@ class Tenants:
         self._opening = asyncio.Lock()
 
     async def current(self) -> Tenant:
-        """The tenant of the call in progress.
+        """The tenant of the current call.
 
         Raises:
-            OSError: its corpora can't be opened.
+            OSError: the tenant's corpora can't be opened.
         """
         caller = access.caller()
         return await self.get(caller.tenant if caller else self._own)
 
     async def get(self, name: str) -> Tenant:
-        """The tenant of that name; its corpora are opened on first use. Raises as `current` does."""
+        """The tenant with a name, whose corpora are opened at the first use. Raises as `current`."""
         if (known := self._known.get(name)) is not None:
             return known
         async with self._opening:
@@ -76,11 +79,11 @@ class Tenants:
 
     @property
     def all(self) -> list[Tenant]:
-        """Those seen so far."""
+        """The tenants used so far."""
         return list(self._known.values())
 
     async def close(self) -> None:
-        """Ends all work in flight."""
+        """Ends all work in flight and closes the corpora."""
         for tenant in self._known.values():
             await tenant.retrieval.close()
 
@@ -91,7 +94,7 @@ class Tenants:
 
 
 def read_key(file: Path | None) -> bytes:
-    """The key that tenants' names are hashed with; empty without a file.
+    """The key that hashes tenants' names; empty without a file.
 
     Raises:
         BadFile: the file can't be read or is too short to be a key.
@@ -99,6 +102,8 @@ def read_key(file: Path | None) -> bytes:
     if file is None:
         return b""
     key = read_bytes(file, "the tenant key")
-    if len(key) < _LEAST_KEY:
-        raise BadFile(f"the tenant key {file} has {len(key)} bytes; at least {_LEAST_KEY} random ones are needed")
+    if len(key) < _MIN_KEY_BYTES:
+        raise BadFile(
+            f"the tenant key {file} has {len(key)} bytes; at least {_MIN_KEY_BYTES} random bytes are needed"
+        )
     return key

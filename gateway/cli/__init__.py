@@ -1,1 +1,1 @@
-"""The command `fusionkv`."""
+"""The command-line interface, `fusionkv`."""

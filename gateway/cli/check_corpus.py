@@ -1,7 +1,7 @@
-"""`fusionkv check MODEL --corpus NAME`: questions about a gateway's corpus, for the check to ask.
+"""`fusionkv check MODEL --corpus NAME`: runs the check on questions about a corpus of the gateway.
 
-A question joins the beginnings of two sentences out of passages that are retrieved together, and asks what the
-passages say of both. The check needs no expected answer. All other flags are those of `fusionkv check MODEL`.
+A question quotes the beginnings of two sentences from passages that are retrieved together, and asks what else the
+passages say about both. No expected answer is needed. All other flags are those of `fusionkv check MODEL`.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fusionkv.gateway.cli import connect, flags
-from fusionkv.gateway.cli.console import patiently, progress_bar
+from fusionkv.gateway.cli.console import progress_bar, retry_while_busy
 from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
@@ -25,38 +25,38 @@ from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.settings import positive
 
 _SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s*\n?")
-# Words of a sentence that a question begins with: enough to know it by, too few to hold what it says.
+# Words of a sentence that a question quotes: enough to identify it, too few to contain the answer.
 _WORDS = 6
-_CHARACTERS = 200  # of a sentence, where nothing ends one for long
-# Questions tried for one that is found: documents may be alike, or too small to find two passages of.
+_CHARACTERS = 200  # maximum length of a sentence
+# Attempts per question: documents may be alike, or too small for two passages to be retrieved.
 _TRIES = 4
 
 
 def main() -> int:
-    """Returns the exit code of the check."""
+    """Runs the check and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="fusionkv check MODEL --corpus NAME",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--corpus", required=True, metavar="NAME", help="corpus of the gateway to ask about")
-    parser.add_argument("--n", type=positive, default=24, help="questions, at most (default: %(default)s)")
+    parser.add_argument("--corpus", required=True, metavar="NAME", help="corpus to ask questions about")
+    parser.add_argument("--n", type=positive, default=24, help="maximum number of questions (default: %(default)s)")
     flags.add_flags(parser)
     args, rest = parser.parse_known_args()
     if any(flag.partition("=")[0] == "--data" for flag in rest):
-        parser.error("--data and --corpus exclude each other")
+        parser.error("--data and --corpus can't be combined")
     try:
-        asked = asyncio.run(_fetch(args))
+        records = asyncio.run(_fetch(args))
     except (ServiceError, UsageError, OSError) as error:
         print(f"fusionkv check: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    # The passages are nobody else's to read, and gone when the check is done.
+    # A directory that only this user can read, and that is deleted after the check.
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "corpus.json"
-        file.write_text(json.dumps(asked), encoding="utf-8")
+        file.write_text(json.dumps(records), encoding="utf-8")
         module = "fusionkv.bench.quality.check"
         argv = [sys.executable, "-P", "-m", module, *rest, "--n", str(args.n), "--data", str(file)]
         try:
@@ -71,55 +71,60 @@ async def _fetch(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def questions(client: AsyncClient, corpus: str, count: int, seconds: float) -> list[dict[str, Any]]:
-    """At most `count` questions with the passages that the gateway retrieves for them, as datasets have them.
+    """Makes questions about a corpus, in the format of the check's data sets.
 
-    seconds: for a call, also while the gateway is busy.
+    Args:
+        count: maximum number of questions.
+        seconds: limit for each call, including retries while the gateway is busy.
+
+    Returns:
+        Questions with the passages that the gateway retrieves for them.
 
     Raises:
-        UsageError: no two passages are ever retrieved together.
-        ServiceError: whatever List and Retrieve fail with.
+        UsageError: no two passages were ever retrieved together.
+        ServiceError: List or Retrieve failed.
     """
     chance = random.Random(corpus)
-    documents = await patiently(lambda: client.list(corpus), seconds)
-    found: dict[str, dict[str, Any]] = {}
+    documents = await retry_while_busy(lambda: client.list(corpus), seconds)
+    records: dict[str, dict[str, Any]] = {}
     with progress_bar(False) as progress:
         bar = progress.add_task("questions", total=count)
         for _ in range(_TRIES * count):
-            if len(found) == count or not documents:
+            if len(records) == count or not documents:
                 break
-            # By its name a document is found, or one like it; its neighbours by what a passage says.
+            # The document's name retrieves it or a similar document; a sentence of that retrieves its neighbours.
             name = chance.choice(documents).name
-            near = await patiently(lambda name=name: client.retrieve(corpus, name), seconds)  # type: ignore[misc]
-            if not near:
+            nearby = await retry_while_busy(lambda name=name: client.retrieve(corpus, name), seconds)  # type: ignore[misc]
+            if not nearby:
                 continue
-            said = _sentence(chance.choice(near), chance)
-            together = await patiently(
-                lambda said=said: client.retrieve(corpus, said, order="document"),  # type: ignore[misc]
+            sentence = _sentence(chance.choice(nearby), chance)
+            together = await retry_while_busy(
+                lambda sentence=sentence: client.retrieve(corpus, sentence, order="document"),  # type: ignore[misc]
                 seconds,
             )
             if len(together) > 1:
                 record = _question(together, chance)
-                found[record["question"]] = record
-                progress.update(bar, completed=len(found))
-    if not found:
-        raise UsageError(f"no two passages of corpus {corpus!r} are retrieved together, so nothing is to be fused")
-    return [*found.values()]
+                records[record["question"]] = record
+                progress.update(bar, completed=len(records))
+    if not records:
+        raise UsageError(f"no two passages of corpus {corpus!r} are retrieved together, so there is nothing to fuse")
+    return [*records.values()]
 
 
 def _question(passages: Sequence[Passage], chance: random.Random) -> dict[str, Any]:
     first, second = (_sentence(passage, chance) for passage in chance.sample(passages, 2))
-    begun = " and to ".join(f'"{" ".join(said.split()[:_WORDS])}"' for said in (first, second))
+    quoted = " and to ".join(f'"{" ".join(sentence.split()[:_WORDS])}"' for sentence in (first, second))
     return {
-        "question": f"What do the passages say that belongs to {begun}?",
+        "question": f"What do the passages say that belongs to {quoted}?",
         "answers": [f"{first} {second}"],
         "ctxs": [{"text": passage.text} for passage in passages],
     }
 
 
 def _sentence(passage: Passage, chance: random.Random) -> str:
-    """One of the passage's sentences; what is too short to be one counts only where there is nothing else."""
-    sentences = [said.strip()[:_CHARACTERS] for said in _SENTENCE.split(passage.text) if said.strip()]
-    long = [said for said in sentences if len(said.split()) > _WORDS]
+    """One of the passage's sentences; short ones only if there are no others."""
+    sentences = [sentence.strip()[:_CHARACTERS] for sentence in _SENTENCE.split(passage.text) if sentence.strip()]
+    long = [sentence for sentence in sentences if len(sentence.split()) > _WORDS]
     return chance.choice(long or sentences or [passage.text[:_CHARACTERS]])
 
 

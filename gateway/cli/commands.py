@@ -1,4 +1,4 @@
-"""The commands of `fusionkv` that talk to a gateway; each takes its parsed flags and returns the exit code."""
+"""The commands of `fusionkv` that call a gateway; each takes the parsed flags and returns the exit code."""
 
 import argparse
 import asyncio
@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fusionkv.gateway import explain
 from fusionkv.gateway.cli import connect, encode, figures, files
-from fusionkv.gateway.cli.console import patiently, print_json, progress_bar
+from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_busy
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import (
     Answer,
@@ -40,26 +40,26 @@ _STATS_SECONDS = 5.0
 
 
 async def ingest(args: argparse.Namespace) -> int:
-    """Stores files, several at once; one that fails is named and does not stop the others."""
-    found = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
+    """Stores files, several at once. Reports a file that fails and goes on with the others."""
+    paths = await asyncio.to_thread(files.find, args.paths, args.media_type, args.name)
     total = _Total()
     began = time.perf_counter()
     slots = asyncio.Semaphore(args.concurrency)
     async with connect.client(args) as client:
         with progress_bar(args.json) as progress:
-            bar = progress.add_task("ingest", total=len(found))
+            bar = progress.add_task("ingest", total=len(paths))
 
             async def one(name: str, path: Path) -> None:
                 async with slots:
                     try:
                         await _store(client, name, path, args, total)
                     except (InvalidArgument, AlreadyExists, OSError) as error:
-                        # It is this file's own fault; whatever else goes wrong would hit the next one as well.
+                        # Errors of this file only; any other error would affect the next files as well.
                         total.failed += 1
                         print(f"fusionkv: {path}: {error}", file=sys.stderr)
                     progress.advance(bar)
 
-            await _all(one(name, path) for name, path in found.items())
+            await _all(one(name, path) for name, path in paths.items())
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
             done = await encode.corpus(client, args.json, args.corpus, args.precompute)
@@ -72,17 +72,17 @@ async def ingest(args: argparse.Namespace) -> int:
 
 
 async def _store(client: AsyncClient, name: str, path: Path, args: argparse.Namespace, total: "_Total") -> None:
-    """Stores one file, JSON lines in several calls."""
-    told = {"source": files.source(path), "replace": args.replace, "prefix": args.prefix}
-    found = files.parts(name, path, args.media_type)
-    while (part := await asyncio.to_thread(next, found, None)) is not None:
+    """Stores one file; JSON lines take several calls."""
+    options = {"source": files.source(path), "replace": args.replace, "prefix": args.prefix}
+    parts = files.parts(name, path, args.media_type)
+    while (part := await asyncio.to_thread(next, parts, None)) is not None:
         first_line, content = part
         kind = args.media_type
         if args.compress:
             text, kind = await asyncio.to_thread(brief.document, name, content, kind, args.compress)
             content = text.encode()
         call = functools.partial(client.ingest, args.corpus, name, content, media_type=kind, first_line=first_line)
-        done = await patiently(functools.partial(call, **told), args.timeout)
+        done = await retry_while_busy(functools.partial(call, **options), args.timeout)
         total.add(done)
         if args.json:
             print_json({"event": "document", **asdict(done)})
@@ -110,11 +110,11 @@ class _Total:
             f"{self.chunks} chunks, {self.tokens} tokens in {self.seconds:.1f} s ({rate:.0f} documents/s)"
         )
         encoded = self.encoded + self.encoded_before
-        return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} were already" if encoded else line
+        return f"{line}; {self.encoded} chunks encoded, {self.encoded_before} already stored" if encoded else line
 
 
 async def ask(args: argparse.Namespace) -> int:
-    """Streams the answer to standard output and its figures to standard error."""
+    """Streams the answer to standard output, and prints its figures on standard error."""
     names = "system recipe ratio top_k order max_tokens temperature top_p seed stop filter"
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
@@ -138,11 +138,11 @@ async def ask(args: argparse.Namespace) -> int:
                     if not args.json:
                         print(event.text, end="", flush=True)
         if summary is None:
-            raise ServiceError("the answer ended without its summary")
+            raise ServiceError("the answer ended without a summary")
         if page is not None:
             if explanation is None:
                 raise ServiceError(
-                    f"the answer came without its explanation, so {args.explain} is not written: bring gateway and "
+                    f"the answer came without an explanation, so {args.explain} was not written: upgrade gateway and "
                     "workers to the version of this command"
                 )
             full = await client.ask(
@@ -180,38 +180,38 @@ def _figures(summary: Summary) -> Table:
     table.add_column()
     stages = fields(summary.seconds)
     first, total = stages.pop("ttft"), stages.pop("total")
-    named = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
-    table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {named}")
+    breakdown = "  ".join(f"{name} {1e3 * s:.1f}" for name, s in stages.items() if s >= 5e-5)
+    table.add_row("time (ms)", f"first token {1e3 * first:.1f}, total {1e3 * total:.1f}:  {breakdown}")
     hits = [f"{h.chunks} {h.kind} from {h.tier}" for h in summary.hits]
     if summary.chunks_missed:
         hits.append(f"{summary.chunks_missed} missed")
     if summary.entries_rejected:
-        hits.append(f"{summary.entries_rejected} rejected, of no worker's signature")
+        hits.append(f"{summary.entries_rejected} rejected: no worker's signature")
     corrected = f"; {summary.chunks_corrected} corrected" if summary.chunks_corrected else ""
-    found = f"{', '.join(hits) or 'cache not asked'}{corrected}"
-    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {found}")
+    origins = f"{', '.join(hits) or 'no cache lookup'}{corrected}"
+    table.add_row("chunks", f"{summary.chunks_retrieved} retrieved: {origins}")
     table.add_row(
         "tokens",
         f"{summary.context_tokens} context: {summary.tokens_lossless} lossless, {summary.tokens_reused} reused, "
         f"{summary.tokens_recomputed} recomputed, {summary.tokens_encoded} encoded; "
         f"{summary.tokens_generated} generated",
     )
-    table.add_row("recipe", f"{summary.recipe}, ratio {summary.ratio:g}; ended by {summary.finish_reason}")
+    table.add_row("recipe", f"{summary.recipe}, ratio {summary.ratio:g}; finish reason: {summary.finish_reason}")
     return table
 
 
 async def delete(args: argparse.Namespace) -> int:
     async with connect.client(args) as client:
-        gone = await client.delete(args.corpus, args.document)
+        deleted = await client.delete(args.corpus, args.document)
     if args.json:
-        print_json(asdict(gone))
+        print_json(asdict(deleted))
     else:
-        print(f"{args.corpus}: {gone.documents} documents, {gone.chunks} chunks deleted")
+        print(f"{args.corpus}: {deleted.documents} documents, {deleted.chunks} chunks deleted")
     return 0
 
 
 async def move(args: argparse.Namespace) -> int:
-    """Makes corpora anew for the worker's model and the gateway's embedder."""
+    """Rebuilds corpora for the worker's model and the gateway's embedder."""
     async with connect.client(args) as client:
         for name in args.corpora:
             done = Progress(0, 0)
@@ -248,11 +248,11 @@ async def show(args: argparse.Namespace) -> int:
 
 
 async def stats(args: argparse.Namespace) -> int:
-    """Asks gateway, worker and cache; only the gateway must answer."""
+    """Shows the statistics of gateway, worker and cache service; only the gateway has to be reachable."""
     async with connect.client(args) as client:
         found: dict[str, dict[str, Any]] = {"gateway": asdict(await client.stats())}
     worker, tls = args.worker or found["gateway"]["worker"], connect.tls(args)
-    found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "the gateway reaches none"}
+    found["worker"] = await _reported(worker, tls, _worker_stats) if worker else {"error": "no worker is reachable"}
     found["cache"] = await _reported(args.cache or _cache_address(), tls, _cache_stats)
     if args.json:
         print_json(found)
@@ -274,7 +274,7 @@ async def _reported(
         async with asyncio.timeout(_STATS_SECONDS):
             return {"address": address, **await ask(address, tls)}
     except (ServiceError, TimeoutError) as error:
-        return {"address": address, "error": str(error) or "no answer"}
+        return {"address": address, "error": str(error) or "no reply"}
 
 
 async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
@@ -315,7 +315,7 @@ async def _cache_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
 
 
 def _cache_address() -> str:
-    """Where `fusionkv serve` with its default folder has the cache service, if it runs."""
+    """Address of the cache service of `fusionkv serve` with the default folder, if its socket exists."""
     socket = Path(".fusionkv/run/kvcache.sock").absolute()
     return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
 

@@ -1,4 +1,4 @@
-"""From the command line's flags (flags.py) to a client."""
+"""Creates a client from command-line flags (flags.py)."""
 
 import argparse
 import os
@@ -11,10 +11,10 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 
 def client(args: argparse.Namespace) -> AsyncClient:
-    """A client as the flags, or else the environment, say.
+    """A client configured by flags, or by environment variables where flags are missing.
 
     Raises:
-        UsageError: flags that don't go together, or a token that can't be one.
+        UsageError: flags that can't be combined, or an invalid token.
         BadFile: a file can't be used.
     """
     try:
@@ -24,9 +24,9 @@ def client(args: argparse.Namespace) -> AsyncClient:
 
 
 def tls(args: argparse.Namespace) -> ClientTLS | None:
-    """Whom to trust; raises as `client` does."""
+    """The TLS settings. Raises as `client`."""
     if args.tls_ca is None and (args.tls_cert is not None or args.tls_key is not None):
-        raise UsageError("--tls-cert and --tls-key need --tls-ca, which says whose gateway to trust")
+        raise UsageError("--tls-cert and --tls-key need --tls-ca, the CAs that sign the gateway's certificate")
     try:
         return ClientTLS.of(args.tls_ca, args.tls_cert, args.tls_key)
     except ValueError as error:

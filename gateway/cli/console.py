@@ -1,5 +1,4 @@
-"""What commands show while they work: a progress bar for people, or JSON; and their patience with a busy gateway, or
-with one that is not there yet."""
+"""Console output of commands (progress bar or JSON), and retries while a gateway is busy or not yet available."""
 
 import asyncio
 import json
@@ -15,12 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 
 T = TypeVar("T")
-# Seconds between two tries of what is not there yet.
+# Seconds between two attempts to reach a service that is not yet available.
 _PAUSE = 2.0
 
 
 def progress_bar(quiet: bool) -> Progress:
-    """On standard error, if somebody looks at it and `quiet` is not set."""
+    """A progress bar on standard error; disabled if `quiet` is set or standard error is not a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     return Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal)
@@ -30,8 +29,8 @@ def print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False), flush=True)
 
 
-async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
-    """The result of a call that is repeated for as long as the gateway says when to try again."""
+async def retry_while_busy(call: Callable[[], Awaitable[T]], seconds: float) -> T:
+    """Repeats a call refused with a retry delay for up to `seconds`, and returns its result."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -39,27 +38,26 @@ async def patiently(call: Callable[[], Awaitable[T]], seconds: float) -> T:
         except ResourceExhausted as error:
             if error.retry_after is None or time.monotonic() + error.retry_after > end:
                 raise
-            # Spread out, or all that were refused together would come back together.
+            # Random, so that calls refused together are not retried together.
             pause = error.retry_after * random.uniform(1.0, 2.0)
         await asyncio.sleep(pause)
 
 
-async def awaited(call: Callable[[], Awaitable[T]], end: float) -> T:
-    """The result of a call that is repeated, until time.monotonic() is `end`, while whoever answers it, or what it is
-    about, is not there yet.
+async def retry_until_available(call: Callable[[], Awaitable[T]], end: float) -> T:
+    """Repeats a call that fails as UNAVAILABLE or NOT_FOUND until time.monotonic() is `end`; returns its result.
 
     Raises:
-        ServiceError: UNAVAILABLE or NOT_FOUND after that, any other at once.
+        ServiceError: UNAVAILABLE or NOT_FOUND after `end`, any other error at once.
     """
-    told = ""
+    reported = ""
     while True:
         try:
             return await call()
         except (Unavailable, NotFound) as error:
-            left = end - time.monotonic()
-            if left <= 0:
+            remaining = end - time.monotonic()
+            if remaining <= 0:
                 raise
-            if str(error) != told:
-                told = str(error)
-                print(f"fusionkv: waits for up to {left:.0f} s more: {told}", file=sys.stderr, flush=True)
-        await asyncio.sleep(min(_PAUSE, left))
+            if str(error) != reported:
+                reported = str(error)
+                print(f"fusionkv: waiting for up to {remaining:.0f} s more: {reported}", file=sys.stderr, flush=True)
+        await asyncio.sleep(min(_PAUSE, remaining))

@@ -1,4 +1,4 @@
-"""`fusionkv encode`: whole corpora ahead of time, by the gateway's workers or by encoders of its own."""
+"""`fusionkv encode`: encodes whole corpora ahead of time, with the gateway's workers or with separate encoders."""
 
 import argparse
 import contextlib
@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from fusionkv.fusion_worker.encode import encoders
 from fusionkv.gateway.cli import connect
-from fusionkv.gateway.cli.console import awaited, print_json, progress_bar
+from fusionkv.gateway.cli.console import print_json, progress_bar, retry_until_available
 from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Progress
@@ -18,35 +18,41 @@ from fusionkv.protos.runtime.errors import NotFound
 
 
 async def run(args: argparse.Namespace) -> int:
-    """Encodes corpora ahead of time, one after the other; with an index, the one of that number."""
+    """Encodes corpora ahead of time, one after another; with --index, only the corpus of that number."""
     if args.index is not None and not 0 <= args.index < len(args.corpora):
-        raise UsageError(f"--index is {args.index}, and there are {len(args.corpora)} corpora: they count from 0")
+        raise UsageError(f"--index is {args.index}, but there are {len(args.corpora)} corpora, numbered from 0")
     if not (args.encoders or args.ray) and (args.config or args.model or args.cache):
-        raise UsageError("--config, --model and --cache are settings of encoders: add --encoders or --ray")
+        raise UsageError("--config, --model and --cache apply to encoders only: add --encoders or --ray")
     async with connect.client(args) as client, _encoders(args) as own:
         for name in args.corpora if args.index is None else [args.corpora[args.index]]:
-            # For each anew: encoding those before it may have taken hours.
+            # Per corpus: encoding the corpora before it may have taken hours.
             end = time.monotonic() + args.wait
-            made = await awaited(functools.partial(_by_own, client, args, name, own, end), end) if own else 0
-            # After encoders this finds what they stored, and has a worker learn the corpus's correction.
-            done = await awaited(functools.partial(corpus, client, args.json, name, args.recipe, end), end)
+            stored = 0
+            if own:
+                encoding = functools.partial(_encode_with, client, args, name, own, end)
+                stored = await retry_until_available(encoding, end)
+            # After encoders, this call finds the KV that they stored, and has a worker learn the corpus's correction.
+            precompute = functools.partial(corpus, client, args.json, name, args.recipe, end)
+            done = await retry_until_available(precompute, end)
             again = done.done - done.skipped
             if own and again:
                 print(
-                    f"fusionkv: the gateway's workers did not find {again} of {done.total} chunks that encoders "
-                    "stored, and encoded them again: do their cache services share a tier (docs/encoding.md)?",
+                    f"fusionkv: the gateway's workers did not find {again} of the {done.total} chunks that the "
+                    "encoders stored, and encoded them again: do their cache services share a tier "
+                    "(docs/encoding.md)?",
                     file=sys.stderr,
                 )
             if not args.json:
-                encoded = made if own else again
-                print(f"{name}: {encoded} chunks encoded, {done.done - encoded} were already")
+                encoded = stored if own else again
+                print(f"{name}: {encoded} chunks encoded, {done.done - encoded} already stored")
     return 0
 
 
 async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: float = 0.0) -> Progress:
-    """Has the gateway's workers encode a corpus, and shows how far they are.
+    """Encodes a corpus with the gateway's workers, and shows the progress.
 
-    NotFound before time.monotonic() is `end` if nothing is in it yet.
+    Raises:
+        NotFound: the corpus is still empty, and time.monotonic() is less than `end`.
     """
     done = Progress(0, 0, 0)
     with progress_bar(quiet) as progress:
@@ -62,26 +68,26 @@ async def corpus(client: AsyncClient, quiet: bool, name: str, recipe: str, end: 
 
 @contextlib.asynccontextmanager
 async def _encoders(args: argparse.Namespace) -> AsyncGenerator[Sequence[encoders.Encoder]]:
-    """Encoders as the flags say; none: the gateway's workers do it."""
+    """Starts the encoders that the flags describe; none if the gateway's workers encode."""
     if not (args.encoders or args.ray):
         yield []
         return
-    settings = {key: value for key in ("model", "cache") if (value := getattr(args, key))}
-    made = (
-        encoders.on_ray(args.ray, args.encoders, args.config, settings)
+    overrides = {key: value for key in ("model", "cache") if (value := getattr(args, key))}
+    opened = (
+        encoders.on_ray(args.ray, args.encoders, args.config, overrides)
         if args.ray
-        else encoders.local(args.encoders, args.config, settings)
+        else encoders.local(args.encoders, args.config, overrides)
     )
-    async with made as own:
+    async with opened as own:
         yield own
 
 
-async def _by_own(
+async def _encode_with(
     client: AsyncClient, args: argparse.Namespace, name: str, own: Sequence[encoders.Encoder], end: float
 ) -> int:
-    """Has encoders encode a corpus, and shows how far they are; returns how many chunks were not stored before.
+    """Encodes a corpus with encoders, and shows the progress; returns the number of chunks that are newly stored.
 
-    Raises as `corpus` does.
+    Raises as `corpus`.
     """
     now = Progress(0, 0, 0)
     with progress_bar(args.json) as progress:
@@ -108,8 +114,9 @@ async def _by_own(
 
 
 def _check_there(corpus: str, chunks: int, end: float) -> None:
-    """A corpus is made before its first document is stored: raises NotFound if it has no chunks and time.monotonic()
-    is not `end` yet; later it is taken for an empty one.
+    """Raises NotFound if a corpus has no chunks and time.monotonic() is less than `end`.
+
+    A corpus is created before its first document is stored; after `end`, it counts as an empty corpus.
     """
     if not chunks and time.monotonic() < end:
-        raise NotFound(f"corpus {corpus!r} has no document yet")
+        raise NotFound(f"corpus {corpus!r} has no documents yet")

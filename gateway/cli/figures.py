@@ -1,4 +1,4 @@
-"""`fusionkv stats` for people: rates and units in place of counters."""
+"""The readable output of `fusionkv stats`: rates and units instead of raw counters."""
 
 from collections.abc import Mapping
 from datetime import timedelta
@@ -12,15 +12,15 @@ Values = Mapping[str, Any]
 def gateway(s: Values) -> dict[str, str]:
     return {
         "version": s["version"],
-        "model": s["model"] or "no worker answers",
-        "up for": _time(s["uptime_seconds"]),
+        "model": s["model"] or "no worker is reachable",
+        "uptime": _time(s["uptime_seconds"]),
         "requests": f"{s['requests']:,} ({s['requests_failed']:,} failed, {s['requests_degraded']:,} degraded)",
         "corpora": f"{s['documents']:,} documents, {s['chunks']:,} chunks",
     }
 
 
 def worker(s: Values) -> dict[str, str]:
-    """Its recipes with what `fusionkv check` found, where it was run."""
+    """Figures of a worker: its recipes with the verdicts of `fusionkv check`, if it was run."""
     verdicts = {v["recipe"]: v["verdict"] for v in s["verdicts"]}
     recipes = [
         f"{r['name']}, {r['ratio']:.0%} recomputed" + (f": {verdicts[r['name']]}" if r["name"] in verdicts else "")
@@ -29,28 +29,26 @@ def worker(s: Values) -> dict[str, str]:
     return {
         "address": s["address"],
         "model": f"{s['name']} ({s['family']}, {s['dtype']} on {s['device']})",
-        "KV": f"{decimal(s['kv_bytes_per_token'])} a token, prompts of up to {s['max_tokens']:,} tokens",
+        "KV": f"{decimal(s['kv_bytes_per_token'])} per token, prompts of up to {s['max_tokens']:,} tokens",
         "recipes": "\n".join(recipes),
         "modifiers": ", ".join(s["modifiers"]),
     }
 
 
 def cache(s: Values) -> dict[str, str]:
-    found, missed = s["hits_exact"] + s["hits_alternative"], s["misses"]
-    rate = (
-        f"{found / (found + missed):.0%} of {found + missed:,} chunks" if found + missed else "nothing looked up yet"
-    )
+    hits, missed = s["hits_exact"] + s["hits_alternative"], s["misses"]
+    rate = f"{hits / (hits + missed):.0%} of {hits + missed:,} chunks" if hits + missed else "no lookups yet"
     tiers = {
         t["tier"]: f"{t['entries']:,} entries, {decimal(t['used_bytes'])} of {decimal(t['capacity_bytes'])}"
         for t in s["tiers"]
     }
     return {
         "address": s["address"],
-        "up for": _time(s["uptime_seconds"]),
+        "uptime": _time(s["uptime_seconds"]),
         "hit rate": f"{rate} ({s['hits_exact']:,} exact, {s['hits_alternative']:,} alternative)",
-        "puts": f"{s['puts']:,} ({s['puts_existing']:,} were there, {s['puts_refused']:,} refused)",
-        "moved": f"{decimal(s['bytes_put'])} put, {decimal(s['bytes_fetched'])} fetched",
-        "damaged": f"{s['checksum_failures']:,} entries",
+        "puts": f"{s['puts']:,} ({s['puts_existing']:,} already stored, {s['puts_refused']:,} refused)",
+        "transferred": f"{decimal(s['bytes_put'])} put, {decimal(s['bytes_fetched'])} fetched",
+        "damaged": f"{s['checksum_failures']:,} checksum failures",
         **tiers,
     }
 

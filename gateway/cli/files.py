@@ -1,4 +1,4 @@
-"""The documents that paths on a command line mean."""
+"""Finds and reads the documents that command-line paths name."""
 
 import contextlib
 import glob
@@ -14,49 +14,56 @@ from fusionkv.gateway.ingest.media_types import ENDINGS, JSONL
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 STDIN = "-"
-# Bytes of JSON lines that are sent together: enough for full batches of an embedder, and few for a progress bar.
+# Bytes of JSON lines per call: enough to fill an embedder's batches, few enough for a smooth progress bar.
 _PART = 1 << 20
 
 
 class UsageError(Exception):
-    """Paths that mean nothing, or two documents of one name."""
+    """Invalid command-line arguments, such as paths that match nothing or two documents with one name."""
 
 
 def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Path]:
-    """Files by document name: their path below the directory that was given, or their own name, in order.
+    """Finds files by paths, globs and directories.
 
-    Of a directory, files with a known ending are taken, or all when the media type is given; hidden ones never.
-    name: of the one file that there is. STDIN stands for standard input.
+    Hidden files in directories are skipped, and without a media type also files with an unknown ending.
+
+    Args:
+        name: document name, for a single path; STDIN (standard input) requires it.
+
+    Returns:
+        Files by document name, in order. The name is the path below the directory given, or the file's own name.
 
     Raises:
-        UsageError: a path or glob that matches nothing, two files with one document name, or no name for what has
-            none.
+        UsageError: a path or glob matches nothing, two files have the same document name, or STDIN has no name.
     """
     found: dict[str, Path] = {}
-    for given in paths:
+    for pattern in paths:
         count = 0
-        for own, path in _expand(given, bool(media_type)):
-            if given == STDIN and not name:
-                raise UsageError("what is read from standard input (-) needs a --name")
-            called = name or own
-            if found.setdefault(called, path) != path:
+        for default, path in _expand(pattern, bool(media_type)):
+            if pattern == STDIN and not name:
+                raise UsageError("standard input (-) needs --name")
+            document = name or default
+            if found.setdefault(document, path) != path:
                 raise UsageError(
-                    f"{found[called]} and {path} would both be document {called!r}: ingest them separately, "
+                    f"{found[document]} and {path} would both be document {document!r}: ingest them separately, "
                     "with --name or --prefix"
                 )
             count += 1
         if not count:
-            what = "holds no document" if os.path.isdir(given) else "does not exist"
-            raise UsageError(f"{given} {what} (known endings: {' '.join(ENDINGS)})")
+            reason = "contains no documents" if os.path.isdir(pattern) else "does not exist"
+            raise UsageError(f"{pattern} {reason} (known endings: {' '.join(ENDINGS)})")
     return found
 
 
 def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]:
-    """What a file holds, with the number of the first line: whole, or JSON lines in parts of a megabyte.
+    """Reads a file: at once, or JSON lines in parts of about 1 MiB.
+
+    Yields:
+        The number of the first line, and the content.
 
     Raises:
-        InvalidArgument: a JSON line is malformed, or two have the same id; or the media type is not known.
-        OSError: it can't be read.
+        InvalidArgument: a JSON line is malformed, two lines have the same id, or the media type is unknown.
+        OSError: the file can't be read.
     """
     if parse.media_type(name, media_type) != JSONL:
         yield 1, read(path)
@@ -79,7 +86,7 @@ def read(path: Path) -> bytes:
 
 
 def source(path: Path) -> str:
-    """What tells a file from another one of its name; standard input has none."""
+    """The absolute path, which distinguishes files of the same name; empty for standard input."""
     return "" if str(path) == STDIN else str(path.resolve())
 
 

@@ -1,4 +1,4 @@
-"""`fusionkv serve all`: the three services as child processes of one, on one machine."""
+"""`fusionkv serve all`: runs the three services as child processes on one machine."""
 
 import argparse
 import asyncio
@@ -21,20 +21,22 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime import process, rpc, settings
 
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
-# Lines of a log that may be what a service ended with.
+# Lines of a traceback before its last one, which states the error.
 _TRACEBACK = re.compile(r"^\s|^Traceback|^$")
 # A unix socket's path has at most 107 bytes.
-_LONGEST_SOCKET = 107
-_LONGEST_LINE = 16 << 20
+_MAX_SOCKET_PATH = 107
+_MAX_LINE = 16 << 20
 _HEALTH_SECONDS = 10.0
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
 
 
 class Child:
-    """One service process. Its output goes to standard error, each line under its name.
+    """One service process. Its output goes to standard error, each line prefixed with the service's name.
 
-    listeners: what it says is serving, beside itself. plain: without TLS.
+    Args:
+        listeners: names of further servers that the service must report as serving.
+        plain: whether the service is reachable without TLS.
     """
 
     def __init__(
@@ -48,25 +50,25 @@ class Child:
         self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None
         self.served: dict[str, list[str]] = {}
-        """Addresses by what listens there, as the service has said so far."""
+        """Addresses by server name, as far as the service has reported them."""
         self.last = ""
-        """What the service printed last."""
+        """The last line that the service printed, tracebacks aside."""
 
     async def start(self) -> list[str]:
-        """Starts the process and waits until it reports itself healthy; returns its addresses.
+        """Starts the process, waits until the service is healthy, and returns its addresses.
 
         Raises:
-            ChildEnded: the process ended before.
+            ChildEnded: the process ended before that.
         """
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            limit=_LONGEST_LINE,
-            # Ctrl-C reaches the parent alone, which ends the children in order.
+            limit=_MAX_LINE,
+            # Ctrl-C then reaches only the parent, which stops the children in order.
             start_new_session=True,
-            # A killed parent leaves no orphans that hold ports and data.
+            # If the parent is killed, no children remain that hold ports and data.
             preexec_fn=lambda: process.end_with_parent(signal.SIGTERM),
         )
         self._reading = asyncio.create_task(self._read())
@@ -77,13 +79,13 @@ class Child:
             raise ChildEnded(self, await ended)
         ended.cancel()
         addresses = self._addresses.result()
-        # With TLS nobody says here whose certificate to trust: that the service says it serves has to do.
+        # With TLS, the CA to trust is unknown here: the service's own report has to suffice.
         if self._plain:
             await _healthy(addresses[0])
         return addresses
 
     async def ended(self) -> int:
-        """Waits for the end of the process and its output; returns its exit status."""
+        """Waits for the process and its output to end; returns the exit status."""
         assert self._process is not None
         assert self._reading is not None
         status = await self._process.wait()
@@ -91,7 +93,7 @@ class Child:
         return status
 
     async def stop(self) -> None:
-        """SIGTERM, on which the service drains, and waits for the end."""
+        """Sends SIGTERM, on which the service drains, and waits for the process to end."""
         if self._process is not None:
             self.signal(signal.SIGTERM)
             await self.ended()
@@ -114,18 +116,18 @@ class Child:
                 continue
             if not _TRACEBACK.match(line):
                 self.last = line
-            # JSON names its service itself, and stays JSON.
+            # JSON lines contain the service's name, and must remain valid JSON.
             shown = line if line.startswith("{") else f"{self.name:8}| {line}"
             print(shown, file=sys.stderr, flush=True)
 
 
 class ChildEnded(Exception):
-    """A service ended that should run on."""
+    """A service ended unexpectedly."""
 
     def __init__(self, child: Child, status: int) -> None:
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
-        said = f"; its last line: {child.last}" if child.last else ", and had printed nothing"
-        super().__init__(f"{child.name} {how}{said}")
+        cause = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+        output = f"; its last line: {child.last}" if child.last else " without output"
+        super().__init__(f"{child.name} {cause}{output}")
 
 
 async def serve(args: argparse.Namespace) -> int:
@@ -133,22 +135,22 @@ async def serve(args: argparse.Namespace) -> int:
     stop = asyncio.Event()
     children: list[Child] = []
 
-    def stopped() -> None:
-        if stop.is_set():  # asked twice
+    def request_stop() -> None:
+        if stop.is_set():  # second signal
             for child in children:
                 child.signal(signal.SIGKILL)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped)
+        asyncio.get_running_loop().add_signal_handler(number, request_stop)
     config = _gateway(args)
     with contextlib.ExitStack() as stack:
         children.extend(_children(args, config, stack))
         running = asyncio.create_task(_run(children, config, args.json))
-        asked = asyncio.create_task(stop.wait())
-        await asyncio.wait([running, asked], return_when=asyncio.FIRST_COMPLETED)
+        stop_requested = asyncio.create_task(stop.wait())
+        await asyncio.wait([running, stop_requested], return_when=asyncio.FIRST_COMPLETED)
         failure = running.exception() if running.done() else None
-        asked.cancel()
+        stop_requested.cancel()
         running.cancel()
         _report(args.json, "stopping", "stopping")
         for child in reversed(children):
@@ -162,11 +164,11 @@ async def serve(args: argparse.Namespace) -> int:
 
 
 async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
-    """Starts all at once, reports them in their order, then waits for one to end, which is a failure."""
+    """Starts all services at once, reports them in order, and waits until one ends, which is an error."""
     began = time.monotonic()
     starting: dict[asyncio.Task[list[str]], Child] = {asyncio.create_task(c.start()): c for c in children}
     watched: dict[asyncio.Task[int], Child] = {}
-    told: dict[Child, dict[str, Any]] = {}
+    started: dict[Child, dict[str, Any]] = {}
     unreported = list(children)
     try:
         while starting:
@@ -174,13 +176,13 @@ async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) 
             _raise_if_ended(watched)
             for up in [task for task in starting if task.done()]:
                 child = starting.pop(up)
-                told[child] = {"addresses": up.result(), "seconds": round(time.monotonic() - began, 1)}
+                started[child] = {"addresses": up.result(), "seconds": round(time.monotonic() - began, 1)}
                 watched[asyncio.create_task(child.ended())] = child
-            while unreported and unreported[0] in told:
+            while unreported and unreported[0] in started:
                 child = unreported.pop(0)
                 line = "{0:8}up on {1} after {seconds} s"
-                line = line.format(child.name, " ".join(told[child]["addresses"]), **told[child])
-                _report(as_json, "up", line, service=child.name, **told[child])
+                line = line.format(child.name, " ".join(started[child]["addresses"]), **started[child])
+                _report(as_json, "up", line, service=child.name, **started[child])
         await _ready(children, config, as_json)
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
         _raise_if_ended(watched)
@@ -190,14 +192,14 @@ async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) 
 
 
 async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
-    """Says what can be asked where, and what to do next."""
+    """Reports the model, the endpoints, and how to go on."""
     _, worker, gateway = children
     client = WorkerClient(worker.served["fusionkv-worker"][0])
     try:
         model = await client.model()
     finally:
         await client.close()
-    await _reached(gateway, config)
+    await _wait_for_worker(gateway, config)
     lines = [
         f"  model    {model.name} ({model.dtype} on {model.device}, prompts of up to {model.max_tokens:,} tokens)",
         f"  recipe   {config.recipe}",
@@ -210,14 +212,14 @@ async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool
     )
 
 
-async def _reached(gateway: Child, config: GatewayConfig) -> None:
-    """Waits until the gateway, which may have been up first, has found its worker. It looks once a second."""
+async def _wait_for_worker(gateway: Child, config: GatewayConfig) -> None:
+    """Waits until the gateway, which may have started first, has found the worker. It looks once a second."""
     if config.server_tls is not None or config.auth_tokens or config.auth_jwks:
-        await asyncio.sleep(_LOOK_SECONDS)  # it answers nobody without a token, or whom it does not trust
+        await asyncio.sleep(_POLL_SECONDS)  # Stats would need a token or a client certificate
         return
     async with AsyncClient(gateway.served["fusionkv-gateway"][0]) as client:
-        while not (await client.stats()).worker:  # noqa: ASYNC110 - only the gateway knows
-            await asyncio.sleep(_LOOK_SECONDS / 20)
+        while not (await client.stats()).worker:  # noqa: ASYNC110 - the gateway sends no event
+            await asyncio.sleep(_POLL_SECONDS / 20)
 
 
 def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:
@@ -227,10 +229,10 @@ def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig:
-    """What the gateway will be told. Raises SettingsError, and OSError where another program has one of its ports."""
-    flags = {name: getattr(args, name) for name in ("listen", "http_listen", "admin_listen")}
-    config = settings.load(GatewayConfig, "gateway", file=args.config, flags=flags)
-    for name in flags:
+    """Loads the gateway's settings. Raises SettingsError, and OSError if one of its ports is in use."""
+    overrides = {name: getattr(args, name) for name in ("listen", "http_listen", "admin_listen")}
+    config = settings.load(GatewayConfig, "gateway", file=args.config, flags=overrides)
+    for name in overrides:
         process.check_ports(getattr(config, name), f"--{name.replace('_', '-')}")
     return config
 
@@ -238,7 +240,7 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig:
 def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextlib.ExitStack) -> list[Child]:
     data = args.data_dir.expanduser().absolute()
     sockets = data / "run"
-    if len(bytes(sockets / "kvcache.sock")) > _LONGEST_SOCKET:
+    if len(bytes(sockets / "kvcache.sock")) > _MAX_SOCKET_PATH:
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fusionkv-")))
     sockets.mkdir(parents=True, exist_ok=True)
     cache, worker = (f"unix:{sockets / name}.sock" for name in ("kvcache", "worker"))

@@ -1,1 +1,1 @@
-"""The Python clients."""
+"""Python clients of the gateway."""

@@ -1,4 +1,4 @@
-"""`Client` blocks, `AsyncClient` awaits; both raise the errors of fusionkv.protos.runtime.errors."""
+"""`Client` (blocking) and `AsyncClient`, whose calls raise the errors of fusionkv.protos.runtime.errors."""
 
 import asyncio
 import contextlib
@@ -37,19 +37,23 @@ TLS = ClientTLS | None
 
 
 class AsyncClient:
-    """Calls a gateway at `host:port` or `unix:/path`. Make it inside a running event loop; `async with` closes it.
+    """An asynchronous client of a gateway. Create it in a running event loop; `async with` closes it.
 
-    Every call takes `timeout` in seconds, the client's default when it is None, and raises a subclass of
-    `errors.ServiceError` that carries the gRPC status. All but `delete` are made again, up to four times within about
-    three seconds, when they fail as UNAVAILABLE before anything came back. `token` is a bearer token, or the path of
-    a file that holds one and may change; `tls` says whom to trust, and without it nothing is encrypted.
+    Calls raise a subclass of `errors.ServiceError` for each gRPC status. A call that fails as UNAVAILABLE before the
+    first response is retried up to four times within about three seconds, except `delete`.
+
+    Args:
+        address: `host:port` or `unix:/path`.
+        timeout: default timeout of a call in seconds; calls take a `timeout` too.
+        token: a bearer token, or the path of a file that contains one, which is read again when it changes.
+        tls: CAs to trust and a client certificate; without it, connections are not encrypted.
     """
 
     def __init__(
         self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
     ) -> None:
         self.address = address
-        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._credentials = Credentials(address, token, timeout, encrypted=tls is not None)
         self._channel = rpc.dial(address, tls=tls, retries=True)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -71,19 +75,22 @@ class AsyncClient:
         timeout: float | None = None,
         **options: Any,
     ) -> Ingested:
-        """Stores one document, or those of JSON lines, each in place of what it had. Options: `requests.ingest`."""
+        """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         request = await asyncio.to_thread(requests.ingest, corpus, name, content, **options)
         with _errors(self.address):
-            r = await self._stub.Ingest(request, **self._with.options(timeout))
+            r = await self._stub.Ingest(request, **self._credentials.options(timeout))
         return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
     async def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.Options`, among
-        them `passages` in place of the corpus and `messages` in place of the question.
+        """Streams an answer: Sources, Tokens, one Summary. Closing the iterator cancels the request.
+
+        Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
-        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
+        call = self._stub.Generate(
+            requests.generate(corpus, question, **options), **self._credentials.options(timeout)
+        )
         try:
             with _errors(self.address):
                 async for response in call:
@@ -94,7 +101,7 @@ class AsyncClient:
     async def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Answer:
-        """A whole answer. Options as of `stream`."""
+        """Returns a whole answer. Options as for `stream`."""
         async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
             return _answer([event async for event in events])
 
@@ -108,22 +115,26 @@ class AsyncClient:
         filter: Mapping[str, str] = requests.NO_FILTER,
         timeout: float | None = None,
     ) -> tuple[Passage, ...]:
-        """The passages for a question, without answering it; of documents that have all the metadata of `filter`."""
-        wanted = requests.retrieve(corpus, question, top_k, order, filter)
+        """Retrieves the passages for a question, from documents that have all the metadata of `filter`."""
+        request = requests.retrieve(corpus, question, top_k, order, filter)
         with _errors(self.address):
-            return results.passages(await self._stub.Retrieve(wanted, **self._with.options(timeout)))
+            return results.passages(await self._stub.Retrieve(request, **self._credentials.options(timeout)))
 
     async def precompute(
         self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
     ) -> AsyncGenerator[Progress]:
-        """Encodes a corpus, or one document, ahead of time, with progress.
+        """Encodes a corpus, or one document, ahead of time. Has no deadline; a repeated call resumes.
 
-        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
-        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
-        goes on from there.
+        Args:
+            neighbours: neighbours that each chunk is encoded with; 0 uses the recipe's number. The KV is reused for
+                questions whose recipe has the same number, or that name no recipe.
+            name: the document; empty encodes the whole corpus.
+
+        Yields:
+            The progress.
         """
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
-        call = self._stub.Precompute(request, metadata=self._with.metadata())
+        call = self._stub.Precompute(request, metadata=self._credentials.metadata())
         try:
             with _errors(self.address):
                 async for p in call:
@@ -132,9 +143,9 @@ class AsyncClient:
             call.cancel()
 
     async def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        """What `precompute` would have workers encode, for encoders of the caller's own. Has no deadline."""
+        """Streams the requests that `precompute` would send to workers, for separate encoders. Has no deadline."""
         request = pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe)
-        call = self._stub.PlanPrecompute(request, metadata=self._with.metadata())
+        call = self._stub.PlanPrecompute(request, metadata=self._credentials.metadata())
         try:
             with _errors(self.address):
                 async for batch in call:
@@ -143,8 +154,8 @@ class AsyncClient:
             call.cancel()
 
     async def move(self, corpus: str) -> AsyncGenerator[Progress]:
-        """Makes a corpus anew for the worker's model and the gateway's embedder, with progress. Has no deadline."""
-        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._with.metadata())
+        """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
+        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._credentials.metadata())
         try:
             with _errors(self.address):
                 async for p in call:
@@ -153,44 +164,46 @@ class AsyncClient:
             call.cancel()
 
     async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
-        """Deletes one document, or without a name the whole corpus."""
+        """Deletes one document; without a name, the whole corpus."""
         with _errors(self.address):
-            r = await self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
+            r = await self._stub.Delete(
+                pb.DeleteRequest(corpus=corpus, name=name), **self._credentials.options(timeout)
+            )
         return Deleted(r.documents, r.chunks)
 
     async def page(
         self, corpus: str, token: str = "", size: int = _PAGE, *, timeout: float | None = None
     ) -> tuple[list[Item], str]:
-        """A part of what `list` gives, from where `token` says, and the token of the next part; empty at the end."""
-        wanted = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
+        """One page of `list`, and the token of the next page, which is empty after the last page."""
+        request = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
         with _errors(self.address):
-            r = await self._stub.List(wanted, **self._with.options(timeout))
+            r = await self._stub.List(request, **self._credentials.options(timeout))
         return [results.item(i) for i in r.items], r.next_page_token
 
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
-        """All corpora, or all documents of one corpus, by name."""
+        """All corpora, or all documents of a corpus, sorted by name."""
         items: list[Item] = []
         token = ""
         while True:
-            some, token = await self.page(corpus, token, timeout=timeout)
-            items.extend(some)
+            page, token = await self.page(corpus, token, timeout=timeout)
+            items.extend(page)
             if not token:
                 return items
 
     async def stats(self, *, timeout: float | None = None) -> Stats:
-        """What the gateway reports of itself."""
+        """The gateway's statistics."""
         with _errors(self.address):
-            return results.stats(await self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
+            return results.stats(await self._stub.Stats(pb.StatsRequest(), **self._credentials.options(timeout)))
 
 
 class Client:
-    """As AsyncClient, but blocking. Safe for use from several threads; `with` closes it."""
+    """The blocking counterpart of `AsyncClient`, with the same arguments. Thread-safe; `with` closes it."""
 
     def __init__(
         self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
     ) -> None:
         self.address = address
-        self._with = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._credentials = Credentials(address, token, timeout, encrypted=tls is not None)
         self._channel = rpc.dial_sync(address, tls=tls, retries=True)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -212,19 +225,22 @@ class Client:
         timeout: float | None = None,
         **options: Any,
     ) -> Ingested:
-        """Stores one document, or those of JSON lines, each in place of what it had. Options: `requests.ingest`."""
+        """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         request = requests.ingest(corpus, name, content, **options)
         with _errors(self.address):
-            r = self._stub.Ingest(request, **self._with.options(timeout))
+            r = self._stub.Ingest(request, **self._credentials.options(timeout))
         return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Iterator[Event]:
-        """Events of one answer: Sources, Tokens, one Summary; closing it cancels. Options: `requests.Options`, among
-        them `passages` in place of the corpus and `messages` in place of the question.
+        """Streams an answer: Sources, Tokens, one Summary. Closing the iterator cancels the request.
+
+        Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
-        call = self._stub.Generate(requests.generate(corpus, question, **options), **self._with.options(timeout))
+        call = self._stub.Generate(
+            requests.generate(corpus, question, **options), **self._credentials.options(timeout)
+        )
         try:
             with _errors(self.address):
                 for response in call:
@@ -235,7 +251,7 @@ class Client:
     def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Answer:
-        """A whole answer. Options as of `stream`."""
+        """Returns a whole answer. Options as for `stream`."""
         return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 
     def retrieve(
@@ -248,14 +264,14 @@ class Client:
         filter: Mapping[str, str] = requests.NO_FILTER,
         timeout: float | None = None,
     ) -> tuple[Passage, ...]:
-        """The passages for a question, without answering it; of documents that have all the metadata of `filter`."""
-        wanted = requests.retrieve(corpus, question, top_k, order, filter)
+        """Retrieves the passages for a question, from documents that have all the metadata of `filter`."""
+        request = requests.retrieve(corpus, question, top_k, order, filter)
         with _errors(self.address):
-            return results.passages(self._stub.Retrieve(wanted, **self._with.options(timeout)))
+            return results.passages(self._stub.Retrieve(request, **self._credentials.options(timeout)))
 
     def move(self, corpus: str) -> Iterator[Progress]:
-        """Makes a corpus anew for the worker's model and the gateway's embedder, with progress. Has no deadline."""
-        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._with.metadata())
+        """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
+        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._credentials.metadata())
         try:
             with _errors(self.address):
                 for p in call:
@@ -264,20 +280,24 @@ class Client:
             call.cancel()
 
     def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
-        """Deletes one document, or without a name the whole corpus."""
+        """Deletes one document; without a name, the whole corpus."""
         with _errors(self.address):
-            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._with.options(timeout))
+            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._credentials.options(timeout))
         return Deleted(r.documents, r.chunks)
 
     def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = "") -> Iterator[Progress]:
-        """Encodes a corpus, or one document, ahead of time, with progress.
+        """Encodes a corpus, or one document, ahead of time. Has no deadline; a repeated call resumes.
 
-        neighbours: of each chunk; 0 takes as many as the recipe wants. What is encoded so is
-        reused for questions with a recipe that wants as many, or with none named. Has no deadline; a repeated call
-        goes on from there.
+        Args:
+            neighbours: neighbours that each chunk is encoded with; 0 uses the recipe's number. The KV is reused for
+                questions whose recipe has the same number, or that name no recipe.
+            name: the document; empty encodes the whole corpus.
+
+        Yields:
+            The progress.
         """
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
-        call = self._stub.Precompute(request, metadata=self._with.metadata())
+        call = self._stub.Precompute(request, metadata=self._credentials.metadata())
         try:
             with _errors(self.address):
                 for p in call:
@@ -286,29 +306,29 @@ class Client:
             call.cancel()
 
     def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
-        """All corpora, or all documents of one corpus, by name."""
+        """All corpora, or all documents of a corpus, sorted by name."""
         items: list[Item] = []
         token = ""
         while True:
             page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
             with _errors(self.address):
-                r = self._stub.List(page, **self._with.options(timeout))
+                r = self._stub.List(page, **self._credentials.options(timeout))
             items.extend(map(results.item, r.items))
             token = r.next_page_token
             if not token:
                 return items
 
     def stats(self, *, timeout: float | None = None) -> Stats:
-        """What the gateway reports of itself."""
+        """The gateway's statistics."""
         with _errors(self.address):
-            return results.stats(self._stub.Stats(pb.StatsRequest(), **self._with.options(timeout)))
+            return results.stats(self._stub.Stats(pb.StatsRequest(), **self._credentials.options(timeout)))
 
 
 def _answer(events: Sequence[Event]) -> Answer:
     sources = next((e.passages for e in events if isinstance(e, Sources)), ())
     summary = next((e for e in events if isinstance(e, Summary)), None)
     if summary is None:
-        raise errors.ServiceError("the answer ended without its summary")
+        raise errors.ServiceError("the answer ended without a summary")
     return Answer("".join(e.text for e in events if isinstance(e, Token)), sources, summary)
 
 
@@ -317,6 +337,6 @@ def _errors(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        # What the gateway says of itself is whole; only a gateway that does not answer must be named.
+        # The gateway's own errors are complete; the address is added only if the gateway can't be reached.
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         raise errors.from_rpc(error, f"gateway {address}" if lost else "gateway") from error

@@ -1,4 +1,4 @@
-"""How a client shows itself to a gateway: its bearer token, with every call."""
+"""The bearer token and deadline that a client attaches to its calls."""
 
 import logging
 import os
@@ -12,16 +12,19 @@ _LOCAL = ("127.0.0.1:", "localhost:", "[::1]:", "unix:")
 
 
 class Credentials:
-    """A token as it is now, and the deadline of a call that brings none."""
+    """The current bearer token, and the default timeout of calls."""
 
     def __init__(
         self, address: str, token: str | os.PathLike[str] | None, timeout: float, *, encrypted: bool
     ) -> None:
-        """`token` is the token itself, or the path of a file that holds it.
+        """Reads the token.
+
+        Args:
+            token: the token itself, or the path of a file that contains it.
 
         Raises:
-            BadFile: the file can't be read, or holds no token.
-            ValueError: the token can't be one.
+            BadFile: the file can't be read, or contains no token.
+            ValueError: the token is malformed.
         """
         self._timeout = timeout
         self._token: str | Watched[str] | None
@@ -31,15 +34,15 @@ class Credentials:
             file = Path(token)
             self._token = Watched([file], lambda: _from_file(file))
         if token is not None and not encrypted and not address.startswith(_LOCAL):
-            log.warning("the token goes to %s unencrypted: use TLS, or a proxy that does", address)
+            log.warning("the bearer token is sent to %s unencrypted: use TLS, or a proxy that does", address)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What every call carries."""
+        """gRPC metadata of every call."""
         token = self._token.value if isinstance(self._token, Watched) else self._token
         return () if token is None else (("authorization", f"Bearer {token}"),)
 
     def options(self, timeout: float | None) -> dict[str, Any]:
-        """Deadline and metadata of one call."""
+        """Timeout and metadata of one call."""
         return {"timeout": timeout or self._timeout, "metadata": self.metadata()}
 
 

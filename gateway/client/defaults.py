@@ -1,5 +1,5 @@
-"""What a command line says of the clients, without loading them."""
+"""Defaults of the clients, for the command line, which does not load them."""
 
 DEFAULT_ADDRESS = "127.0.0.1:7072"
-# Of the chunks in a prompt.
+# Orders of the chunks in a prompt.
 ORDER_NAMES = ("document", "rank", "rank_reversed")

@@ -1,4 +1,4 @@
-"""FusionKV for LangChain: a retriever over a corpus, and a chat model whose answers come from one."""
+"""LangChain integration: a retriever and a chat model over a corpus."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
@@ -27,7 +27,7 @@ _ROLES = {"human": "user", "ai": "assistant"}
 
 
 class _Gateway:
-    """How a gateway is reached; each call has a connection of its own, so nothing is to be closed."""
+    """How to reach a gateway. Each call opens its own connection, so there is nothing to close."""
 
     address: str
     token: str | None
@@ -42,9 +42,12 @@ class _Gateway:
 
 
 class FusionKVRetriever(_Gateway, BaseRetriever):
-    """The passages of a corpus for a question, best first. top_k 0 takes the gateway's number.
+    """Retrieves passages of a corpus, best first.
 
     Raises the errors of `fusionkv.protos.runtime.errors`.
+
+    Attributes:
+        top_k: number of passages; 0 uses the gateway's setting.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -67,12 +70,14 @@ class FusionKVRetriever(_Gateway, BaseRetriever):
 
 
 class ChatFusionKV(_Gateway, BaseChatModel):
-    """Answers a conversation over a corpus: retrieval, reuse and all happen in the gateway. Without a corpus, each
-    call brings its passages: `chat.invoke(messages, passages=[...])`.
+    """A chat model that answers over a corpus; the gateway retrieves passages and reuses their KV.
 
-    options: of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens. Chunks are
-    searched for by the last message. `response_metadata` of an answer holds its sources and its summary. Raises the
-    errors of `fusionkv.protos.runtime.errors`.
+    Without a corpus, each call takes its passages: `chat.invoke(messages, passages=[...])`. Retrieval uses the last
+    message. `response_metadata` of an answer holds its sources and its summary. Raises the errors of
+    `fusionkv.protos.runtime.errors`.
+
+    Attributes:
+        options: options of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -94,7 +99,7 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        options = self._asked(messages, stop, kwargs)
+        options = self._call_options(messages, stop, kwargs)
         with self._client() as client:
             for event in client.stream(self.corpus, **options):
                 if (chunk := _chunk(event)) is not None:
@@ -109,7 +114,7 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        options = self._asked(messages, stop, kwargs)
+        options = self._call_options(messages, stop, kwargs)
         async with self._async_client() as client:
             async for event in client.stream(self.corpus, **options):
                 if (chunk := _chunk(event)) is not None:
@@ -135,12 +140,12 @@ class ChatFusionKV(_Gateway, BaseChatModel):
     ) -> ChatResult:
         return await agenerate_from_stream(self._astream(messages, stop, run_manager, **kwargs))
 
-    def _asked(
+    def _call_options(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, given: dict[str, Any]
     ) -> dict[str, Any]:
-        """The options of a call, its messages among them."""
-        said = [{"role": _ROLES.get(m.type, m.type), "content": m.text} for m in messages]
-        return {**self.options, **given, "messages": said, **({"stop": stop} if stop else {})}
+        """The options of a call, with its messages."""
+        turns = [{"role": _ROLES.get(m.type, m.type), "content": m.text} for m in messages]
+        return {**self.options, **given, "messages": turns, **({"stop": stop} if stop else {})}
 
 
 def _document(passage: Passage) -> Document:
@@ -149,7 +154,7 @@ def _document(passage: Passage) -> Document:
 
 
 def _chunk(event: Event) -> ChatGenerationChunk | None:
-    """What LangChain is told of an event; nothing of a token that is still open."""
+    """LangChain's chunk for an event; None if the event adds no text or metadata."""
     if isinstance(event, Token):
         return ChatGenerationChunk(message=AIMessageChunk(content=event.text)) if event.text else None
     if isinstance(event, Sources):
@@ -162,7 +167,7 @@ def _chunk(event: Event) -> ChatGenerationChunk | None:
             total_tokens=event.prompt_tokens + event.tokens_generated,
             input_token_details={"cache_read": cached_tokens(event)},
         )
-        told = {"summary": fields(event), "finish_reason": event.finish_reason}
-        message = AIMessageChunk(content="", response_metadata=told, usage_metadata=usage, chunk_position="last")
+        metadata = {"summary": fields(event), "finish_reason": event.finish_reason}
+        message = AIMessageChunk(content="", response_metadata=metadata, usage_metadata=usage, chunk_position="last")
         return ChatGenerationChunk(message=message)
     return None

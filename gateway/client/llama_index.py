@@ -1,4 +1,4 @@
-"""FusionKV for LlamaIndex: a retriever over a corpus, an LLM, and a synthesizer whose nodes become passages."""
+"""LlamaIndex integration: a retriever over a corpus, an LLM, and a response synthesizer that reuses nodes' KV."""
 
 from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Any
@@ -26,10 +26,13 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 
 class FusionKVRetriever(BaseRetriever):
-    """The passages of a corpus for a question, best first. top_k 0 takes the gateway's number.
+    """Retrieves passages of a corpus, best first.
 
-    connection: of `fusionkv.Client`, such as address, token and tls. Raises the errors of
-    `fusionkv.protos.runtime.errors`.
+    Raises the errors of `fusionkv.protos.runtime.errors`.
+
+    Args:
+        top_k: number of passages; 0 uses the gateway's setting.
+        connection: arguments of `fusionkv.Client`, such as address, token and tls.
     """
 
     def __init__(self, corpus: str, *, top_k: int = 0, **connection: Any) -> None:
@@ -50,9 +53,11 @@ class FusionKVRetriever(BaseRetriever):
 class FusionKV(LLM):
     """Answers over a corpus, or over the `passages` of a call: `llm.complete(question, passages=[...])`.
 
-    options: of `fusionkv.gateway.client.requests.Options`, such as recipe, ratio, top_k and max_tokens.
     `additional_kwargs` of an answer holds its sources and its summary. Raises the errors of
     `fusionkv.protos.runtime.errors`.
+
+    Attributes:
+        options: `fusionkv.gateway.client.requests.Options`, such as recipe, ratio, top_k and max_tokens.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -74,41 +79,41 @@ class FusionKV(LLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         with self._client() as client:
-            return _said(client.ask(self.corpus, **self._asked(kwargs, messages)))
+            return _chat_response(client.ask(self.corpus, **self._call_options(kwargs, messages)))
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         async with self._async_client() as client:
-            return _said(await client.ask(self.corpus, **self._asked(kwargs, messages)))
+            return _chat_response(await client.ask(self.corpus, **self._call_options(kwargs, messages)))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return (_message(*part) for part in self._parts(self._asked(kwargs, messages)))
+        return (_message(*part) for part in self._parts(self._call_options(kwargs, messages)))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        parts = self._aparts(self._asked(kwargs, messages))
+        parts = self._aparts(self._call_options(kwargs, messages))
         return (_message(*part) async for part in parts)
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         with self._client() as client:
-            return _completed(client.ask(self.corpus, prompt, **self._asked(kwargs)))
+            return _completion_response(client.ask(self.corpus, prompt, **self._call_options(kwargs)))
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
         async with self._async_client() as client:
-            return _completed(await client.ask(self.corpus, prompt, **self._asked(kwargs)))
+            return _completion_response(await client.ask(self.corpus, prompt, **self._call_options(kwargs)))
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        return (_completion(*part) for part in self._parts({**self._asked(kwargs), "question": prompt}))
+        return (_completion(*part) for part in self._parts({**self._call_options(kwargs), "question": prompt}))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        parts = self._aparts({**self._asked(kwargs), "question": prompt})
+        parts = self._aparts({**self._call_options(kwargs), "question": prompt})
         return (_completion(*part) async for part in parts)
 
     def _client(self) -> Client:
@@ -117,15 +122,15 @@ class FusionKV(LLM):
     def _async_client(self) -> AsyncClient:
         return AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
 
-    def _asked(self, given: dict[str, Any], messages: Sequence[ChatMessage] = ()) -> dict[str, Any]:
-        said = [{"role": m.role.value, "content": m.content or ""} for m in messages]
-        return {**self.options, **given, **({"messages": said} if said else {})}
+    def _call_options(self, given: dict[str, Any], messages: Sequence[ChatMessage] = ()) -> dict[str, Any]:
+        turns = [{"role": m.role.value, "content": m.content or ""} for m in messages]
+        return {**self.options, **given, **({"messages": turns} if turns else {})}
 
-    def _parts(self, asked: dict[str, Any]) -> Generator[tuple[str, str, dict[str, Any]]]:
-        """The answer so far, what is new of it, and, at the end, its sources and its summary."""
+    def _parts(self, options: dict[str, Any]) -> Generator[tuple[str, str, dict[str, Any]]]:
+        """The text so far, the new text and, at the end, the sources and the summary."""
         text, sources = "", list[Passage]()
         with self._client() as client:
-            for event in client.stream(self.corpus, **asked):
+            for event in client.stream(self.corpus, **options):
                 if isinstance(event, Token) and event.text:
                     text += event.text
                     yield text, event.text, {}
@@ -134,10 +139,10 @@ class FusionKV(LLM):
                 elif isinstance(event, Summary):
                     yield text, "", {"sources": sources, "summary": fields(event)}
 
-    async def _aparts(self, asked: dict[str, Any]) -> AsyncGenerator[tuple[str, str, dict[str, Any]]]:
+    async def _aparts(self, options: dict[str, Any]) -> AsyncGenerator[tuple[str, str, dict[str, Any]]]:
         text, sources = "", list[Passage]()
         async with self._async_client() as client:
-            async for event in client.stream(self.corpus, **asked):
+            async for event in client.stream(self.corpus, **options):
                 if isinstance(event, Token) and event.text:
                     text += event.text
                     yield text, event.text, {}
@@ -148,9 +153,9 @@ class FusionKV(LLM):
 
 
 class FusionKVSynthesizer(BaseSynthesizer):
-    """Answers a query over the nodes that a query engine has retrieved: each node is a passage, and its KV is reused.
+    """Answers a query over the nodes that a query engine has retrieved; each node is a passage whose KV is reused.
 
-    RetrieverQueryEngine(index.as_retriever(), FusionKVSynthesizer(FusionKV()))
+    Example: `RetrieverQueryEngine(index.as_retriever(), FusionKVSynthesizer(FusionKV()))`
     """
 
     def __init__(self, llm: FusionKV, *, streaming: bool = False) -> None:
@@ -160,7 +165,7 @@ class FusionKVSynthesizer(BaseSynthesizer):
         return {}
 
     def _update_prompts(self, prompts: dict[str, Any]) -> None:
-        """The prompt is the worker's template; `system` of the LLM's options changes it."""
+        """Does nothing: the worker's template is the prompt. The LLM's option `system` sets the system prompt."""
 
     def get_response(self, query_str: str, text_chunks: Sequence[str], **response_kwargs: Any) -> Any:
         given = {**response_kwargs, "passages": list(text_chunks)}
@@ -176,28 +181,30 @@ class FusionKVSynthesizer(BaseSynthesizer):
 
 
 def _node(passage: Passage) -> NodeWithScore:
-    known = {"document": passage.document, "position": passage.position, **passage.metadata}
-    # What the model is shown of a node is its text alone: so it is the same chunk wherever it comes from.
-    node = TextNode(text=passage.text, metadata=known, excluded_llm_metadata_keys=[*known])
+    metadata = {"document": passage.document, "position": passage.position, **passage.metadata}
+    # Without metadata in the model's text, the chunk and its KV are the same wherever the text comes from.
+    node = TextNode(text=passage.text, metadata=metadata, excluded_llm_metadata_keys=[*metadata])
     return NodeWithScore(node=node, score=passage.score)
 
 
-def _told(answer: Answer) -> dict[str, Any]:
+def _metadata(answer: Answer) -> dict[str, Any]:
     return {"sources": list(answer.sources), "summary": fields(answer.summary)}
 
 
-def _said(answer: Answer) -> ChatResponse:
-    return ChatResponse(message=ChatMessage(role="assistant", content=answer.text), additional_kwargs=_told(answer))
+def _chat_response(answer: Answer) -> ChatResponse:
+    return ChatResponse(
+        message=ChatMessage(role="assistant", content=answer.text), additional_kwargs=_metadata(answer)
+    )
 
 
-def _completed(answer: Answer) -> CompletionResponse:
-    return CompletionResponse(text=answer.text, additional_kwargs=_told(answer))
+def _completion_response(answer: Answer) -> CompletionResponse:
+    return CompletionResponse(text=answer.text, additional_kwargs=_metadata(answer))
 
 
-def _message(text: str, new: str, told: dict[str, Any]) -> ChatResponse:
+def _message(text: str, new: str, metadata: dict[str, Any]) -> ChatResponse:
     message = ChatMessage(role="assistant", content=text)
-    return ChatResponse(message=message, delta=new, additional_kwargs=told)
+    return ChatResponse(message=message, delta=new, additional_kwargs=metadata)
 
 
-def _completion(text: str, new: str, told: dict[str, Any]) -> CompletionResponse:
-    return CompletionResponse(text=text, delta=new, additional_kwargs=told)
+def _completion(text: str, new: str, metadata: dict[str, Any]) -> CompletionResponse:
+    return CompletionResponse(text=text, delta=new, additional_kwargs=metadata)

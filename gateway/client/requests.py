@@ -1,4 +1,4 @@
-"""What the clients send, from plain values."""
+"""Builds the clients' requests from plain Python values."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -18,24 +18,26 @@ ROLES = {"system": pb.ROLE_SYSTEM, "user": pb.ROLE_USER, "assistant": pb.ROLE_AS
 
 
 class Options(TypedDict, total=False):
-    """What a question may say beside itself; what is left out takes the default of the gateway or the worker.
+    """Options of a question; those left out use the gateway's or the worker's defaults.
 
-    passages: texts in place of a corpus.
-    messages: a conversation in place of the question: each has a `role` (system, user or assistant) and `content`;
-        the last one is the question.
-    system: the system prompt.
-    recipe: how cached chunks are fused.
-    ratio: share of context tokens to recompute, 0 to 1.
-    top_k: chunks to retrieve.
-    order: of the chunks in the prompt: document (default), rank or rank_reversed.
-    max_tokens: of the answer.
-    temperature: 0 is greedy.
-    top_p, sample_top_k: sampling keeps the likeliest tokens of this total probability, and so many at most.
-    seed: makes sampling repeatable.
-    stop: the answer ends before the first of these.
-    query: chunks are searched for by it in place of the question.
-    filter: metadata that a document must have for its chunks to be searched.
-    explain: an Explanation is asked for.
+    Attributes:
+        passages: texts to answer over instead of a corpus.
+        messages: a conversation instead of a question, each message with a `role` (system, user or assistant) and
+            `content`; the last one is the question.
+        system: the system prompt.
+        recipe: the recipe that fuses cached chunks.
+        ratio: share of context tokens to recompute, 0 to 1.
+        top_k: number of chunks to retrieve.
+        order: order of the chunks in the prompt: document (default), rank or rank_reversed.
+        max_tokens: maximum length of the answer.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: sample from the most likely tokens of this total probability.
+        sample_top_k: sample from at most this many tokens.
+        seed: seed for reproducible sampling.
+        stop: strings that end the answer.
+        query: text to retrieve by instead of the question.
+        filter: metadata that a document must have.
+        explain: whether to return an Explanation.
     """
 
     passages: Sequence[str | Passage]
@@ -60,10 +62,10 @@ _SAMPLING = ("max_tokens", "temperature", "top_p", "seed", "stop")
 
 
 def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -> pb.GenerateRequest:
-    """A question over a corpus, or over passages of one's own.
+    """The request of a question over a corpus or over given passages.
 
     Raises:
-        InvalidArgument: an option that there is not, or a value that can't be sent.
+        InvalidArgument: an unknown option, or an invalid value.
     """
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
@@ -81,13 +83,13 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
             **given,
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"bad option: {error}") from error
+        raise errors.InvalidArgument(f"invalid option: {error}") from error
 
 
 def _message(message: Mapping[str, str]) -> pb.Message:
     role = message.get("role", "")
     if role not in ROLES:
-        raise ValueError(f"a message has the role {role!r}; known: {', '.join(ROLES)}")
+        raise ValueError(f"unknown role {role!r} of a message; known: {', '.join(ROLES)}")
     return pb.Message(role=ROLES[role], text=message.get("content"))
 
 
@@ -100,11 +102,11 @@ def order_of(name: str) -> pb.Order:
 def retrieve(
     corpus: str, question: str, top_k: int = 0, order: str = "rank", filter: Mapping[str, str] = NO_FILTER
 ) -> pb.RetrieveRequest:
-    """Raises InvalidArgument: a value that can't be sent."""
+    """Raises InvalidArgument for an invalid value."""
     try:
         return pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=order_of(order), filter=filter)
     except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"bad option: {error}") from error
+        raise errors.InvalidArgument(f"invalid option: {error}") from error
 
 
 def ingest(
@@ -119,15 +121,19 @@ def ingest(
     first_line: int = 0,
     prefix: str = "",
 ) -> pb.IngestRequest:
-    """A document, or JSON lines. `content` is its bytes, its text or the path of a file, which is then its source.
+    """The request that stores a document, or JSON lines with one document each.
 
-    An empty media type is guessed from the name's ending. `metadata` is what a filter may ask for. What comes from a
-    `source` replaces a document of its name from another one only with `replace`; an empty one replaces all.
-    `prefix` stands before the names of all documents, and `first_line` is the number of the first of JSON lines that
-    are sent in parts.
+    Args:
+        content: the bytes, the text or the path of a file; a path is also the default source.
+        media_type: empty derives it from the ending of the name.
+        metadata: pairs that filters can match.
+        source: where the document comes from. A document of the same name from another source is replaced only with
+            `replace`, or if `source` is empty.
+        first_line: number of the first line, for JSON lines sent in parts.
+        prefix: prefix of all documents' names.
 
     Raises:
-        InvalidArgument: a value that can't be sent.
+        InvalidArgument: an invalid value.
         OSError: the file can't be read.
     """
     if isinstance(content, os.PathLike):
@@ -147,4 +153,4 @@ def ingest(
             prefix=prefix,
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"bad option: {error}") from error
+        raise errors.InvalidArgument(f"invalid option: {error}") from error

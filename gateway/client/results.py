@@ -1,4 +1,4 @@
-"""What the clients return: plain frozen dataclasses, and the messages of answer.proto as they came."""
+"""Results of the clients: frozen dataclasses, and unchanged messages of answer.proto."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,11 +12,16 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 @dataclass(frozen=True)
 class Passage:
-    """A chunk of the prompt: one that was retrieved, or one that the caller gives.
+    """A chunk of the prompt, retrieved or given in the request.
 
-    A retrieved one has its document and its position in it, its score (higher is better), and the document's title
-    and metadata. A given one may have an id and metadata, which Sources repeat, and a title, which stands above its
-    text in the prompt; Sources say its position in the request. tokens: its length, filled by the gateway.
+    Attributes:
+        document: the document of a retrieved chunk.
+        position: position in that document; in Sources, a given passage's position in the request.
+        score: score of a retrieved chunk; higher is better.
+        tokens: length, set by the gateway.
+        id: id of a given passage, repeated in Sources.
+        title: the document's title, or the title that stands above a given passage's text in the prompt.
+        metadata: the document's metadata, or a given passage's, repeated in Sources.
     """
 
     document: str = ""
@@ -30,7 +35,7 @@ class Passage:
 
     @property
     def name(self) -> str:
-        """What people cite it by."""
+        """A readable name, for citations."""
         if self.document:
             return f"{self.document}#{self.position}"
         return self.title or self.id or f"passage {self.position + 1}"
@@ -54,7 +59,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ingested:
-    """One file that was stored: a document, or one for each JSON line. replaced: how many were there before."""
+    """One stored file: a document, or one per JSON line; `replaced` counts those that existed before."""
 
     name: str
     documents: int
@@ -65,7 +70,7 @@ class Ingested:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far Precompute or Move is, in chunks; `skipped` of those done were stored already."""
+    """Progress of Precompute or Move, in chunks; `skipped` of the `done` chunks were already stored."""
 
     done: int
     total: int
@@ -80,9 +85,12 @@ class Deleted:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus; `bytes` are those of its text.
+    """A corpus, or one document of a corpus.
 
-    model, embedder: what a corpus was made with; without an embedder it is searched by words alone.
+    Attributes:
+        bytes: bytes of text.
+        model: model that a corpus was built for.
+        embedder: embedder that a corpus was built with; without one, it is searched by BM25 only.
     """
 
     name: str
@@ -96,7 +104,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Stats:
-    """What a gateway reports of itself; `model` and `worker` are empty when no worker answers."""
+    """Statistics of a gateway; `model` and `worker` are empty if no worker is reachable."""
 
     model: str
     model_fingerprint: str
@@ -114,27 +122,27 @@ Event = Sources | Explanation | Token | Summary
 
 
 def cached_tokens(summary: Summary) -> int:
-    """Tokens of chunks that were found in the cache; what missed is encoded, and then lossless or reused as well."""
+    """Tokens of chunks found in the cache. Missed chunks are encoded, and then also count as lossless or reused."""
     return sum(hit.tokens for hit in summary.hits)
 
 
-def passages(found: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
+def passages(response: "pb.RetrieveResponse | pb.Sources") -> tuple[Passage, ...]:
     return tuple(
         Passage(p.document, p.position, p.text, p.score, p.tokens, p.id, p.title, dict(p.metadata))
-        for p in found.passages
+        for p in response.passages
     )
 
 
 def event(response: pb.GenerateResponse) -> Event:
-    """One event of Generate."""
+    """Converts one event of Generate."""
     if response.HasField("sources"):
         return Sources(passages(response.sources))
-    found: Token | Explanation | Summary = getattr(response, response.WhichOneof("event") or "summary")
-    return found
+    event: Token | Explanation | Summary = getattr(response, response.WhichOneof("event") or "summary")
+    return event
 
 
 def fields(message: Message) -> dict[str, Any]:
-    """A message as JSON has it: every field, messages as objects, repeated ones as lists, numbers as numbers."""
+    """A message as a JSON-compatible dictionary with every field; nested messages are dictionaries too."""
 
     def plain(value: Any) -> Any:
         return fields(value) if isinstance(value, Message) else value

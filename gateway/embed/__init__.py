@@ -1,1 +1,1 @@
-"""Models that retrieval asks: embedders and rerankers, each in a process of its own or behind a URL."""
+"""Embedders and rerankers for retrieval, each in a separate process or behind a URL."""

@@ -1,4 +1,4 @@
-"""The contracts of an embedder, which makes vectors of texts, and of a reranker, which scores passages."""
+"""Interfaces of embedders, which turn texts into vectors, and of rerankers, which score passages."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,9 +7,11 @@ import numpy as np
 
 
 class Embedder(ABC):
-    """Vectors of unit length. Safe for concurrent use within one event loop, and never blocks it.
+    """Turns texts into vectors of unit length. For concurrent use within one event loop, which it never blocks.
 
-    name: corpora keep it beside their vectors; vectors of two names are never compared. dim: their width.
+    Attributes:
+        name: stored with a corpus's vectors; vectors of different names are never compared.
+        dim: width of the vectors.
     """
 
     name: str
@@ -17,11 +19,17 @@ class Embedder(ABC):
 
     @abstractmethod
     async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
-        """float32 `[text, dim]`. question: some models want to be told what searches and what is searched.
+        """Embeds texts.
+
+        Args:
+            question: whether the texts are questions, which some models embed differently from documents.
+
+        Returns:
+            Vectors, float32 `[text, dim]`.
 
         Raises:
-            Unavailable: the model can't be reached now.
-            ResourceExhausted: it has too much to do.
+            Unavailable: the model can't be reached at the moment.
+            ResourceExhausted: the model is overloaded.
         """
 
     @abstractmethod
@@ -30,13 +38,13 @@ class Embedder(ABC):
 
 
 class Reranker(ABC):
-    """Scores of passages for a question. As safe as an Embedder."""
+    """Scores passages for a question. Concurrency as for `Embedder`."""
 
     name: str
 
     @abstractmethod
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
-        """One score a passage, higher is better. Raises as `Embedder.embed` does."""
+        """One score per passage; higher is better. Raises as `Embedder.embed`."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -1,6 +1,6 @@
-"""A process that holds one model for a gateway: `python -m fusionkv.gateway.embed.child TASK DIRECTORY THREADS`.
+"""Process that runs one model for a gateway: `python -m fusionkv.gateway.embed.child TASK DIRECTORY THREADS`.
 
-Frames come in and go out by its standard input and output. It ends when its input does.
+It reads frames from standard input, writes frames to standard output, and ends at the end of its input.
 """
 
 import contextlib
@@ -15,33 +15,33 @@ from fusionkv.fusion_worker.library import lean
 from fusionkv.gateway.embed.frames import HEAD, frame
 
 EMBED, RERANK = "embed", "rerank"
-# A message to a reply.
+# Computes the reply to a message: JSON and bytes.
 Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], bytes]]
 
 
 def main() -> None:
     task, directory, threads = sys.argv[1:]
-    # Frames alone use the two pipes: whatever a library prints goes to standard error.
+    # Only frames may use the two pipes: output of libraries goes to standard error.
     given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    with open(os.devnull) as devnull:
+        os.dup2(devnull.fileno(), 0)
     os.dup2(2, 1)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
         try:
             with lean.uncompiled():
-                answer, told = _load(task, Path(directory), int(threads))
-        except Exception as error:  # of a directory that is no model, whatever transformers makes of it
+                answer, description = _load(task, Path(directory), int(threads))
+        except Exception as error:  # transformers may raise anything for a directory that is not a model
             line = str(error).strip().partition("\n")[0]
             answers.write(frame({"refused": line or type(error).__name__}))
             answers.flush()
             return
-        answers.write(frame(told))
+        answers.write(frame(description))
         answers.flush()
         _serve(given, answers, answer)
 
 
 def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, Any]]:
-    """What answers messages, and what the gateway is told of the model first."""
+    """Loads the model; returns the function that answers messages, and the model's description for the gateway."""
     import torch
     from transformers.utils import logging
 
@@ -63,9 +63,9 @@ def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, A
 
 def _serve(given: BinaryIO, answers: BinaryIO, answer: Answer) -> None:
     while head := given.read(HEAD.size):
-        size, more = HEAD.unpack(head)
+        size, data_size = HEAD.unpack(head)
         message = json.loads(given.read(size))
-        given.read(more)
+        given.read(data_size)
         try:
             reply = frame(*answer(message))
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Which embedder and which reranker a gateway's settings name."""
+"""Opens the embedder and the reranker that the gateway's settings name."""
 
 import importlib.util
 import logging
@@ -17,42 +17,44 @@ _PACKAGES = ("torch", "transformers")
 
 
 async def open_embedder(config: GatewayConfig) -> Embedder | None:
-    """None: questions are matched by words alone, and the log says why.
+    """Opens the configured embedder; None if retrieval is by BM25 only, which is logged with the reason.
 
     Raises:
-        ServiceError: what the settings name can't be used.
+        ServiceError: the configured model can't be used.
         ValueError: a package is missing.
     """
     named = config.embedder
     if named == NONE:
-        log.info("no embedder is wanted: retrieval is by words alone")
+        log.info("embedder = none: retrieval uses BM25 only")
         return None
     if named == AUTO:
-        if lacking := _lacking():
-            log.warning("RETRIEVAL IS BY WORDS ALONE: %s, then start again; `embedder = none` wants no more", lacking)
+        if remedy := _remedy():
+            log.warning("RETRIEVAL USES BM25 ONLY: %s and restart; `embedder = none` hides this warning", remedy)
             return None
         named = EMBEDDER
     if _is_url(named):
         return await _urls().URLEmbedder.open(named, config.embedder_model, _token(config.embedder_token))
-    made = await LocalEmbedder.start(_directory(named), config.embedder_threads)
-    log.info("embeddings are %s's, %d wide", made.name, made.dim)
-    return made
+    embedder = await LocalEmbedder.start(_directory(named), config.embedder_threads)
+    log.info("embedder: %s, %d dimensions", embedder.name, embedder.dim)
+    return embedder
 
 
 async def open_reranker(config: GatewayConfig) -> Reranker | None:
-    """None: there is none. Raises as `open_embedder` does."""
+    """Opens the configured reranker, if any. Raises as `open_embedder`."""
     if not config.reranker:
         return None
     if _is_url(config.reranker):
-        made: Reranker = _urls().URLReranker(config.reranker, config.reranker_model, _token(config.reranker_token))
+        reranker: Reranker = _urls().URLReranker(
+            config.reranker, config.reranker_model, _token(config.reranker_token)
+        )
     else:
-        made = await LocalReranker.start(_directory(config.reranker), config.embedder_threads)
-    log.info("the best %d chunks are ranked by %s", config.rerank_depth, made.name)
-    return made
+        reranker = await LocalReranker.start(_directory(config.reranker), config.embedder_threads)
+    log.info("the best %d chunks are reranked by %s", config.rerank_depth, reranker.name)
+    return reranker
 
 
-def _lacking() -> str:
-    """What is to be done before the default embedder can be used; empty when it can."""
+def _remedy() -> str:
+    """What has to be done before the default embedder can be used; empty if it can."""
     if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
         return 'pip install "fusionkv[embed]"'
     if not (cache.root() / EMBEDDER).is_dir():
@@ -65,21 +67,21 @@ def _directory(named: str) -> Path:
         raise ValueError(f'{named} needs torch and transformers: pip install "fusionkv[embed]"')
     if named in KNOWN:
         if not KNOWN[named].embeds:
-            raise FailedPrecondition(f"{named} answers questions, and makes no embeddings")
+            raise FailedPrecondition(f"{named} is a language model, not an embedding model")
         if not (cache.root() / named).is_dir():
-            raise FailedPrecondition(f"{named} was not fetched yet: run `fusionkv model get {named}`")
+            raise FailedPrecondition(f"{named} has not been fetched yet: run `fusionkv model get {named}`")
         return cache.root() / named
     directory = Path(named).expanduser()
     if not directory.is_dir():
         raise FailedPrecondition(
-            f"{named} is neither a directory nor a URL (http://, https://), and none of "
+            f"{named} is not a directory, a URL (http://, https://) or one of "
             f"{', '.join(name for name, model in KNOWN.items() if model.embeds)}"
         )
     return directory
 
 
 def _urls() -> ModuleType:
-    """The module that asks URLs, whose library is an option."""
+    """The module for models behind URLs; aiohttp, which it needs, is optional."""
     try:
         from fusionkv.gateway.embed import url
     except ModuleNotFoundError as error:

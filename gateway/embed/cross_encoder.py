@@ -1,4 +1,4 @@
-"""A cross-encoder, run with transformers: it reads question and passage together, and gives one score."""
+"""A cross-encoder run with transformers: scores a question and a passage read together."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,17 +11,17 @@ from fusionkv.gateway.embed.sentence_model import Unsupported
 
 
 class CrossEncoder:
-    """As sentence-transformers' class of that name, without its activation: the order is the same."""
+    """Scores like sentence-transformers' CrossEncoder, without its activation, which does not change the order."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises Unsupported, or whatever transformers raises."""
+        """Raises Unsupported, or any error of transformers."""
         self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
         self._model: Any = AutoModelForSequenceClassification.from_pretrained(
             directory, local_files_only=True, use_safetensors=True, dtype=torch.float32
         ).eval()
         if self._model.config.num_labels != 1:
-            raise Unsupported(f"{directory} gives {self._model.config.num_labels} scores: a reranker gives one")
-        self._most = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+            raise Unsupported(f"{directory} outputs {self._model.config.num_labels} scores; a reranker outputs one")
+        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
         self.name = directory.resolve().name
 
     def score(self, question: str, passages: Sequence[str]) -> list[float]:
@@ -30,7 +30,7 @@ class CrossEncoder:
             [*passages],
             padding=True,
             truncation="longest_first",
-            max_length=self._most,
+            max_length=self._max_tokens,
             return_tensors="pt",
         )
         with torch.inference_mode():

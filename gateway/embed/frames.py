@@ -1,4 +1,4 @@
-"""What a gateway and its model processes say to each other on pipes: JSON, then bytes, each with its length."""
+"""Messages between a gateway and its model processes: JSON and bytes, preceded by their lengths."""
 
 import json
 import struct
@@ -8,5 +8,5 @@ HEAD = struct.Struct("<QQ")
 
 
 def frame(message: dict[str, Any], data: bytes = b"") -> bytes:
-    said = json.dumps(message).encode()
-    return HEAD.pack(len(said), len(data)) + said + data
+    header = json.dumps(message).encode()
+    return HEAD.pack(len(header), len(data)) + header + data

@@ -1,4 +1,4 @@
-"""A model in a process of its own: what is asked of it waits in order, questions before documents."""
+"""Runs a model in a separate process; questions are processed before documents."""
 
 import asyncio
 import contextlib
@@ -13,59 +13,60 @@ from fusionkv.gateway.embed import child
 from fusionkv.gateway.embed.frames import HEAD, frame
 from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 
-# Python, torch and a model of 100 MB: four seconds, on a machine with nothing else to do.
+# Loading Python, torch and a model of 100 MB takes four seconds on an idle machine.
 _START_SECONDS = 120.0
-# All that it knows of the gateway's environment, which may hold secrets.
+# The only environment variables passed on: the gateway's environment may hold secrets.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
 Reply = tuple[dict[str, Any], bytes]
 
 
-class _Asked(NamedTuple):
-    later: bool
+class _Request(NamedTuple):
+    background: bool
     number: int
     message: dict[str, Any]
     reply: "asyncio.Future[Reply]"
 
 
 class ModelProcess:
-    """Belongs to one event loop. One that has died is started again by the next request.
+    """Requests to a model in a separate process, from one event loop. The next request restarts a process that died.
 
-    told: what the model says of itself.
+    Attributes:
+        description: the model's description of itself, such as its name.
     """
 
     def __init__(self, task: str, directory: Path, threads: int) -> None:
-        self.told: dict[str, Any] = {}
+        self.description: dict[str, Any] = {}
         self._argv = (task, str(directory), str(threads))
         self._process: asyncio.subprocess.Process | None = None
         self._numbers = itertools.count()
-        self._queue: asyncio.PriorityQueue[_Asked] = asyncio.PriorityQueue()
+        self._queue: asyncio.PriorityQueue[_Request] = asyncio.PriorityQueue()
         self._serving: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, task: str, directory: Path, threads: int) -> "ModelProcess":
-        """Starts it, and waits until the model is loaded.
+        """Starts the process and waits until the model is loaded.
 
         Raises:
-            FailedPrecondition: the directory is no such model.
+            FailedPrecondition: the directory contains no such model.
             Unavailable: the process can't be started.
         """
-        made = cls(task, directory, threads)
-        await made._start()
-        made._serving = asyncio.create_task(made._serve())
-        return made
+        model_process = cls(task, directory, threads)
+        await model_process._start()
+        model_process._serving = asyncio.create_task(model_process._serve())
+        return model_process
 
-    async def ask(self, message: dict[str, Any], *, later: bool = False) -> Reply:
-        """The reply to a message. later: whatever is not comes first.
+    async def ask(self, message: dict[str, Any], *, background: bool = False) -> Reply:
+        """Returns the reply to a message. `background` messages wait until there are no others.
 
         Raises:
-            Unavailable: the process ended meanwhile, or can't be started.
+            Unavailable: the process ended before replying, or can't be started.
         """
-        asked = _Asked(later, next(self._numbers), message, asyncio.get_running_loop().create_future())
-        self._queue.put_nowait(asked)
-        return await asked.reply
+        request = _Request(background, next(self._numbers), message, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(request)
+        return await request.reply
 
     async def close(self) -> None:
-        """Ends the process; whoever waits is told that it is unavailable."""
+        """Ends the process; pending requests fail as UNAVAILABLE."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -75,26 +76,27 @@ class ModelProcess:
 
     async def _serve(self) -> None:
         while True:
-            asked = await self._queue.get()
-            if asked.reply.done():  # its caller was cancelled
+            request = await self._queue.get()
+            if request.reply.done():  # the caller was cancelled
                 continue
             try:
                 if self._process is None:
                     await self._start()
-                said, data = await self._exchange(asked.message)
+                reply, data = await self._exchange(request.message)
             except asyncio.CancelledError:
-                _fail(asked.reply, Unavailable("the gateway is stopping"))
+                _fail(request.reply, Unavailable("the gateway is stopping"))
                 raise
             except (OSError, EOFError) as error:
                 await self._end()
-                _fail(asked.reply, Unavailable(f"the process of {self._argv[1]} has ended: {type(error).__name__}"))
+                why = type(error).__name__
+                _fail(request.reply, Unavailable(f"the process of the model {self._argv[1]} ended: {why}"))
             except ServiceError as error:
-                _fail(asked.reply, error)
+                _fail(request.reply, error)
             else:
-                if "failed" in said:
-                    _fail(asked.reply, ServiceError(f"{self._argv[1]}: {said['failed']}"))
-                elif not asked.reply.done():
-                    asked.reply.set_result((said, data))
+                if "failed" in reply:
+                    _fail(request.reply, ServiceError(f"{self._argv[1]}: {reply['failed']}"))
+                elif not request.reply.done():
+                    request.reply.set_result((reply, data))
 
     async def _start(self) -> None:
         try:
@@ -104,20 +106,21 @@ class ModelProcess:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-                    # A thread that waits for the other leaves its core to the workers.
+                    # An OpenMP thread that waits releases its core to the workers.
                     | {"OMP_NUM_THREADS": self._argv[2], "OMP_WAIT_POLICY": "PASSIVE"}
                     | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-                    # Ctrl-C reaches the gateway alone.
+                    # Ctrl-C then reaches only the gateway.
                     start_new_session=True,
                 )
-                self.told, _ = await self._read()
+                self.description, _ = await self._read()
         except (OSError, EOFError, TimeoutError) as error:
             await self._end()
-            why = str(error) or type(error).__name__
-            raise Unavailable(f"no process could be started for {self._argv[1]}: {why}") from error
-        if "refused" in self.told:
+            reason = str(error) or type(error).__name__
+            raise Unavailable(f"can't start the process of the model {self._argv[1]}: {reason}") from error
+        if "refused" in self.description:
             await self._end()
-            raise FailedPrecondition(f"{self._argv[1]} can't be used to {self._argv[0]}: {self.told['refused']}")
+            task, directory, _ = self._argv
+            raise FailedPrecondition(f"{directory} can't be used to {task}: {self.description['refused']}")
 
     async def _exchange(self, message: dict[str, Any]) -> Reply:
         assert self._process is not None
@@ -131,8 +134,8 @@ class ModelProcess:
         stdout = self._process.stdout
         assert stdout is not None
         first, second = HEAD.unpack(await stdout.readexactly(HEAD.size))
-        said = json.loads(await stdout.readexactly(first))
-        return said, await stdout.readexactly(second)
+        reply = json.loads(await stdout.readexactly(first))
+        return reply, await stdout.readexactly(second)
 
     async def _end(self) -> None:
         process, self._process = self._process, None

@@ -1,1 +1,1 @@
-"""HTTP beside gRPC: an OpenAI-compatible endpoint, and pages for operators."""
+"""The gateway's HTTP servers: an OpenAI-compatible endpoint, and pages for operators."""

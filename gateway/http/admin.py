@@ -1,4 +1,4 @@
-"""Pages for operators: the last answers of their tenant, each explained, and asked again with full attention."""
+"""HTML pages for operators: the recent answers of their tenant, explained and compared with full attention."""
 
 import base64
 import binascii
@@ -13,28 +13,28 @@ from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.conversation import Conversation
-from fusionkv.gateway.history import Kept
+from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
 from fusionkv.gateway.http.listener import Call, Handler, Listener
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
 
-# A page runs nothing, loads nothing, is framed by nobody, and is kept nowhere: it shows a tenant's documents.
+# Pages show a tenant's documents: no scripts, no external resources, no framing, no caching.
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; "
     "frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
-    # With "no-referrer" a browser would say of the page's own form that it comes from "null".
+    # With "no-referrer", browsers would send the page's own form with `Origin: null`.
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# Browsers ask for a name and a password themselves.
-_ASK = 'Basic realm="FusionKV, for operators: any name, and the token as the password", charset="UTF-8"'
+# Makes browsers show a password prompt.
+_CHALLENGE = 'Basic realm="FusionKV operators: any user name, and the token as the password", charset="UTF-8"'
 
 
 class AdminServer(Listener):
-    """Serves the gateway's history. Where calls need a token, so do pages: an operator's, as the password."""
+    """Serves the gateway's history. If calls require a token, pages require an operator's token as the password."""
 
     name = "fusionkv-gateway-admin"
 
@@ -50,32 +50,32 @@ class AdminServer(Listener):
         self.post("/explain/{id}/full", self._guarded(self._compared))
 
     def failed(self, error: Exception) -> web.Response:
-        """A line of text."""
+        """The error as one line of text."""
         if isinstance(error, web.HTTPException):
             return web.Response(text=f"{error.reason}\n", status=error.status, headers=_HEADERS)
         failures.record(error)
         headers = {**_HEADERS, **failures.headers(error)}
         if "WWW-Authenticate" in headers:
-            headers["WWW-Authenticate"] = _ASK
+            headers["WWW-Authenticate"] = _CHALLENGE
         return web.Response(text=f"{failures.message(error)}\n", status=failures.status(error), headers=headers)
 
     async def _answers(self, request: web.Request) -> web.Response:
-        kept = self._history.of(await self._servicer.whose())
+        records = self._history.of(await self._servicer.tenant_salt())
         answers = [
             {
-                "id": one.id,
-                "question": Conversation.of(one.request).question,
-                "corpus": one.request.corpus or "own passages",
-                "text": one.answer.text.strip(),
-                "summary": one.answer.summary,
-                "at": _when(one),
+                "id": record.id,
+                "question": Conversation.of(record.request).question,
+                "corpus": record.request.corpus or "given passages",
+                "text": record.answer.text.strip(),
+                "summary": record.answer.summary,
+                "at": _when(record),
             }
-            for one in kept
+            for record in records
         ]
-        return _html(self._list.render(answers=answers, most=self._history.most))
+        return _html(self._list.render(answers=answers, limit=self._history.limit))
 
     async def _explained(self, request: web.Request) -> web.Response:
-        kept = await self._asked(request)
+        kept = await self._record(request)
         reference = kept.answer.summary.recipe == explain.REFERENCE
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
         served = explain.Served(at=_when(kept), home="../", compare=compare)
@@ -84,36 +84,36 @@ class AdminServer(Listener):
         return _html(explain.render(self._page, question, answer, explanation, full, served))
 
     async def _compared(self, request: web.Request) -> web.Response:
-        """Asks again, once, with full attention; then shows the page."""
-        _of_this_site(request)
-        kept = await self._asked(request)
+        """Repeats the question with full attention, at most once, and redirects to the page."""
+        _check_same_site(request)
+        kept = await self._record(request)
         if kept.full is None:
             self._history.compare(kept, await self._full(kept))
         return web.Response(status=303, headers={**_HEADERS, "Location": f"../{kept.id}"})
 
-    async def _full(self, asked: Kept) -> Kept:
+    async def _full(self, original: Record) -> Record:
         again = pb.GenerateRequest()
-        again.CopyFrom(asked.request)
+        again.CopyFrom(original.request)
         again.recipe, again.explain = explain.REFERENCE, False
         again.ClearField("ratio")
-        full, ended = Kept(asked.tenant, again), False
+        full, ended = Record(original.tenant, again), False
         async with contextlib.aclosing(self._servicer.generate(again, Call(), None)) as responses:
             async for response in responses:
                 full.add(response)
                 ended = response.HasField("summary")
         if not ended:
-            raise ServiceError("the answer ended without its summary")
+            raise ServiceError("the answer ended without a summary")
         return full
 
-    async def _asked(self, request: web.Request) -> Kept:
-        """The answer that the path names, of the caller's tenant."""
-        kept = self._history.get(await self._servicer.whose(), request.match_info["id"])
+    async def _record(self, request: web.Request) -> Record:
+        """The answer of the caller's tenant that the path names."""
+        kept = self._history.get(await self._servicer.tenant_salt(), request.match_info["id"])
         if kept is None:
-            raise NotFound("no such answer: newer ones have taken its place, or the gateway was started again")
+            raise NotFound("no such answer: newer answers have replaced it, or the gateway was restarted")
         return kept
 
     def _guarded(self, handler: Handler) -> Handler:
-        """Lets operators in."""
+        """Restricts a handler to operators."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._bearer is not None:
@@ -124,22 +124,22 @@ class AdminServer(Listener):
         return guarded
 
 
-def _of_this_site(request: web.Request) -> None:
-    """Refuses what another site has a browser send, which sends the password along.
+def _check_same_site(request: web.Request) -> None:
+    """Refuses requests that another site makes a browser send (CSRF), which would carry the saved password.
 
-    Every browser says where a POST comes from: by Origin, newer ones by Sec-Fetch-Site too. What says neither is a
-    program, whose password nobody else can use.
+    Browsers send Origin with every POST, newer ones Sec-Fetch-Site too. A request with neither comes from a program,
+    which holds its own password.
 
     Raises:
-        PermissionDenied: one of the two names another site, or Origin none.
+        PermissionDenied: one of the two headers names another site, or Origin is not a URL.
     """
     sites, origins = (request.headers.getall(name, []) for name in ("Sec-Fetch-Site", "Origin"))
     if not all(site in ("same-origin", "none") for site in sites):
         raise PermissionDenied("another site sent this request")
-    # Not the scheme: a proxy may have ended TLS.
+    # Compare hosts only: a proxy may terminate TLS, which changes the scheme.
     host = request.headers.get("Host", "").lower()
     if not all(host and _host(origin) == host for origin in origins):
-        raise PermissionDenied("another site sent this request: its Origin is not the Host that it is for")
+        raise PermissionDenied("another site sent this request: its Origin differs from its Host")
 
 
 def _host(origin: str) -> str:
@@ -151,7 +151,7 @@ def _host(origin: str) -> str:
 
 
 def _bearer(authorization: str) -> str:
-    """A password as the bearer token that it is; anything else as it is."""
+    """Converts basic authentication to a bearer token, which is the password; returns other schemes unchanged."""
     scheme, _, given = authorization.partition(" ")
     if scheme.lower() != "basic":
         return authorization
@@ -166,5 +166,5 @@ def _html(page: str) -> web.Response:
     return web.Response(text=page, content_type="text/html", headers=_HEADERS)
 
 
-def _when(kept: Kept) -> str:
+def _when(kept: Record) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(kept.at))

@@ -1,4 +1,4 @@
-"""OpenAI's requests for completions to requests of the gateway's own; what can't be followed is refused."""
+"""Converts OpenAI's completion requests to the gateway's; unsupported fields are refused."""
 
 import json
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from fusionkv.gateway.conversation import Conversation
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-# Of `fusionkv` in the body: as `fusionkv.gateway.client.requests.generate` takes them.
+# Fields of `fusionkv` in the body, passed to `fusionkv.gateway.client.requests.generate`.
 OWN = frozenset(["corpus", "recipe", "ratio", "top_k", "order", "sample_top_k", "query", "system", "filter"])
-# The model of requests that bring their passages, under either name.
+# Model name of requests that bring their own passages; `passages` and `documents` are synonyms.
 NO_CORPUS = "fusionkv"
 _PASSAGES = ("passages", "documents")
 _SAMPLING = ("max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "stop")
-_TAKEN = frozenset(["model", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
-# They change nothing about an answer.
-_WITHOUT_EFFECT = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
-# Taken with these values alone, which ask for nothing.
+_SUPPORTED = frozenset(["model", "stream", "stream_options", "fusionkv", *_PASSAGES, *_SAMPLING])
+# Accepted and ignored.
+_IGNORED = frozenset(["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+# Accepted only with these values, which have no effect.
 _ONLY: Mapping[str, Any] = {
     "n": 1,
     "logprobs": False,
@@ -38,7 +38,7 @@ _SYSTEM = ("system", "developer")
 
 
 class BadRequest(InvalidArgument):
-    """A request that can't be followed; `param` names the field."""
+    """An invalid or unsupported request; `param` is the field at fault."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -47,9 +47,12 @@ class BadRequest(InvalidArgument):
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What is asked of the gateway, and how the caller wants the reply.
+    """A request to the gateway, and the form of its reply.
 
-    model: as the caller wrote it. text: a text completion, of one prompt, in place of a chat's.
+    Attributes:
+        model: the model name in the request, unchanged.
+        usage: whether a stream ends with a usage chunk.
+        text: whether this is a text completion of one prompt, not a chat.
     """
 
     request: pb.GenerateRequest
@@ -60,101 +63,102 @@ class Chat:
 
 
 def read(body: Any, text: bool = False) -> Chat:
-    """The request that a JSON body describes: for a chat completion, or a text completion.
+    """Reads the JSON body of a chat completion, or of a text completion.
 
     Raises:
-        InvalidArgument: it is no such request, or asks for what can't be given.
+        InvalidArgument: the body is invalid, or requests something unsupported.
     """
-    asked = "prompt" if text else "messages"
+    field = "prompt" if text else "messages"
     if not isinstance(body, dict):
-        raise InvalidArgument("the body is no JSON object")
-    given = {name: value for name, value in body.items() if value is not None and name not in _WITHOUT_EFFECT}
-    for name in given.keys() - _TAKEN - {asked}:
+        raise InvalidArgument("the body is not a JSON object")
+    given = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
+    for name in given.keys() - _SUPPORTED - {field}:
         if name not in _ONLY:
             raise BadRequest(f"unknown field {name[:80]!r}", name[:80])
         if given[name] != _ONLY[name]:
-            raise BadRequest(f"{name} is not supported: leave it out", name)
+            raise BadRequest(f"{name} is not supported: omit it", name)
     model = _typed(given, "model", str, "")
     own = {name: value for name, value in _typed(given, "fusionkv", dict, {}).items() if value is not None}
     if unknown := own.keys() - OWN:
         raise BadRequest(f"unknown field {min(unknown)[:80]!r}; known: {', '.join(sorted(OWN))}", "fusionkv")
     stream = _typed(given, "stream", bool, False)
     usage = _typed(_typed(given, "stream_options", dict, {}), "include_usage", bool, False)
-    said = {"question": _prompt(given)} if text else {"messages": _messages(given)}
+    conversation = {"question": _prompt(given)} if text else {"messages": _messages(given)}
     _typed(own, "order", str, "")
-    options = {**_of_model(model), "passages": _passages(given), **said, **own}
-    made = requests.generate(**options, **_sampling(given))
+    options = {**_of_model(model), "passages": _passages(given), **conversation, **own}
+    request = requests.generate(**options, **_sampling(given))
     try:
-        Conversation.of(made)
+        Conversation.of(request)
     except InvalidArgument as error:
-        raise BadRequest(str(error), asked) from error
-    return Chat(made, model, stream, usage, text)
+        raise BadRequest(str(error), field) from error
+    return Chat(request, model, stream, usage, text)
 
 
 def _of_model(model: str) -> dict[str, Any]:
-    """Corpus, recipe and ratio of a name CORPUS, CORPUS:RECIPE, CORPUS@RATIO or CORPUS:RECIPE@RATIO.
+    """Corpus, recipe and ratio of a model name CORPUS, CORPUS:RECIPE, CORPUS@RATIO or CORPUS:RECIPE@RATIO.
 
-    With NO_CORPUS for the corpus there is none.
+    The corpus NO_CORPUS means none.
     """
-    named, _, ratio = model.partition("@")
-    corpus, _, recipe = named.partition(":")
-    found: dict[str, Any] = {"corpus": "" if corpus == NO_CORPUS else corpus, "recipe": recipe}
+    target, _, ratio = model.partition("@")
+    corpus, _, recipe = target.partition(":")
+    options: dict[str, Any] = {"corpus": "" if corpus == NO_CORPUS else corpus, "recipe": recipe}
     if ratio:
         try:
-            found["ratio"] = float(ratio)
+            options["ratio"] = float(ratio)
         except ValueError:
-            raise BadRequest(f"bad ratio {ratio[:80]!r} in the model: CORPUS:RECIPE@0.15, say", "model") from None
-    return found
+            message = f"invalid ratio {ratio[:80]!r} in the model: expected a name such as CORPUS:RECIPE@0.15"
+            raise BadRequest(message, "model") from None
+    return options
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     stop = given.get("stop", [])
-    made["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
+    options["stop"] = [stop] if isinstance(stop, str) else _typed(given, "stop", list, [])
     for name in ("max_completion_tokens", "max_tokens"):
-        if (most := _typed(given, name, int, 1)) < 1:
-            raise BadRequest(f"{name} is {most}: an answer has one token at least", name)
+        if (limit := _typed(given, name, int, 1)) < 1:
+            raise BadRequest(f"{name} is {limit}: it must be at least 1", name)
         if name in given:
-            made.setdefault("max_tokens", most)
+            options.setdefault("max_tokens", limit)
     for name in ("temperature", "top_p"):
         if name in given:
-            made[name] = _typed(given, name, (int, float), 0.0)
-    if made.get("top_p") == 0:
-        # The protocol's 0 keeps everything; OpenAI's keeps next to nothing.
-        raise BadRequest("top_p is 0: it must be above 0; for the likeliest token take temperature 0", "top_p")
+            options[name] = _typed(given, name, (int, float), 0.0)
+    if options.get("top_p") == 0:
+        # In gateway.proto, 0 disables top_p; in OpenAI's API it keeps only the most likely token.
+        raise BadRequest("top_p is 0: it must be greater than 0; for greedy decoding use temperature 0", "top_p")
     if "seed" in given:
-        made["seed"] = _typed(given, "seed", int, 0)
-    return made
+        options["seed"] = _typed(given, "seed", int, 0)
+    return options
 
 
 def _passages(given: Mapping[str, Any]) -> list[Passage]:
     name, *more = [name for name in _PASSAGES if name in given] or ["passages"]
     if more:
-        raise BadRequest("passages and documents are two names of one field: give one of them", "documents")
+        raise BadRequest("passages and documents are the same field: use only one of them", "documents")
     return [_passage(passage, f"{name}[{i}]") for i, passage in enumerate(_typed(given, name, list, []))]
 
 
 def _passage(given: Any, where: str) -> Passage:
-    """A passage: its text, or an object with Passage's fields; `content` is text as well, the rest is metadata."""
+    """A passage from a text or an object with Passage's fields. `content` means `text`; other keys are metadata."""
     if isinstance(given, str):
         return Passage(text=given)
     if not isinstance(given, dict):
-        raise BadRequest(f"{where} is neither a text nor an object", where)
-    known = {name: value for name, value in given.items() if value is not None}
-    known.setdefault("text", known.pop("content", ""))
-    if not isinstance(known["text"], str):
-        raise BadRequest(f"{where} has a text that is none", where)
-    fields = {name: known.pop(name) for name in Passage.__dataclass_fields__.keys() & known}
-    notes = _typed(fields, "metadata", dict, {}) | known
-    told = {name: value if isinstance(value, str) else json.dumps(value) for name, value in notes.items()}
-    return Passage(**{**fields, "metadata": told})
+        raise BadRequest(f"{where} must be a string or an object", where)
+    values = {name: value for name, value in given.items() if value is not None}
+    values.setdefault("text", values.pop("content", ""))
+    if not isinstance(values["text"], str):
+        raise BadRequest(f"{where} has a text that is not a string", where)
+    fields = {name: values.pop(name) for name in Passage.__dataclass_fields__.keys() & values}
+    metadata = _typed(fields, "metadata", dict, {}) | values
+    strings = {name: value if isinstance(value, str) else json.dumps(value) for name, value in metadata.items()}
+    return Passage(**{**fields, "metadata": strings})
 
 
 def _prompt(given: Mapping[str, Any]) -> str:
     prompt = given.get("prompt", "")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str):
-        raise BadRequest("prompt must be one text: token ids and several prompts are not taken", "prompt")
+        raise BadRequest("prompt must be one string: token ids and several prompts are not supported", "prompt")
     return prompt
 
 
@@ -166,12 +170,13 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _message(message: Any, where: str) -> dict[str, str]:
-    """A message as the client takes it."""
+    """A message in the client's format."""
     if not isinstance(message, dict):
-        raise BadRequest(f"{where} is no object", where)
+        raise BadRequest(f"{where} must be an object", where)
     role = message.get("role")
     if role not in (*_SYSTEM, "user", "assistant"):
-        raise BadRequest(f"{where} has the role {str(role)[:80]!r}: system, developer, user or assistant", where)
+        known = "system, developer, user, assistant"
+        raise BadRequest(f"{where} has the unknown role {str(role)[:80]!r}; known: {known}", where)
     role = "system" if role in _SYSTEM else role
     content = message.get("content")
     if isinstance(content, str):
@@ -179,12 +184,12 @@ def _message(message: Any, where: str) -> dict[str, str]:
     parts = content if isinstance(content, list) else [None]
     texts = [p.get("text") if isinstance(p, dict) and p.get("type") == "text" else None for p in parts]
     if not all(isinstance(text, str) for text in texts):
-        raise BadRequest(f"{where} has content that is no text", where)
+        raise BadRequest(f"{where} has content that is not text", where)
     return {"role": role, "content": "".join(map(str, texts))}
 
 
 def _typed(given: Mapping[str, Any], name: str, kind: Any, default: Any) -> Any:
     value = given.get(name, default)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise BadRequest(f"{name} is of the wrong type", name)
+        raise BadRequest(f"{name} has the wrong type", name)
     return value

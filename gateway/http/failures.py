@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them: JSON with a message, a type and a code, under the HTTP status that fits."""
+"""Errors in OpenAI's format: JSON with a message, a type and a code, and the matching HTTP status."""
 
 import logging
 import math
@@ -13,8 +13,8 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 log = logging.getLogger(__name__)
 _S = grpc.StatusCode
-# HTTP status, type and code. FAILED_PRECONDITION is 400: clients take 409 for something that a retry may mend.
-_KNOWN: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
+# HTTP status, type and code. FAILED_PRECONDITION is 400: clients retry after 409.
+_STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     _S.INVALID_ARGUMENT: (400, "invalid_request_error", None),
     _S.FAILED_PRECONDITION: (400, "invalid_request_error", "failed_precondition"),
     _S.UNAUTHENTICATED: (401, "invalid_request_error", "invalid_api_key"),
@@ -24,7 +24,7 @@ _KNOWN: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     _S.UNAVAILABLE: (503, "server_error", "unavailable"),
     _S.DEADLINE_EXCEEDED: (504, "server_error", "deadline_exceeded"),
 }
-_UNFORESEEN = (500, "server_error", None)
+_UNEXPECTED = (500, "server_error", None)
 
 
 def status(error: Exception) -> int:
@@ -33,15 +33,15 @@ def status(error: Exception) -> int:
 
 
 def record(error: Exception) -> None:
-    """Notes an error in the current span if it is the gateway's fault, and in the log if nobody foresaw it."""
+    """Records an error in the current span if it is the gateway's fault, and in the log if it is unexpected."""
     if status(error) >= 500:
         telemetry.record_error(error)
     if not isinstance(error, ServiceError):
-        log.error("unforeseen error in an HTTP request", exc_info=error)
+        log.error("unexpected error in an HTTP request", exc_info=error)
 
 
 def message(error: Exception) -> str:
-    """What a caller is told of it. Nothing is told of what was not foreseen."""
+    """The error's message for the caller; of an unexpected error only its type."""
     return errors.details(error) if isinstance(error, ServiceError) else f"internal error: {type(error).__name__}"
 
 
@@ -57,16 +57,16 @@ def of(message: str, kind: str, code: str | None = None, param: str | None = Non
 
 
 def headers(error: Exception) -> dict[str, str]:
-    """When to come again, where that is known; how to show oneself."""
-    made: dict[str, str] = {}
+    """Headers for the retry delay, if it is known, and for the authentication scheme."""
+    headers: dict[str, str] = {}
     if isinstance(error, ServiceError) and error.retry_after is not None:
-        # The one is HTTP's, in whole seconds; the other is what OpenAI's clients look at first.
-        made["Retry-After"] = str(math.ceil(error.retry_after))
-        made["Retry-After-Ms"] = str(math.ceil(1000 * error.retry_after))
+        # Retry-After is HTTP's, in whole seconds; OpenAI's clients prefer Retry-After-Ms.
+        headers["Retry-After"] = str(math.ceil(error.retry_after))
+        headers["Retry-After-Ms"] = str(math.ceil(1000 * error.retry_after))
     if _known(error)[0] == 401:
-        made["WWW-Authenticate"] = "Bearer"
-    return made
+        headers["WWW-Authenticate"] = "Bearer"
+    return headers
 
 
 def _known(error: Exception) -> tuple[int, str, str | None]:
-    return _KNOWN.get(error.status, _UNFORESEEN) if isinstance(error, ServiceError) else _UNFORESEEN
+    return _STATUSES.get(error.status, _UNEXPECTED) if isinstance(error, ServiceError) else _UNEXPECTED

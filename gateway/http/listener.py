@@ -1,4 +1,4 @@
-"""An HTTP server beside the gateway's gRPC server: addresses, TLS, limits, drain, a span for each request."""
+"""An HTTP server that runs beside the gRPC server: addresses, TLS, limits, drain, one span per request."""
 
 import asyncio
 import time
@@ -15,60 +15,60 @@ from fusionkv.protos.observe import rejected
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 tracer = trace.get_tracer(__name__)
-# The longest conversation and passages, with every character escaped (6 bytes), and room around them.
-_MOST_BODY = 4 << 20
-# As gRPC's connections: a caller whose certificate is trusted no more is gone by then.
+# Holds the longest conversation and passages with every character escaped (6 bytes), and other fields.
+_MAX_BODY = 4 << 20
+# As for gRPC connections: limits how long a client stays connected whose certificate is no longer trusted.
 _CONNECTION_SECONDS = 3600.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Call:
-    """HTTP requests bring no deadline: the configured one holds."""
+    """The deadline of an HTTP request. There is none, so `request_seconds` applies."""
 
     def time_remaining(self) -> None:
         return None
 
 
 class Listener:
-    """Serves and drains beside the gRPC server. A caller that disconnects cancels its request."""
+    """Serves and drains beside the gRPC server. A request is cancelled when its client disconnects."""
 
     name = "http"
 
     def __init__(self, addresses: Sequence[str], config: GatewayConfig) -> None:
         self._addresses = addresses
         self._config = config
-        self._seen: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
+        self._opened: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
         self.app = web.Application(
-            middlewares=[self._traced, self._ageing, self._failing], client_max_size=_MOST_BODY
+            middlewares=[self._trace, self._limit_age, self._handle_errors], client_max_size=_MAX_BODY
         )
         self._runner = web.AppRunner(self.app, handler_cancellation=True, shutdown_timeout=config.drain_seconds)
         self._servers: list[asyncio.Server] = []
 
     def get(self, path: str, handler: Handler) -> None:
-        """Answers GET and HEAD there. Before `start`."""
+        """Adds a handler of GET and HEAD. Call it before `start`."""
         self.app.router.add_get(path, handler, expect_handler=_expected)
 
     def post(self, path: str, handler: Handler) -> None:
-        """Answers POST there. Before `start`."""
+        """Adds a handler of POST. Call it before `start`."""
         self.app.router.add_post(path, handler, expect_handler=_expected)
 
     def failed(self, error: Exception) -> web.Response:
-        """What a caller is told of an error; web.HTTPException among them."""
+        """The response for an error, which may be a web.HTTPException."""
         raise NotImplementedError
 
     async def start(self) -> list[str]:
-        """Listens; returns the addresses. Raises OSError."""
+        """Starts to listen; returns the addresses. Raises OSError."""
         await self._runner.setup()
-        served = self._runner.server
-        assert served is not None
+        web_server = self._runner.server
+        assert web_server is not None
         connections = Connections(self._config)
         loop = asyncio.get_running_loop()
 
         def connection() -> Connection:
-            return Connection(served, connections, self._config)
+            return Connection(web_server, connections, self._config)
 
         tls = self._config.server_tls.context() if self._config.server_tls else None
-        # A handshake is in time, or else there is no connection.
+        # http_head_seconds limits the TLS handshake too.
         seconds = self._config.http_head_seconds if tls else None
         bound = []
         for address in self._addresses:
@@ -93,12 +93,12 @@ class Listener:
         await self._runner.cleanup()
 
     async def body(self, request: web.Request) -> bytes:
-        """The body of a request.
+        """Reads the body of a request.
 
         Raises:
-            web.HTTPRequestTimeout: it took too long; the connection ends with the response.
-            web.HTTPRequestEntityTooLarge: it is larger than 4 MiB.
-            InvalidArgument: it is malformed.
+            web.HTTPRequestTimeout: the body took too long; the connection closes after the response.
+            web.HTTPRequestEntityTooLarge: the body is larger than 4 MiB.
+            InvalidArgument: the body is malformed.
         """
         try:
             async with asyncio.timeout(self._config.http_body_seconds):
@@ -109,11 +109,11 @@ class Listener:
             raise web.HTTPRequestTimeout from None
         except MALFORMED as error:
             rejected.note("http_body")
-            raise InvalidArgument("the body is malformed: its chunks or its compression can't be read") from error
+            raise InvalidArgument("the body is malformed: its chunked encoding or compression is invalid") from error
 
     @web.middleware
-    async def _traced(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """One span a request, which goes on with the caller's trace."""
+    async def _trace(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Records one span per request, as a child of the caller's span."""
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else ""
         attributes = {"http.request.method": request.method, "url.path": request.path, "url.scheme": request.scheme}
@@ -128,18 +128,18 @@ class Listener:
             return response
 
     @web.middleware
-    async def _ageing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Closes a connection that has been open for long."""
+    async def _limit_age(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Closes a connection that has been open for _CONNECTION_SECONDS."""
         response = await handler(request)
         if request.transport is not None:
-            opened = self._seen.setdefault(request.transport, time.monotonic())
+            opened = self._opened.setdefault(request.transport, time.monotonic())
             if time.monotonic() - opened > _CONNECTION_SECONDS:
                 response.force_close()
         return response
 
     @web.middleware
-    async def _failing(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Errors to what this server's callers read."""
+    async def _handle_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Turns errors into responses."""
         try:
             return await handler(request)
         except ConnectionError:
@@ -149,11 +149,11 @@ class Listener:
 
 
 async def _expected(request: web.Request) -> None:
-    """As aiohttp's own, which quotes what it was sent and fails where that is no text."""
+    """As aiohttp's handler, which echoes the header's value, and fails if that is not text."""
     if request.version < HttpVersion11:
         return
     if request.headers["Expect"].lower() != "100-continue":
-        raise web.HTTPExpectationFailed(text="Expect: 100-continue is all that can be expected")
+        raise web.HTTPExpectationFailed(text="the only supported expectation is 100-continue")
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    # It is no part of the response.
+    # The interim response must not count as a part of the response.
     request.writer.output_size = 0

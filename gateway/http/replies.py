@@ -1,4 +1,4 @@
-"""Events of an answer as OpenAI's chat or text completion, whole or in chunks; corpora as its models."""
+"""Converts answers to OpenAI's chat or text completions, whole or streamed; and corpora to models."""
 
 import time
 import uuid
@@ -13,11 +13,11 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 _FINISH = {"end": "stop", "stop_string": "stop", "max_tokens": "length"}
 _OWNER = "fusionkv"
-_CUT = "the answer ended without its summary"
+_CUT = "the answer ended without a summary"
 
 
 async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
-    """One chat.completion. `fusionkv` in it holds the sources and the summary."""
+    """A chat.completion; its field `fusionkv` holds the sources and the summary."""
     text, sources = "", Sources(())
     async for event in events:
         if isinstance(event, Token):
@@ -37,10 +37,10 @@ async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
 
 
 async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict[str, Any]]:
-    """The chat.completion.chunks of an answer.
+    """Streams an answer as chat.completion.chunks.
 
-    The first comes with the first token, so that what fails before is still an error of the whole request; it holds
-    the sources, and the last one of the choice the summary.
+    The first chunk is sent with the first token, so that errors before it still fail the whole request. The first
+    chunk holds the sources, and the last one of the choice holds the summary.
     """
     frame = _frame(chat, "chat.completion.chunk")
     sources: Sources | None = Sources(())
@@ -52,7 +52,7 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             yield {**frame, "choices": [_delta(chat, role="assistant", content="")], _OWNER: _listed(sources)}
             sources = None
         if isinstance(event, Token):
-            # A character or a stop string may still be open.
+            # The text is empty while a character or a stop string is incomplete.
             if event.text:
                 yield {**frame, "choices": [_delta(chat, content=event.text)]}
         elif isinstance(event, Summary):
@@ -65,7 +65,7 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
 
 
 def model(item: pb.Item) -> dict[str, Any]:
-    """A corpus as a model. When it was made is not known."""
+    """A corpus as a model. The time of its creation is unknown."""
     own = {"documents": item.documents, "chunks": item.chunks, "tokens": item.tokens}
     return {"id": item.name, "object": "model", "created": 0, "owned_by": _OWNER, _OWNER: own}
 

@@ -1,4 +1,4 @@
-"""The OpenAI-compatible HTTP endpoint: completions, models and embeddings, by the same methods as gRPC's."""
+"""The OpenAI-compatible HTTP endpoint: completions, models and embeddings, over the same methods as gRPC."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ _PAGE = 1000
 
 
 class HTTPServer(Listener):
-    """The endpoint. A caller that disconnects cancels its request."""
+    """The OpenAI-compatible endpoint. A request is cancelled when its client disconnects."""
 
     name = "fusionkv-gateway-http"
 
@@ -40,33 +40,33 @@ class HTTPServer(Listener):
         self.post("/v1/embeddings", self._guarded("Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
-        """JSON."""
+        """The error as JSON."""
         if isinstance(error, web.HTTPException):
             allowed = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-            said = failures.of(error.reason, "invalid_request_error")
-            return web.json_response(said, status=error.status, headers=allowed)
+            body = failures.of(error.reason, "invalid_request_error")
+            return web.json_response(body, status=error.status, headers=allowed)
         failures.record(error)
         return web.json_response(failures.body(error), status=failures.status(error), headers=failures.headers(error))
 
     async def _health(self, request: web.Request) -> web.Response:
-        """That requests are taken; for probes, which have no token."""
+        """Reports that the gateway is serving, to probes without a token."""
         return web.json_response({"status": "ok"})
 
     async def _complete(self, text: bool, request: web.Request) -> web.StreamResponse:
-        wanted = chat.read(await self._json(request), text)
-        async with contextlib.aclosing(self._servicer.Generate(wanted.request, Call())) as responses:
+        completion = chat.read(await self._json(request), text)
+        async with contextlib.aclosing(self._servicer.Generate(completion.request, Call())) as responses:
             events = (results.event(response) async for response in responses)
-            if wanted.stream:
-                return await self._stream(request, wanted, events)
-            return web.json_response(await replies.whole(wanted, events))
+            if completion.stream:
+                return await self._stream(request, completion, events)
+            return web.json_response(await replies.whole(completion, events))
 
     async def _stream(
-        self, request: web.Request, wanted: chat.Chat, events: AsyncIterator[Event]
+        self, request: web.Request, completion: chat.Chat, events: AsyncIterator[Event]
     ) -> web.StreamResponse:
-        """Server-sent events. Once the first is out, an error is one of them, and the last."""
+        """Streams server-sent events. An error after the first event is sent as the last one."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
-            async for chunk in replies.chunks(wanted, events):
+            async for chunk in replies.chunks(completion, events):
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(_event(json.dumps(chunk)))
@@ -81,11 +81,11 @@ class HTTPServer(Listener):
         return response
 
     async def _embed(self, request: web.Request) -> web.Response:
-        wanted = embeddings.read(await self._json(request))
-        vectors, model, tokens = await self._servicer.embed(wanted.texts, wanted.model, Call())
-        if wanted.dimensions not in (0, vectors.shape[1]):
-            raise chat.BadRequest(f"vectors of {model} have {vectors.shape[1]} dimensions", "dimensions")
-        return web.json_response(await asyncio.to_thread(embeddings.reply, wanted, vectors, model, tokens))
+        embedding = embeddings.read(await self._json(request))
+        vectors, model, tokens = await self._servicer.embed(embedding.texts, embedding.model, Call())
+        if embedding.dimensions not in (0, vectors.shape[1]):
+            raise chat.BadRequest(f"{model} supports only {vectors.shape[1]} dimensions", "dimensions")
+        return web.json_response(await asyncio.to_thread(embeddings.reply, embedding, vectors, model, tokens))
 
     async def _models(self, request: web.Request) -> web.Response:
         return web.json_response(replies.models(await self._corpora()))
@@ -98,7 +98,7 @@ class HTTPServer(Listener):
         raise NotFound(f"no corpus {name[:80]!r}")
 
     async def _corpora(self) -> list[pb.Item]:
-        """With what stands for none of them in front."""
+        """All corpora, preceded by NO_CORPUS."""
         items = [pb.Item(name=chat.NO_CORPUS)]
         token = ""
         while True:
@@ -112,7 +112,7 @@ class HTTPServer(Listener):
         return parse(await self.body(request))
 
     def _guarded(self, method: str, handler: Handler) -> Handler:
-        """Asks for a token that may call the RPC, before anything of the body is read."""
+        """Requires a token that may call the RPC `method`, before the body is read."""
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             if self._bearer is not None:
@@ -124,16 +124,16 @@ class HTTPServer(Listener):
 
 
 def parse(body: bytes) -> Any:
-    """JSON without NaN and infinities, which are none. Raises InvalidArgument."""
+    """Parses JSON; refuses NaN and infinities, which are not JSON. Raises InvalidArgument."""
 
     def refuse(constant: str) -> None:
         raise ValueError(constant)
 
     try:
-        # Always UTF-8, as JSON is: a charset that the caller names may take quadratic time (punycode).
+        # Always UTF-8, as JSON requires: decoding a charset of the caller's choice may be quadratic (punycode).
         return json.loads(body.decode(), parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument("the body is no JSON in UTF-8") from error
+        raise InvalidArgument("the body is not valid JSON in UTF-8") from error
 
 
 def _event(data: str) -> bytes:

@@ -1,1 +1,1 @@
-"""Documents in: parsed, split, embedded, stored, and encoded ahead of time."""
+"""Ingestion of documents: parsing, splitting, embedding, storing, and encoding ahead of time."""

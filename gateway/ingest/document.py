@@ -1,18 +1,18 @@
-"""A document as it was parsed, and how much text and metadata one may have."""
+"""A parsed document, and limits on its text and metadata."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-# Characters of keys and values together.
-_MOST_METADATA = 4096
+# Characters of all keys and values.
+_MAX_METADATA = 4096
 Pairs = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """name, title, metadata (sorted by key): what a JSON line says of it, and empty for others, as is its line."""
+    """A document's text; name, title, metadata (sorted by key) and line are set for JSON lines only."""
 
     text: str
     markdown: bool = False
@@ -22,16 +22,16 @@ class Document:
     line: int = 0
 
 
-def check_text(size: int, most: int) -> None:
-    """Raises InvalidArgument when text of `size` characters or bytes is too long."""
-    if size > most:
-        raise InvalidArgument(f"the document has more than {most} bytes of text: split it, or raise max_text_bytes")
+def check_text(size: int, limit: int) -> None:
+    """Raises InvalidArgument if a text of `size` characters or bytes exceeds the limit."""
+    if size > limit:
+        raise InvalidArgument(f"the document has more than {limit} bytes of text: split it, or raise max_text_bytes")
 
 
 def metadata_pairs(metadata: Mapping[str, str]) -> Pairs:
-    """Metadata as chunks have it, sorted by key. Raises InvalidArgument."""
+    """Metadata as stored with chunks: pairs sorted by key. Raises InvalidArgument."""
     if any(not key or "=" in key for key in metadata):
-        raise InvalidArgument("a key of metadata is empty or holds `=`")
-    if sum(map(len, (*metadata.keys(), *metadata.values()))) > _MOST_METADATA:
-        raise InvalidArgument(f"the metadata has over {_MOST_METADATA} characters")
+        raise InvalidArgument("a metadata key is empty or contains `=`")
+    if sum(map(len, (*metadata.keys(), *metadata.values()))) > _MAX_METADATA:
+        raise InvalidArgument(f"the metadata has more than {_MAX_METADATA} characters")
     return tuple(sorted(metadata.items()))

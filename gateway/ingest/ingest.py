@@ -1,4 +1,4 @@
-"""A file in: parse, split, embed, store; it is one document, or as many as it has JSON lines."""
+"""Ingests a file: parses, splits, embeds and stores it as one document, or as one per JSON line."""
 
 import asyncio
 import re
@@ -25,13 +25,13 @@ _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
 _CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
-MOST_NAME = 512
-_MOST_SOURCE = 4096  # characters, as of a path
+MAX_NAME = 512
+_MAX_SOURCE = 4096  # characters; enough for a path
 
 
 @dataclass(frozen=True)
 class Ingested:
-    """replaced: how many of the documents were there before."""
+    """What was stored; `replaced` counts the documents that existed before."""
 
     documents: int
     chunks: int
@@ -40,50 +40,46 @@ class Ingested:
 
 
 class Ingest:
-    """Stores documents. They are parsed in other processes, so that a hostile one delays no answer."""
+    """Stores documents. They are parsed in separate processes, so that a hostile document delays no answer."""
 
     def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
         self._config = config
         self._workers = workers
         self._search = search
         self._parsers = Parsers(config)
-        # Where there are several tenants, the largest document of another one always fits beside one tenant's.
+        # With several tenants, one tenant always leaves room for the largest document of another.
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
 
     async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> Ingested:
-        """Replaces each of the tenant's documents that the file holds as a whole.
+        """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
 
         Raises:
-            InvalidArgument: a bad name, bad metadata, an unknown media type, or content that is not of it.
+            InvalidArgument: an invalid name or metadata, an unknown media type, or content of another type.
             AlreadyExists: a document of that name came from another source.
             Unavailable: no worker, or the embedder can't be reached.
-            FailedPrecondition: the corpus was made with another model or embedder.
-            ResourceExhausted: too much is in work already, all parsers stay busy, or it is over the tenant's quota.
+            FailedPrecondition: the corpus was built with another model or embedder.
+            ResourceExhausted: too much is being ingested, all parsers stay busy, or the tenant's quota is exceeded.
         """
         check_corpus(request.corpus)
         check_document(request.name)
         check_document(request.prefix + request.name)
         metadata_pairs(request.metadata)
-        if len(request.source) > _MOST_SOURCE:
-            raise InvalidArgument(
-                f"the source has {len(request.source)} characters; at most {_MOST_SOURCE} are taken"
-            )
+        if len(request.source) > _MAX_SOURCE:
+            raise InvalidArgument(f"the source has {len(request.source)} characters; the maximum is {_MAX_SOURCE}")
         kind = parse.media_type(request.name, request.media_type)
         size = len(request.content)
         if size > self._config.max_document_bytes:
-            raise InvalidArgument(
-                f"the document has {size} bytes; at most {self._config.max_document_bytes} are taken"
-            )
+            raise InvalidArgument(f"the document has {size} bytes; the maximum is {self._config.max_document_bytes}")
         with self._bytes.holding(tenant.salt, size) as held:
             if not held:
                 raise ResourceExhausted(
-                    f"documents of {self._bytes.held} bytes are in work already; try again later", retry_after=0.5
+                    f"documents of {self._bytes.held} bytes are being ingested; try again later", retry_after=0.5
                 )
             return await self._store(tenant, request, kind, timeout)
 
     async def close(self) -> None:
-        """Ends the parsers."""
+        """Ends the parser processes."""
         await self._parsers.close()
 
     async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> Ingested:
@@ -91,7 +87,7 @@ class Ingest:
         with tracer.start_as_current_span("gateway.parse") as span:
             parsed = await self._parsers.parse(tenant, request.content, kind, vocabulary, request.first_line or 1)
             documents = _documents_of(request, parsed.documents)
-            chunks = [chunk for found in documents.values() for chunk in found]
+            chunks = [chunk for pieces in documents.values() for chunk in pieces]
             span.set_attribute("fusionkv.chunks", len(chunks))
         model = self._search.identity(vocabulary.identity)
         stored = await self._stored(tenant, request, [*documents], model)
@@ -102,13 +98,13 @@ class Ingest:
             try:
                 with tracer.start_as_current_span("gateway.embed"):
                     vectors = await self._search.vectors([c.text for c in chunks], stored.vectors)
-            except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will come again
+            except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
                 tenant.meter.give_back(rest)
                 raise
             with tracer.start_as_current_span("gateway.store"):
                 writes, at = [], 0
-                for name, found in documents.items():
-                    kept = [stored.encoded(chunk) for chunk in found]
+                for name, pieces in documents.items():
+                    kept = [stored.encoded(chunk) for chunk in pieces]
                     writes.append(
                         tenant.retrieval.replace(request.corpus, name, kept, vectors[at : at + len(kept)], model)
                     )
@@ -120,30 +116,30 @@ class Ingest:
     async def _stored(
         self, tenant: Tenant, request: pb.IngestRequest, names: Sequence[str], model: ModelIdentity
     ) -> "_Stored":
-        """What the corpus has of these documents.
+        """What the corpus has stored of these documents.
 
         Raises:
-            AlreadyExists: one came from another source.
+            AlreadyExists: a document came from another source.
         """
         stored = _Stored()
         for name in names:
             try:
-                found = await tenant.retrieval.chunks(request.corpus, name, model)
-            except NotFound:  # no such corpus
+                chunks = await tenant.retrieval.chunks(request.corpus, name, model)
+            except NotFound:  # the corpus does not exist yet
                 break
-            source = found[0][0].source if found else ""
+            source = chunks[0][0].source if chunks else ""
             if source and request.source and source != request.source and not request.replace:
                 raise AlreadyExists(
-                    f"document {name!r} of corpus {request.corpus!r} came from {source}, and this one from "
-                    f"{request.source}: give it another name (--name, --prefix), or --replace the other"
+                    f"document {name!r} of corpus {request.corpus!r} came from {source}, but this one is from "
+                    f"{request.source}: use another name (--name, --prefix), or replace it with --replace"
                 )
-            for chunk, vector in found:
+            for chunk, vector in chunks:
                 stored.add(chunk, vector)
         return stored
 
 
 class _Stored:
-    """What was computed of chunks that may come again."""
+    """Vectors and variants of stored chunks, to reuse for unchanged chunks of a new version."""
 
     def __init__(self) -> None:
         self.vectors: dict[str, np.ndarray] = {}
@@ -154,18 +150,18 @@ class _Stored:
         self._encoded[chunk.ids] = chunk
 
     def encoded(self, chunk: Chunk) -> Chunk:
-        """The chunk with what one of the same tokens was encoded as ahead of time."""
-        known = self._encoded.get(chunk.ids)
-        return chunk if known is None else replace(chunk, variant=known.variant, neighbours=known.neighbours)
+        """The chunk with the variant of a stored chunk of the same tokens, if there is one."""
+        stored = self._encoded.get(chunk.ids)
+        return chunk if stored is None else replace(chunk, variant=stored.variant, neighbours=stored.neighbours)
 
 
 def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -> dict[str, list[Chunk]]:
-    """The chunks of each document by its name; a JSON line without an id is named by the file and its number.
+    """The chunks of each document by name. A JSON line without an id is named by the file and the line's number.
 
     Raises:
-        InvalidArgument: a bad id, or one that two lines have.
+        InvalidArgument: an invalid id, or the same id in two lines.
     """
-    found: dict[str, list[Chunk]] = {}
+    documents: dict[str, list[Chunk]] = {}
     lines: dict[str, int] = {}
     for document in parsed:
         name = request.prefix + (
@@ -176,23 +172,23 @@ def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -
             metadata = metadata_pairs(dict(request.metadata) | dict(document.metadata))
         except InvalidArgument as error:
             raise InvalidArgument(f"line {document.line}: {error}" if document.line else str(error)) from None
-        if name in found:
+        if name in documents:
             raise InvalidArgument(f"lines {lines[name]} and {document.line} have the same id {name!r}")
         lines[name] = document.line
-        found[name] = [
+        documents[name] = [
             Chunk(name, position, text, tuple(ids), title=document.title, source=request.source, metadata=metadata)
             for position, (text, ids) in enumerate(document.pieces)
         ]
-    return found
+    return documents
 
 
 def check_corpus(name: str) -> None:
-    """Raises InvalidArgument unless the name is one for a corpus."""
+    """Raises InvalidArgument if a corpus's name is invalid."""
     if not _CORPUS.fullmatch(name):
-        raise InvalidArgument(f"bad corpus name {name[:80]!r}: 1 to 64 of A-Z a-z 0-9 . _ -")
+        raise InvalidArgument(f"invalid corpus name {name[:80]!r}: must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
 
 
 def check_document(name: str) -> None:
-    """Raises InvalidArgument unless the name is one for a document."""
-    if not name or len(name) > MOST_NAME or not name.isprintable():
-        raise InvalidArgument(f"bad document name {name[:80]!r}: 1 to {MOST_NAME} printable characters")
+    """Raises InvalidArgument if a document's name is invalid."""
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise InvalidArgument(f"invalid document name {name[:80]!r}: must be 1 to {MAX_NAME} printable characters")

@@ -1,4 +1,4 @@
-"""The media types of documents, and the endings of their files."""
+"""Media types of documents, and file endings."""
 
 PLAIN, MARKDOWN, HTML, PDF, JSONL = (
     "text/plain",

@@ -1,4 +1,4 @@
-"""A document's bytes to its text, by media type."""
+"""Converts a document's bytes to text, by media type."""
 
 import io
 import mimetypes
@@ -10,16 +10,16 @@ from fusionkv.gateway.ingest.document import Document, check_text
 from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-# A document's text may be so many times as long as the document, and this long in any case. A compressed PDF comes
-# near it; whatever else grows so much was made to.
-MOST_GROWTH, LEAST_TEXT = 50, 1 << 20
+# Maximum ratio of a document's text to its size, and the text that is allowed in any case. Compressed PDFs come near
+# the ratio; other documents exceed it only by design.
+MAX_GROWTH, MIN_TEXT = 50, 1 << 20
 
 
 def media_type(name: str, given: str = "") -> str:
-    """The media type of a document, from what was given or else from the ending of its name.
+    """The media type of a document: the given one, or the one of its name's ending.
 
     Raises:
-        InvalidArgument: it is none that can be parsed.
+        InvalidArgument: the type is unknown or unsupported.
     """
     if given:
         kind = given.partition(";")[0].strip().lower()
@@ -29,41 +29,45 @@ def media_type(name: str, given: str = "") -> str:
     ending = PurePosixPath(name).suffix.lower()
     if ending not in ENDINGS:
         guessed = mimetypes.guess_type(name)[0]
-        what = f"the ending {ending!r} ({guessed or 'unknown'})" if ending else "no ending"
+        reason = f"the ending {ending!r} ({guessed or 'unknown'})" if ending else "no ending"
         raise InvalidArgument(
-            f"document {name!r} has {what}: can't tell its media type; give one of {', '.join(MEDIA_TYPES)}"
+            f"document {name!r} has {reason}: the media type is unknown; set one of {', '.join(MEDIA_TYPES)}"
         )
     return ENDINGS[ending]
 
 
-def most_text(size: int, most: int) -> int:
-    """Bytes of text that a document of `size` bytes may have, where `most` is the most of any."""
-    return min(most, max(LEAST_TEXT, MOST_GROWTH * size))
+def max_text(size: int, limit: int) -> int:
+    """Maximum bytes of text of a document of `size` bytes; `limit` is the maximum of any document."""
+    return min(limit, max(MIN_TEXT, MAX_GROWTH * size))
 
 
-def parse(content: bytes, kind: str, most: int = sys.maxsize, first_line: int = 1) -> list[Document]:
-    """The documents of a file: one, or as many as it has JSON lines. HTML becomes Markdown.
+def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int = 1) -> list[Document]:
+    """The documents of a file: one, or one per JSON line. HTML becomes Markdown.
 
-    Blocks, and holds the interpreter's lock; a service calls it in a process of its own (parser.py). `most`: bytes of
-    text together. `first_line`: the number of the content's first.
+    Blocks and holds the GIL: a service calls it in a separate process (parser.py).
+
+    Args:
+        kind: media type.
+        limit: maximum bytes of text of all documents.
+        first_line: number of the content's first line.
 
     Raises:
-        InvalidArgument: the content is not of media type `kind`, or holds no text or too much.
+        InvalidArgument: the content is not of media type `kind`, or has no text or too much.
     """
     if kind == JSONL:
-        found = json_lines.documents(_utf8(content), first_line)
+        documents = json_lines.documents(_utf8(content), first_line)
     elif kind == PDF:
-        found = [Document(_pdf(content, most))]
+        documents = [Document(_pdf(content, limit))]
     elif kind == HTML:
-        found = [Document(_html(content, most), markdown=True)]
+        documents = [Document(_html(content, limit), markdown=True)]
     else:
-        found = [Document(_utf8(content), kind == MARKDOWN)]
-    found = [document for document in found if document.text.strip()]
-    if not found:
-        hint = "; a scanned PDF must go through text recognition first" if kind == PDF else ""
-        raise InvalidArgument(f"no text in the document{hint}")
-    check_text(sum(len(document.text.encode()) for document in found), most)
-    return found
+        documents = [Document(_utf8(content), kind == MARKDOWN)]
+    documents = [document for document in documents if document.text.strip()]
+    if not documents:
+        hint = "; a scanned PDF needs text recognition first" if kind == PDF else ""
+        raise InvalidArgument(f"the document contains no text{hint}")
+    check_text(sum(len(document.text.encode()) for document in documents), limit)
+    return documents
 
 
 def _utf8(content: bytes, encoding: str = "utf-8") -> str:
@@ -72,24 +76,24 @@ def _utf8(content: bytes, encoding: str = "utf-8") -> str:
     except (UnicodeError, LookupError) as error:
         raise InvalidArgument(f"the text is not {encoding.upper()}: {error}") from error
     if "\0" in text:
-        raise InvalidArgument(f"the text holds a NUL character at {text.index(chr(0))}: is it a binary file?")
+        raise InvalidArgument(f"the text contains a NUL character at {text.index(chr(0))}: is it a binary file?")
     return text
 
 
-def _html(content: bytes, most: int) -> str:
+def _html(content: bytes, limit: int) -> str:
     from bs4.dammit import EncodingDetector
 
     from fusionkv.gateway.ingest.parse_html import markdown
 
     declared = EncodingDetector.find_declared_encoding(content, is_html=True)
-    return markdown(_utf8(content, declared or "utf-8"), most)
+    return markdown(_utf8(content, declared or "utf-8"), limit)
 
 
-def _pdf(content: bytes, most: int) -> str:
+def _pdf(content: bytes, limit: int) -> str:
     from pypdf import PdfReader
     from pypdf.errors import DependencyError, FileNotDecryptedError
 
-    # The head may stand a little way in, but a file without it is no PDF, whatever pypdf can guess out of it.
+    # The header may be preceded by other bytes. Without it, pypdf would guess; the file is not a PDF.
     if b"%PDF-" not in content[:1024]:
         raise InvalidArgument("the content is not a PDF: it does not begin with %PDF-")
     try:
@@ -101,12 +105,12 @@ def _pdf(content: bytes, most: int) -> str:
         for page in reader.pages:
             pages.append(page.extract_text())
             size += len(pages[-1])
-            check_text(size, most)
+            check_text(size, limit)
         return "\n\n".join(pages).replace("\0", "")
     except (FileNotDecryptedError, DependencyError) as error:
         raise InvalidArgument("the PDF is encrypted: remove its password first") from error
     except (InvalidArgument, MemoryError):
         raise
     except Exception as error:
-        # Broken files make pypdf raise whatever their numbers lead to, a division by zero among others.
+        # Broken files make pypdf raise any error, such as ZeroDivisionError.
         raise InvalidArgument(f"the PDF can't be read: {error or type(error).__name__}") from error

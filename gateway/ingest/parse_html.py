@@ -1,4 +1,4 @@
-"""HTML to Markdown, by markdownify; what would make a small page large or slow is cut before it gets there."""
+"""Converts HTML to Markdown with markdownify, and limits input that would take too much time or memory."""
 
 import re
 
@@ -8,41 +8,45 @@ from markdownify import MarkdownConverter
 from fusionkv.gateway.ingest.document import check_text
 from fusionkv.protos.runtime.errors import InvalidArgument
 
-_UNSEEN = ("head", "title", "script", "style", "noscript", "template", "svg")
+_INVISIBLE = ("head", "title", "script", "style", "noscript", "template", "svg")
 _SPACES = re.compile(r"[\t \r\n]+")
 _BLANK = re.compile(r"[ \n]+")
 _OPENED = re.compile(r"<(?!!\[)")
 _LINE = re.compile(r"^(?=.)", re.MULTILINE)
-# Blanks in a row that <pre> keeps: markdownify takes the square of them.
-_MOST_BLANKS = 100
-# Columns that a cell may span, and all cells together beyond one each: markdownify writes each of them out.
-_MOST_SPAN, _MOST_SPANS = 50, 2_000
-# Rows of a table's head: at each of them markdownify counts all. A head of more is none.
-_MOST_HEAD = 20
-# Quotes and items within each other that are indented: each line takes as many marks as it is deep.
-_MOST_DEPTH = 8
-# As in CSS; a longer number would be written at every item, and indent each of its lines.
-_MOST_START = (1 << 31) - 1
+# Consecutive blanks kept in <pre>: markdownify's time is quadratic in them.
+_MAX_BLANKS = 100
+# Columns that a cell may span, and columns that all cells together may span beyond their first: markdownify writes
+# every one of them.
+_MAX_SPAN, _MAX_SPANS = 50, 2_000
+# Rows of a table's head: at each of them, markdownify counts all. A longer head becomes part of the body.
+_MAX_HEAD = 20
+# Levels of nested quotes and lists that are indented: each level adds a mark to every line.
+_MAX_DEPTH = 8
+# CSS's limit; each item and its indentation would be as wide as a longer number.
+_MAX_START = (1 << 31) - 1
 
 
-def markdown(text: str, most: int) -> str:
-    """A page's text without what nobody sees, under its title. `most`: characters.
+def markdown(text: str, limit: int) -> str:
+    """Converts a page's visible text to Markdown, headed by its title.
+
+    Args:
+        limit: maximum length in characters.
 
     Raises:
-        InvalidArgument: its markup is broken or nested too deeply, or the Markdown would be longer.
+        InvalidArgument: the markup is broken or nested too deeply, or the Markdown exceeds the limit.
     """
-    # Where no tag ends any more none begins; html.parser looks through the whole rest at each.
+    # Behind the last `>`, `<` opens no tag, but html.parser would search the whole rest at each.
     end = text.rfind(">") + 1
     text = text[:end] + _OPENED.sub("&lt;", text[end:])
     try:
         soup = BeautifulSoup(text, "html.parser")
         title = soup.title.get_text(strip=True) if soup.title else ""
-        if title and not any(h1.find_parent(_UNSEEN) is None for h1 in soup("h1")):
+        if title and not any(h1.find_parent(_INVISIBLE) is None for h1 in soup("h1")):
             heading = soup.new_tag("h1")
             heading.string = title
             soup.insert(0, heading)
         _clamp_tables(soup)
-        return _Converter(most).convert_soup(soup).strip()
+        return _Converter(limit).convert_soup(soup).strip()
     except ParserRejectedMarkup as error:
         raise InvalidArgument("the HTML can't be read: its markup is broken") from error
     except RecursionError as error:
@@ -51,67 +55,67 @@ def markdown(text: str, most: int) -> str:
 
 def _clamp_tables(soup: BeautifulSoup) -> None:
     for head in soup("thead"):
-        if len(head.find_all("tr", limit=_MOST_HEAD + 1)) > _MOST_HEAD:
+        if len(head.find_all("tr", limit=_MAX_HEAD + 1)) > _MAX_HEAD:
             head.name = "tbody"
-    left = _MOST_SPANS
+    remaining = _MAX_SPANS
     for cell in soup(["td", "th"], colspan=True):
-        span = min(_number(cell["colspan"]) or 1, _MOST_SPAN, left + 1)
-        left -= span - 1
+        span = min(_number(cell["colspan"]) or 1, _MAX_SPAN, remaining + 1)
+        remaining -= span - 1
         cell["colspan"] = str(span)
 
 
 def _number(value: object) -> int | None:
-    """Of an attribute; None unless it is a number as HTML writes it, of no absurd length."""
+    """The value of an attribute; None unless it is a number in HTML's syntax with fewer than 12 digits."""
     text = str(value).strip()
     return int(text) if text.isascii() and text.isdigit() and len(text) < 12 else None
 
 
 class _Converter(MarkdownConverter):
-    """Ends once the text is too long; each step adds little to what it was given."""
+    """Converts within the limit: each step checks the length, and adds little to its input."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, limit: int) -> None:
         super().__init__(heading_style="ATX")
-        self._most = most
+        self._limit = limit
         self._items: dict[int, int] = {}
 
     def process_tag(self, node: Tag, parent_tags: set[str] | None = None) -> str:
-        if node.name in _UNSEEN:
+        if node.name in _INVISIBLE:
             return ""
         text: str = super().process_tag(node, parent_tags)  # type: ignore[misc]
-        check_text(len(text), self._most)
+        check_text(len(text), self._limit)
         return text
 
     def process_text(self, el: NavigableString, parent_tags: set[str] | None = None) -> str:
-        # Here and not in the library, whose expression for this takes the square of a row of spaces.
+        # The regular expression of markdownify takes quadratic time for a row of spaces.
         if "pre" not in (parent_tags or ()) and (text := _SPACES.sub(_newline_or_space, el)) != el:
             replaced = type(el)(text)
             el.replace_with(replaced)
             el = replaced
-        found: str = super().process_text(el, parent_tags)  # type: ignore[misc]
-        return found
+        result: str = super().process_text(el, parent_tags)  # type: ignore[misc]
+        return result
 
     def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        text = _BLANK.sub(lambda blanks: blanks[0][:_MOST_BLANKS], text)
-        found: str = super().convert_pre(el, text, parent_tags)  # type: ignore[misc]
-        return found
+        text = _BLANK.sub(lambda blanks: blanks[0][:_MAX_BLANKS], text)
+        result: str = super().convert_pre(el, text, parent_tags)  # type: ignore[misc]
+        return result
 
     def convert_blockquote(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         if _is_deep(el):
             return f"\n{text.strip()}\n\n"
-        found: str = super().convert_blockquote(el, text, parent_tags)  # type: ignore[misc]
-        return found
+        result: str = super().convert_blockquote(el, text, parent_tags)  # type: ignore[misc]
+        return result
 
     def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
-        """As the library's, which counts all items before each item of a numbered list."""
+        """As markdownify's, which would count all items before each item of a numbered list."""
         if _is_deep(el):
             return text.strip() + "\n"
         if el.parent is None or el.parent.name != "ol":
-            found: str = super().convert_li(el, text, parent_tags)  # type: ignore[misc]
-            return found
+            result: str = super().convert_li(el, text, parent_tags)  # type: ignore[misc]
+            return result
         items = id(el.parent)
         if items not in self._items:
             start = _number(el.parent.get("start"))
-            self._items[items] = 1 if start is None else min(start, _MOST_START)
+            self._items[items] = 1 if start is None else min(start, _MAX_START)
         bullet = f"{self._items[items]}. "
         self._items[items] += 1
         if not (text := text.strip()):
@@ -120,7 +124,7 @@ class _Converter(MarkdownConverter):
 
 
 def _is_deep(el: Tag) -> bool:
-    return len(el.find_parents(el.name, limit=_MOST_DEPTH)) == _MOST_DEPTH
+    return len(el.find_parents(el.name, limit=_MAX_DEPTH)) == _MAX_DEPTH
 
 
 def _newline_or_space(match: re.Match[str]) -> str:

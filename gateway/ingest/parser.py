@@ -1,7 +1,7 @@
-"""A process that parses and splits documents for a gateway, so that one that is hostile can be killed.
+"""Process that parses and splits documents for a gateway; a hostile document can be stopped by killing it.
 
-Frames go in and out by its standard input and output: a tag and two byte strings, each with its length. It holds
-nothing of the gateway's but the model's tokenizer and the document in work, and ends with the gateway.
+It reads frames from standard input and writes them to standard output: a tag and two byte strings with their lengths.
+Of the gateway, it holds only the model's tokenizer and the current document. It ends with the gateway.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument, details
 
 HEAD = struct.Struct("<cQQ")
-# To the parser: a GetModelResponse; options as JSON, then a file. From it: that it is ready; a document's name and so
-# on as JSON, then for each of its chunks the text and the token ids as uint32; the end of the file, as JSON.
+# To the parser: a GetModelResponse; a file, preceded by options as JSON. From the parser: ready; a document's fields
+# as JSON, followed by text and token ids (uint32) of each of its chunks; the end of the file, as JSON.
 MODEL, FILE, READY, DOCUMENT, PIECE, END = b"M", b"F", b"R", b"D", b"P", b"E"
-# Behind the gateway and the workers of the same machine: with a tenth of their weight where cores are short.
+# Niceness: parsers have a tenth of the weight of gateway and workers when cores are scarce.
 _NICE = 10
-# A process that once had more is replaced: its memory is in pieces.
-_MOST_KEPT = 384 << 20
+# A process that has used more memory is replaced, because its heap is fragmented.
+_MAX_REUSED = 384 << 20
 _PR_SET_PDEATHSIG = 1
 
 
@@ -42,44 +42,46 @@ def frame(tag: bytes, first: bytes = b"", second: bytes = b"") -> bytes:
 def main() -> None:
     memory = int(sys.argv[1])
     _confine(memory)
-    # Frames alone use the two pipes: whatever a library prints, which may quote a document, goes nowhere.
+    # Only frames may use the two pipes: output of libraries, which may quote a document, is dropped.
     given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # Now, so that no document waits for them.
+    # Imported now, so that the first document does not wait for it.
     import pypdf  # noqa: F401
 
     from fusionkv.gateway.ingest import parse_html  # noqa: F401
 
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)
-    # Looking for cycles while a tree grows takes a third of the time; they are looked for behind each document.
+        os.dup2(devnull, standard)
+    # Garbage collection while a tree grows takes a third of the time; it runs after each document instead.
     gc.freeze()
     gc.disable()
-    with contextlib.suppress(BrokenPipeError):  # the gateway has ended, or wants no answer any more
+    with contextlib.suppress(BrokenPipeError):  # the gateway has ended, or has cancelled the request
         _serve(given, answers, memory)
 
 
 def _confine(memory: int) -> None:
-    """Ends with the gateway, has so many bytes, leaves nothing on a disk, is killed first and runs last."""
+    """Ends with the gateway, limits memory, writes no core dumps, is killed first by the OOM killer, and runs at low
+    priority.
+    """
     parent = os.getppid()
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the end of its input tells
+    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the process ends with its input
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with open("/proc/self/oom_score_adj", "w") as file:
             file.write("1000")
     if os.getppid() != parent:
         sys.exit()
-    with contextlib.suppress(OSError, ValueError):  # macOS knows the limit, and takes none
+    with contextlib.suppress(OSError, ValueError):  # macOS does not support this limit
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     run_last(os.getpid())
 
 
 def run_last(pid: int) -> None:
-    """Lowers the priority of a process that leads a session."""
+    """Lowers the priority of a process that is a session leader."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-        # Linux may weigh sessions instead of processes (autogroup): there, only the session's own niceness counts.
-        # Beside two parsers that have all of two cores, an answer of 60 ms takes 1.3 s without it.
+        # With autogroup, Linux schedules sessions instead of processes, and only the session's niceness counts: if it
+        # is not set, an answer of 60 ms takes 1.3 s beside two parsers on two cores.
         Path(f"/proc/{pid}/autogroup").write_text(str(_NICE))
 
 
@@ -106,40 +108,40 @@ def _serve(given: BinaryIO, answers: BinaryIO, memory: int) -> None:
 def _document(
     options: dict[str, Any], content: bytes, vocabulary: Vocabulary, answers: BinaryIO, memory: int
 ) -> dict[str, Any]:
-    """Writes a document's chunks; returns what comes behind them: CPU seconds, and why it is refused, if it is."""
+    """Writes a document's chunks; returns the final frame: CPU seconds, and the reason of a refusal."""
     began = time.process_time()
-    # The gateway kills it sooner, unless that stands still.
-    whole, hard = math.ceil(began + options["seconds"]) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
-    resource.setrlimit(resource.RLIMIT_CPU, (whole, hard))
+    # A backstop: normally, the gateway kills the process earlier.
+    soft, hard = math.ceil(began + options["seconds"]) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
     refused, ends = "", False
     try:
         count = 0
-        for document in parse.parse(content, options["kind"], options["most_text"], options["first_line"]):
+        for document in parse.parse(content, options["kind"], options["max_text"], options["first_line"]):
             pieces = vocabulary.chunks(document, options["chunk_tokens"], options["overlap_tokens"])
             count += len(pieces)
-            if count > options["most_chunks"]:
-                raise InvalidArgument(f"the document has {count} chunks; at most {options['most_chunks']} are taken")
-            known = [document.name, document.title, document.metadata, document.line]
-            answers.write(frame(DOCUMENT, json.dumps(known).encode()))
+            if count > options["max_chunks"]:
+                raise InvalidArgument(f"the document has {count} chunks; the maximum is {options['max_chunks']}")
+            fields = [document.name, document.title, document.metadata, document.line]
+            answers.write(frame(DOCUMENT, json.dumps(fields).encode()))
             for text, ids in pieces:
                 answers.write(frame(PIECE, text.encode(), array("I", ids).tobytes()))
     except InvalidArgument as error:
         refused = details(error)
     except MemoryError:
         refused, ends = no_memory(memory), True
-    except Exception as error:  # of a library, at what it never saw
+    except Exception as error:  # an unexpected error of a library
         refused = f"the document can't be parsed: {type(error).__name__}"
-    return {"seconds": time.process_time() - began, "refused": refused, "ends": ends or _peak() > _MOST_KEPT}
+    return {"seconds": time.process_time() - began, "refused": refused, "ends": ends or _peak() > _MAX_REUSED}
 
 
 def no_memory(memory: int) -> str:
-    return f"parsing takes more than {memory} bytes of memory: split the document, or raise parse_memory_bytes"
+    return f"parsing needs more than {memory} bytes of memory: split the document, or raise parse_memory_bytes"
 
 
 def _peak() -> int:
-    """The most bytes of memory that this process has had; 0 where the system does not say.
+    """The process's peak memory in bytes; 0 if the system does not report it.
 
-    Not ru_maxrss, which begins with what the gateway had when it started this process.
+    Not ru_maxrss, which starts at the gateway's memory at the fork.
     """
     try:
         with open("/proc/self/status") as file:

@@ -1,4 +1,4 @@
-"""The processes in which documents are parsed: as many as may be, kept warm, killed when one takes too long."""
+"""Pool of parser processes, which are reused, and killed if a document takes too long."""
 
 import asyncio
 import contextlib
@@ -20,21 +20,21 @@ from fusionkv.gateway.ingest.document import Pairs
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-Piece = tuple[str, list[int]]  # a chunk's text and its token ids
-# Tokens that a CPU second of parsing counts as: an ordinary document has ten times as many and more in that time.
+Piece = tuple[str, list[int]]  # text and token ids of a chunk
+# Tokens that a CPU second of parsing costs; an ordinary document has at least ten times as many tokens per second.
 TOKENS_A_SECOND = 10_000
-# For the start of Python, its imports and a tokenizer of 10 MB: a second, on a machine with nothing else to do.
+# Starting Python, its imports and a tokenizer of 10 MB take one second on an idle machine.
 _START_SECONDS = 60.0
-# All that a parser knows of the gateway's environment, which may hold secrets.
+# The only environment variables passed on: the gateway's environment may hold secrets.
 _ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-_WRITTEN = 1 << 18
-# Sent by somebody else: the machine is out of memory, or an operator wants it to end.
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+_WRITE_BYTES = 1 << 18
+# Signals from outside: the OOM killer, or an operator.
+_EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass(frozen=True)
 class ParsedDocument:
-    """One of a file. name, title, metadata, line: as of ingest.document.Document."""
+    """One document of a file; name, title, metadata and line are as in ingest.document.Document."""
 
     name: str
     title: str
@@ -45,14 +45,14 @@ class ParsedDocument:
 
 @dataclass(frozen=True)
 class Parsed:
-    """`cost`: tokens that parsing counted as, which are spent already."""
+    """The documents of a file; `cost` is the number of tokens already spent on parsing."""
 
     documents: list[ParsedDocument]
     cost: int
 
 
 class Parsers:
-    """Parses documents, `parsers` at once; where there are several tenants, none has all of them."""
+    """Parses up to `parsers` documents at the same time; one of several tenants can't use all parsers."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -63,13 +63,13 @@ class Parsers:
     async def parse(
         self, tenant: Tenant, content: bytes, kind: str, vocabulary: Vocabulary, first_line: int = 1
     ) -> Parsed:
-        """A file's documents with their chunks. What parsing costs is spent, whether it succeeds or not.
+        """Parses a file into documents with their chunks. The cost of parsing is spent even on failure.
 
         Raises:
-            InvalidArgument: content that is not of its type, has too much text or too many chunks, or takes too long
-                or too much memory to parse.
+            InvalidArgument: the content is not of its media type, has too much text or too many chunks, or takes too
+                long or too much memory to parse.
             ResourceExhausted: all parsers stay busy, or the tenant's quota of tokens is used up.
-            Unavailable: no parser can be started, or it was killed by somebody else.
+            Unavailable: a parser can't be started, or was killed from outside.
         """
         seconds = self._config.parse_seconds
         try:
@@ -81,7 +81,7 @@ class Parsers:
             ) from error
         process: Parser | None = None
         try:
-            # Those before it may have used up what was left when it came.
+            # Earlier documents may have used up the quota while this one waited.
             tenant.meter.check_tokens()
             process = self._idle.pop() if self._idle else Parser(self._config)
             await process.use(vocabulary)
@@ -100,7 +100,7 @@ class Parsers:
                 task.add_done_callback(self._starting.discard)
 
     async def close(self) -> None:
-        """Ends all of them, when no document is in work any more."""
+        """Ends all processes. Call it when no document is being parsed."""
         for task in list(self._starting):
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
@@ -108,11 +108,11 @@ class Parsers:
             await self._idle.pop().end()
 
     async def _replace(self, ended: "Parser", tenant: Tenant, vocabulary: Vocabulary) -> None:
-        """Starts another one, and only then frees the slot: the next document does not wait for it."""
+        """Starts another process before freeing the slot, so that the next document does not wait for the start."""
         process = Parser(self._config)
         try:
             await ended.end()
-            with contextlib.suppress(Unavailable):  # the next document tries it again, and is told
+            with contextlib.suppress(Unavailable):  # the next document retries, and reports the error
                 await process.use(vocabulary)
         finally:
             if process.usable:
@@ -123,7 +123,7 @@ class Parsers:
 
 
 class Parser:
-    """One process, which is started when it is first used. Whatever fails in it but a refusal makes it unusable."""
+    """One process, started at its first use. Any failure except a refusal makes it unusable."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -131,7 +131,7 @@ class Parser:
         self._vocabulary: Vocabulary | None = None
         self.usable = False
         self.seconds = 0.0
-        """CPU seconds that the last document took; nothing before there was one."""
+        """CPU seconds of the last document; 0 before the first."""
 
     @property
     def pid(self) -> int:
@@ -139,10 +139,10 @@ class Parser:
         return self._process.pid
 
     async def use(self, vocabulary: Vocabulary) -> None:
-        """Starts it, if that is still to do, and gives it this vocabulary, if it has another one.
+        """Starts the process if necessary, and sends it the vocabulary if it has another one.
 
         Raises:
-            Unavailable: it can't be started.
+            Unavailable: the process can't be started.
         """
         self.seconds = 0.0
         if self._vocabulary is vocabulary:
@@ -156,19 +156,19 @@ class Parser:
                 tag, _, _ = await self._read()
                 assert tag == parser.READY
         except (OSError, EOFError, TimeoutError) as error:
-            raise Unavailable(f"no parser could be started: {error or type(error).__name__}") from error
+            raise Unavailable(f"can't start a parser: {error or type(error).__name__}") from error
         self._vocabulary, self.usable = vocabulary, True
 
     async def parse(self, content: bytes, kind: str, first_line: int = 1) -> list[ParsedDocument]:
-        """As Parsers.parse."""
+        """Parses a file. Raises as `Parsers.parse`."""
         config, used, began = self._config, self._used(), time.monotonic()
         self.usable, answered = False, False
-        most_text = parse.most_text(len(content), config.max_text_bytes)
+        max_text = parse.max_text(len(content), config.max_text_bytes)
         options = {
             "kind": kind,
             "seconds": config.parse_seconds,
-            "most_text": most_text,
-            "most_chunks": config.max_document_chunks,
+            "max_text": max_text,
+            "max_chunks": config.max_document_chunks,
             "chunk_tokens": config.chunk_tokens,
             "overlap_tokens": config.overlap_tokens,
             "first_line": first_line,
@@ -191,7 +191,7 @@ class Parser:
             answered = True
         except TimeoutError as error:
             raise InvalidArgument(
-                f"parsing took longer than {config.parse_seconds:g} s: split it, or raise parse_seconds"
+                f"parsing took longer than {config.parse_seconds:g} s: split the document, or raise parse_seconds"
             ) from error
         except (OSError, EOFError) as error:
             raise await self._ended() from error
@@ -205,35 +205,35 @@ class Parser:
         return documents
 
     def kill(self) -> None:
-        """Ends it at once; also the start of one that was cancelled."""
+        """Kills the process immediately, also while it is starting."""
         self.usable = False
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
     async def end(self) -> None:
-        """Kills it, and waits until it is gone."""
+        """Kills the process and waits for its end."""
         self.kill()
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
-            with contextlib.suppress(OSError):  # what was not written yet is not wanted any more
+            with contextlib.suppress(OSError):  # unwritten data no longer matters
                 await self._process.stdin.wait_closed()
             await self._process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        # Without a preexec_fn no code of this process, which has threads of gRPC's, runs in the child.
+        # No preexec_fn: it would run code in the child of a process with gRPC's threads.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", parser.__name__, str(self._config.parse_memory_bytes)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            # Threads take address space, of which there is little, and cores, which are others'.
+            # Threads take address space, which is limited, and cores, which answers need.
             | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-            # Ctrl-C reaches the gateway alone.
+            # Ctrl-C then reaches only the gateway.
             start_new_session=True,
         )
-        # Also while it starts. Where Linux refuses it (two within 0.1 s), the process does it a little later.
+        # Lowers the priority from the start. If Linux refuses (twice within 0.1 s), the process does it later itself.
         parser.run_last(process.pid)
         return process
 
@@ -241,8 +241,8 @@ class Parser:
         assert self._process is not None
         assert self._process.stdin is not None
         view = memoryview(data)
-        for at in range(0, len(data), _WRITTEN):
-            self._process.stdin.write(view[at : at + _WRITTEN])
+        for at in range(0, len(data), _WRITE_BYTES):
+            self._process.stdin.write(view[at : at + _WRITE_BYTES])
             await self._process.stdin.drain()
 
     async def _read(self) -> tuple[bytes, bytes, bytes]:
@@ -253,20 +253,20 @@ class Parser:
         return tag, await stdout.readexactly(first), await stdout.readexactly(second)
 
     async def _ended(self) -> Unavailable | InvalidArgument:
-        """Why it ended in the middle of a document."""
+        """The error for a process that ended while parsing."""
         assert self._process is not None
         status = await self._process.wait()
-        if -status in _FROM_OUTSIDE:
-            return Unavailable(f"the parser was ended by {signal.Signals(-status).name} from outside; try again")
+        if -status in _EXTERNAL_SIGNALS:
+            return Unavailable(f"the parser was killed from outside by {signal.Signals(-status).name}; try again")
         if status == -signal.SIGXCPU:
             return InvalidArgument(f"parsing took longer than {self._config.parse_seconds:g} s of CPU time")
-        if status == -signal.SIGABRT:  # native code knows no other way to say it
+        if status == -signal.SIGABRT:  # native code aborts when memory runs out
             return InvalidArgument(parser.no_memory(self._config.parse_memory_bytes))
-        how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit code {status}"
-        return InvalidArgument(f"the parser ended {how} at this document: it is damaged, or made to do that")
+        cause = signal.Signals(-status).name if status < 0 else f"exit code {status}"
+        return InvalidArgument(f"the parser crashed ({cause}) on this document, which is damaged or hostile")
 
     def _used(self) -> float | None:
-        """CPU seconds of the process so far; None where the system does not say."""
+        """CPU seconds of the process so far; None if the system does not report them."""
         try:
             fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:

@@ -1,4 +1,4 @@
-"""Encodes a corpus ahead of time: every chunk alone, or behind its most similar neighbours (FusionRAG 3.1)."""
+"""Encodes a corpus ahead of time: each chunk alone, or after its most similar neighbours (FusionRAG, section 3.1)."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -19,19 +19,21 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
-# Variants stored in one commit.
-_TOGETHER = 32
-# The papers use 10; a search for more than a few hundred takes longer than the encoding.
-_MOST_NEIGHBOURS = 256
-# Chunks, from as many documents if there are, that a worker learns a correction from.
+# Chunks per batch, whose variants are stored in one commit.
+_BATCH = 32
+# The papers use 10; searching more than a few hundred takes longer than encoding.
+_MAX_NEIGHBOURS = 256
+# Chunks that a worker learns a correction from, if possible of different documents.
 _SAMPLE = 32
 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One pass over a corpus, or over one document of it.
+    """One pass over a corpus, or over one of its documents.
 
-    sizes: chunks by document, when they were counted. neighbours: of each chunk's encoding.
+    Attributes:
+        neighbours: number of neighbours that each chunk is encoded with.
+        sizes: chunks by document at the start of the pass.
     """
 
     tenant: Tenant
@@ -43,42 +45,42 @@ class _Pass:
     sizes: dict[str, int]
 
     async def batches(self) -> AsyncGenerator[tuple[str, list[tuple[Chunk, np.ndarray]], int]]:
-        """Document, some of its chunks with their embeddings, and the corpus's chunks as far as they are known."""
+        """Yields a document, a batch of its chunks with their embeddings, and the known number of all chunks."""
         total = sum(self.sizes.values())
         for name, counted in self.sizes.items():
             stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
-            # The document may have been replaced since it was counted.
+            # The document may have been replaced since `sizes` was counted.
             total += len(stored) - counted
-            for start in range(0, len(stored), _TOGETHER):
-                yield name, stored[start : start + _TOGETHER], total
+            for start in range(0, len(stored), _BATCH):
+                yield name, stored[start : start + _BATCH], total
         yield "", [], total
 
     async def request(self, chunk: Chunk, vector: np.ndarray) -> fusion_pb2.EncodeRequest:
-        """What a worker has to encode for a chunk, with its neighbours where the recipe wants some."""
+        """The request that encodes a chunk, with its neighbours if there are to be any."""
         if not self.neighbours:
             request = self.tokens([chunk])
             request.mode = request.MODE_EXACT
             return request
-        request = self.tokens([*await self._near(chunk, vector), chunk])
+        request = self.tokens([*await self._nearest(chunk, vector), chunk])
         request.mode = request.MODE_NEIGHBOURS
         return request
 
-    async def _near(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
-        """The most similar other chunks, best first, as many as the model's length takes."""
-        known = vector if vector.size else None
-        most = self.neighbours + 1
-        found = await self.tenant.retrieval.nearest(self.corpus, chunk.text, known, most, self.model)
+    async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
+        """The most similar other chunks, best first, as many as fit into the model's length."""
+        query = vector if vector.size else None
+        limit = self.neighbours + 1
+        found = await self.tenant.retrieval.nearest(self.corpus, chunk.text, query, limit, self.model)
         room = self.vocabulary.model.max_tokens - len(self.vocabulary.system()) - len(chunk.ids)
-        near = []
+        neighbours = []
         for other in [c for c in found if c.key != chunk.key][: self.neighbours]:
             room -= len(other.ids)
             if room < 0:
                 break
-            near.append(other)
-        return near
+            neighbours.append(other)
+        return neighbours
 
     def tokens(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
-        """The last chunk is the one to encode; `mode` is left to the caller."""
+        """A request to encode the last chunk after the others, without a mode."""
         *before, chunk = (fusion_pb2.Tokens(ids=chunk.ids) for chunk in chunks)
         return fusion_pb2.EncodeRequest(
             system=fusion_pb2.Tokens(ids=self.vocabulary.system()),
@@ -90,9 +92,9 @@ class _Pass:
 
 
 class Precompute:
-    """Works through a corpus, document by document; what the cache service has already is skipped.
+    """Encodes corpora document by document, and skips chunks that the cache service has.
 
-    A worker looks each chunk up there, in one round trip: what a corpus says was encoded may be lost since.
+    A worker looks up each chunk in one round trip: the KV of a variant that a corpus records may have been evicted.
     """
 
     def __init__(self, config: GatewayConfig, workers: WorkerPool, search: HybridSearch) -> None:
@@ -101,13 +103,13 @@ class Precompute:
         self._search = search
 
     async def run(self, tenant: Tenant, request: pb.PrecomputeRequest) -> AsyncGenerator[pb.PrecomputeResponse]:
-        """Streams progress after each batch, first with nothing done.
+        """Encodes a corpus, and streams the progress at the start and after each batch.
 
         Raises:
-            NotFound: no such corpus or document.
+            NotFound: the corpus or document does not exist.
             InvalidArgument: the recipe reuses nothing.
-            Unavailable: no worker, or its cache service can't be reached.
-            ResourceExhausted: the tenant's quota of tokens is used up; what is done is stored.
+            Unavailable: no worker, or the worker's cache service can't be reached.
+            ResourceExhausted: the tenant's quota of tokens is used up; what has been encoded stays stored.
         """
         if request.name:
             check_document(request.name)
@@ -128,7 +130,7 @@ class Precompute:
     async def plan(
         self, tenant: Tenant, request: pb.PlanPrecomputeRequest
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        """Streams what `run` would have workers encode, a batch at a time. Raises as `run` does."""
+        """Streams the requests that `run` would send to workers, one batch at a time. Raises as `run`."""
         work = await self._begin(tenant, request.corpus, request.recipe)
         async for name, batch, total in work.batches():
             requests = [await work.request(*pair) for pair in batch]
@@ -138,13 +140,13 @@ class Precompute:
         self, tenant: Tenant, corpus: str, recipe: str, neighbours: int = 0, document: str = ""
     ) -> _Pass:
         check_corpus(corpus)
-        # Before the model is asked, so that an unknown corpus is told as such although no worker runs.
+        # Before the worker is called: an unknown corpus is reported as such even if no worker runs.
         await tenant.retrieval.check(corpus)
         vocabulary = await self._workers.model()
-        found = _recipe(recipe, self._config.recipe, vocabulary)
-        count = neighbours or found.neighbours
-        if count > _MOST_NEIGHBOURS:
-            raise InvalidArgument(f"{count} neighbours for each chunk; at most {_MOST_NEIGHBOURS} are taken")
+        chosen = _recipe(recipe, self._config.recipe, vocabulary)
+        count = neighbours or chosen.neighbours
+        if count > _MAX_NEIGHBOURS:
+            raise InvalidArgument(f"{count} neighbours for each chunk; the maximum is {_MAX_NEIGHBOURS}")
         model = self._search.identity(vocabulary.identity)
         if document:
             stored = await tenant.retrieval.chunks(corpus, document, model)
@@ -153,10 +155,10 @@ class Precompute:
             sizes = {document: len(stored)}
         else:
             sizes = {d.name: d.chunks for d in await tenant.retrieval.documents(corpus)}
-        return _Pass(tenant, corpus, found, vocabulary, model, count, sizes)
+        return _Pass(tenant, corpus, chosen, vocabulary, model, count, sizes)
 
     async def _encode(self, work: _Pass, batch: list[tuple[Chunk, np.ndarray]]) -> int:
-        """Encodes and stores a batch; returns how many the cache service had already."""
+        """Encodes and stores a batch; returns the number of chunks that the cache service had already."""
         slots = asyncio.Semaphore(self._config.precompute_concurrency)
 
         async def one(chunk: Chunk, vector: np.ndarray) -> tuple[Chunk, bool]:
@@ -165,7 +167,7 @@ class Precompute:
                 encoded = await self._workers.encode(request)
                 if not encoded.existed:
                     work.tenant.meter.spend(sum(len(part.ids) for part in (request.chunk, *request.before)))
-                # What was encoded behind neighbours before is still there, and better.
+                # Without neighbours, keep a variant that was encoded with neighbours before: it is better.
                 count = work.neighbours
                 new = replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
                 return new, encoded.existed
@@ -182,7 +184,7 @@ class Precompute:
         return sum(existed for _, existed in done)
 
     async def _correct(self, work: _Pass) -> None:
-        """Has a worker learn the corpus's correction; nothing where there are no two chunks."""
+        """Has a worker learn the corpus's correction; does nothing if there are fewer than two different chunks."""
         names = sorted(work.sizes)
         sample: list[Chunk] = []
         for name in names[:: max(1, len(names) // _SAMPLE)]:
@@ -196,11 +198,11 @@ class Precompute:
 
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
-    """The recipe to encode for; an empty name is the gateway's own."""
-    found = plan.recipe(default if name in ("", DEFAULT) else name, vocabulary)
-    if not (found.takes_modifiers or found.neighbours):
-        raise InvalidArgument(f"recipe {found.name!r} reuses no chunks: there is nothing to encode ahead of time")
-    return found
+    """The recipe to encode for; an empty name means the gateway's."""
+    recipe = plan.recipe(default if name in ("", DEFAULT) else name, vocabulary)
+    if not (recipe.takes_modifiers or recipe.neighbours):
+        raise InvalidArgument(f"recipe {recipe.name!r} reuses no chunks: there is nothing to encode ahead of time")
+    return recipe
 
 
 def _copy(progress: pb.PrecomputeResponse) -> pb.PrecomputeResponse:

@@ -1,1 +1,1 @@
-"""Retrieval engines behind one contract: embedded, or Milvus."""
+"""Retrieval engines behind one interface: embedded (LanceDB) or Milvus."""

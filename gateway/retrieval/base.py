@@ -1,4 +1,4 @@
-"""The contract of a retrieval engine: it holds the corpora and finds candidates by words and by meaning."""
+"""Interface of retrieval engines, which store corpora and find candidate chunks by BM25 and by embeddings."""
 
 import math
 import re
@@ -22,7 +22,7 @@ _until: ContextVar[float] = ContextVar("_until", default=math.inf)
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """The caller waits no longer for what is begun inside: an engine that asks others passes it on."""
+    """Sets a deadline for calls made inside; engines apply it to their calls to servers."""
     token = _until.set(time.monotonic() + seconds)
     try:
         yield
@@ -30,15 +30,20 @@ def within(seconds: float) -> Iterator[None]:
         _until.reset(token)
 
 
-def left() -> float:
-    """Seconds that the caller still waits."""
+def remaining() -> float:
+    """Seconds until the deadline set by `within`; infinite without one."""
     return _until.get() - time.monotonic()
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What a corpus depends on: variants on the weights, token ids on the tokenizer and the chunk template, and
-    vectors on the embedder; an empty one stands for no vectors. name: what people call the model.
+    """The models that a corpus was built with.
+
+    Attributes:
+        fingerprint: identifies the weights, which variants depend on.
+        tokenizer: digest of the tokenizer and the chunk template, which token ids depend on.
+        embedder: name of the embedder; empty means no vectors.
+        name: display name of the model.
     """
 
     fingerprint: bytes
@@ -48,17 +53,18 @@ class ModelIdentity:
 
 
 def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> None:
-    """Raises FailedPrecondition if a corpus was made with another model or embedder."""
+    """Raises FailedPrecondition if a corpus was built with another model or embedder."""
     if made_with == model:
         return
     if made_with.fingerprint != model.fingerprint:
-        what = f"with another model{_named(made_with.name)} than the worker runs now{_named(model.name)}"
+        reason = f"with another model{_named(made_with.name)} than the worker's{_named(model.name)}"
     elif made_with.tokenizer != model.tokenizer:
-        what = "with another prompt template than the worker has now"
+        reason = "with another prompt template than the worker's"
     else:
-        now = f"the gateway embeds by {model.embedder}" if model.embedder else "the gateway has no embedder"
-        what = f"with embeddings of {made_with.embedder or 'no model'}, and {now}"
-    raise FailedPrecondition(f"corpus {corpus!r} was made {what}: run `fusionkv move {corpus}`")
+        now = f"the gateway's embedder is {model.embedder}" if model.embedder else "the gateway has no embedder"
+        built = f"embeddings of {made_with.embedder}" if made_with.embedder else "no embeddings"
+        reason = f"with {built}, but {now}"
+    raise FailedPrecondition(f"corpus {corpus!r} was built {reason}: run `fusionkv move {corpus}`")
 
 
 def _named(name: str) -> str:
@@ -67,18 +73,21 @@ def _named(name: str) -> str:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk of a document as it is stored.
+    """One stored chunk of a document.
 
-    text: as it stands in the prompt, with the title of the document on a line of its own above it, if there is one.
-    source: where the document came from, in its caller's words. metadata: of the document, sorted by key.
+    Attributes:
+        text: the text in the prompt, with the document's title, if any, on a separate line above it.
+        ids: token ids within the prompt template; stored, so that the digest does not depend on tokenising again.
+        variant: digest of the chunk as encoded with neighbours ahead of time; empty if it was not.
+        neighbours: number of neighbours requested for that encoding.
+        source: where the document came from, as its caller named it.
+        metadata: the document's metadata, sorted by key.
     """
 
     document: str
     position: int
     text: str
-    # Token ids within the prompt template; stored, so that the chunk's digest never depends on tokenising again.
     ids: tuple[int, ...]
-    # Digest of the chunk as encoded with its neighbours ahead of time, and how many were asked for; empty and 0: not.
     variant: bytes = b""
     neighbours: int = 0
     title: str = ""
@@ -91,28 +100,28 @@ class Chunk:
 
     @property
     def digest(self) -> bytes:
-        """What the cache service knows the chunk by."""
+        """The chunk's digest in the cache service's keys."""
         return keys.chunk_digest(self.ids)
 
 
 def packed(neighbours: int) -> bytes:
-    """A chunk's `neighbours` as engines store it: nothing for 0, otherwise four bytes."""
+    """Encodes `neighbours` for storage: empty for 0, otherwise four bytes."""
     return neighbours.to_bytes(4, "little") if neighbours else b""
 
 
 def unpacked(stored: bytes) -> int:
-    """What `packed` made; 0 for anything else, such as the digest of 32 bytes that gateways before stored there."""
+    """Decodes `packed`; 0 for other values, such as the 32-byte digests that earlier gateways stored there."""
     return int.from_bytes(stored, "little") if len(stored) == 4 else 0
 
 
 def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Chunks by the words that they share with a text, rare ones counting more, ties by document and position.
+    """Sorts chunks by the words shared with a text, weighted by rarity, then by document and position.
 
-    An engine's own BM25 scores change with every commit, and chunks that are encoded behind their neighbours would
-    have others each time.
+    Unlike BM25 scores of an engine, which change with every commit, this order is stable, and so are the variants of
+    chunks encoded with their neighbours.
     """
     words = {chunk.key: set(_WORD.findall(chunk.text.lower())) for chunk in chunks}
-    counts = Counter(word for found in words.values() for word in found)
+    counts = Counter(word for chunk_words in words.values() for word in chunk_words)
     own = set(_WORD.findall(text.lower()))
 
     def shared(chunk: Chunk) -> float:
@@ -123,7 +132,7 @@ def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A chunk that may answer a question. `words` is its BM25 score (0: no word in common), `cosine` is in -1..1."""
+    """A candidate for a question. `words` is its BM25 score (0: no common word); `cosine` is in -1..1."""
 
     chunk: Chunk
     words: float
@@ -132,9 +141,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Item:
-    """A corpus, or one document of a corpus; `bytes` are those of its chunks' texts in UTF-8.
+    """A corpus, or one document of a corpus.
 
-    model, embedder: what a corpus was made with.
+    Attributes:
+        bytes: bytes of the chunks' texts in UTF-8.
+        model: model that a corpus was built with.
+        embedder: embedder that a corpus was built with.
     """
 
     name: str
@@ -146,43 +158,47 @@ class Item:
     embedder: str = ""
 
 
-# Chunks of a document with their vectors, to the same made with another model.
+# Converts a document's chunks and vectors to those of another model.
 Rewrite = Callable[[Sequence[Chunk], np.ndarray], Awaitable[tuple[Sequence[Chunk], np.ndarray]]]
 
 
 class Retrieval(ABC):
-    """Corpora of documents. Safe for concurrent use within one event loop, and never blocks it.
+    """Corpora of documents. For concurrent use within one event loop, which it never blocks.
 
-    Once its method has returned, a change survives any end of the process and is seen by every later call. Readers
-    see a document as it was before a change or after it, never in between. Methods on a corpus that does not exist
-    raise NotFound; a corpus made with another model raises FailedPrecondition from every method that takes `model`.
-    Where the model has no embedder, vectors are 0 wide and `vector` is None.
+    A change is durable and visible to later calls once its method has returned. Readers see a document as it was
+    before or after a change, never a mixture. Methods raise NotFound for an unknown corpus, and those that take
+    `model` raise FailedPrecondition for a corpus built with another model. Without an embedder, vectors have width 0
+    and `vector` is None.
     """
 
     @abstractmethod
     async def replace(
         self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
-        """Stores all chunks of one document in place of what it had; `vectors` are unit float32 `[chunk, dim]`.
+        """Stores all chunks of a document, replacing earlier ones; creates the corpus if necessary.
 
-        Makes the corpus when there is none. Says whether the document was there before.
+        Args:
+            vectors: unit vectors, float32 `[chunk, dim]`.
+
+        Returns:
+            Whether the document existed before.
         """
 
     @abstractmethod
     async def delete(self, corpus: str, document: str = "") -> tuple[int, int]:
-        """Deletes one document, or the whole corpus. Returns how many documents and chunks are gone."""
+        """Deletes one document, or the whole corpus. Returns the number of deleted documents and chunks."""
 
     @abstractmethod
     async def corpora(self) -> list[Item]:
-        """All corpora by name."""
+        """All corpora, sorted by name."""
 
     @abstractmethod
     async def check(self, corpus: str) -> None:
-        """Raises NotFound if there is no such corpus. Costs the same however many documents there are."""
+        """Raises NotFound if the corpus does not exist. The cost does not depend on its size."""
 
     @abstractmethod
     async def documents(self, corpus: str, after: str = "", limit: int = 0) -> list[Item]:
-        """Documents by name, those after `after`, at most `limit` (0: all)."""
+        """Documents sorted by name, from the one after `after`; at most `limit`, or all if it is 0."""
 
     @abstractmethod
     async def candidates(
@@ -194,38 +210,42 @@ class Retrieval(ABC):
         model: ModelIdentity,
         where: Mapping[str, str] = NO_FILTER,
     ) -> list[Candidate]:
-        """The `depth` best chunks by BM25 and the `depth` best by cosine, joined, in no order.
+        """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order.
 
-        where: only of documents that have all of this metadata.
+        Args:
+            where: metadata that a chunk's document must have.
         """
 
     @abstractmethod
     async def chunks(self, corpus: str, document: str, model: ModelIdentity) -> list[tuple[Chunk, np.ndarray]]:
-        """The chunks of one document with their vectors, by position; none when there is no such document."""
+        """The chunks of a document with their vectors, by position; empty if the document does not exist."""
 
     @abstractmethod
     async def nearest(
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
-        """The `count` chunks of highest cosine, best first, ties by document and position; without a vector those
-        that have most words of the text.
+        """The `count` chunks of highest cosine, best first, then by document and position.
+
+        Without a vector, the chunks that share the most words with the text.
         """
 
     @abstractmethod
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
-        """Stores `variant` and `neighbours` of chunks that are still there with the same ids; skips the others."""
+        """Stores `variant` and `neighbours` of chunks that still exist with the same ids; skips others."""
 
     @abstractmethod
     def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
-        """Makes the corpus anew for another model, whatever it was made with; changes of it wait meanwhile.
+        """Rebuilds a corpus for another model. Concurrent changes of the corpus wait.
 
-        Yields how many chunks of each document are done. All of it is there as it was until the last one is, and then
-        all of it is new.
+        Readers see the old corpus until all documents are rebuilt, then the new one.
+
+        Yields:
+            The number of chunks of each rebuilt document.
 
         Raises:
-            FailedPrecondition: this engine can't.
+            FailedPrecondition: this engine does not support it.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Ends all work in flight; what was returned from `replace` is safe already."""
+        """Ends all work in flight. Changes whose method has returned are durable."""

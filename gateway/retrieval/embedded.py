@@ -1,4 +1,4 @@
-"""The embedded retrieval engine: one LanceDB table a corpus, BM25 and exact vector search, in this process."""
+"""The embedded retrieval engine: one LanceDB table per corpus, BM25 and exact vector search, in this process."""
 
 import asyncio
 import contextlib
@@ -33,23 +33,23 @@ from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Service
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# No corpus name begins with it, so "." and ".." are no folders.
+# Prefix of folders: corpora may have the names "." and "..".
 _PREFIX = "corpus-"
 _DELETED = "deleted"
-# A corpus that is made anew lies in the first, and once it is whole, in the second, until it has its place.
+# A corpus being rebuilt is in _MOVING; once complete, it waits in _MOVED to replace the old one.
 _MOVING, _MOVED = "moving", "moved"
-# Documents that a corpus made anew is given in one commit.
-_TOGETHER = 64
+# Documents of a rebuilt corpus per commit.
+_BATCH = 64
 _STAGED = "staged.lance"
-# Chunks that share words with another one, of which the nearest are chosen: scores of an index change with each
-# commit, and of so many the nearest are the same ones after it.
-_ALIKE = 1000
-# Searches at once, which wait for cores and disk anyway; each has about three files open, and some hundred kilobytes.
+# Candidates by BM25 for the nearest chunks without vectors: scores change with each commit, but among so many the
+# nearest by shared words stay the same.
+_WORD_CANDIDATES = 1000
+# Concurrent searches: more would only wait for cores and disk; each needs about three files and a few hundred KB.
 _SEARCHES = 8
 
 
 class EmbeddedRetrieval(Retrieval):
-    """Owns a folder; a second process that opens it is refused."""
+    """Owns a folder, which only one process can open."""
 
     def __init__(self, folder: Path, connection: AsyncConnection, lock: TextIO, language: str) -> None:
         self._language = language
@@ -62,37 +62,40 @@ class EmbeddedRetrieval(Retrieval):
 
     @classmethod
     async def open(cls, folder: Path, language: str = "english") -> "EmbeddedRetrieval":
-        """Opens all corpora in `folder`, made when it does not exist. language: of corpora that are made.
+        """Opens all corpora in `folder`, which is created if necessary.
+
+        Args:
+            language: language of new corpora.
 
         Raises:
             OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
         """
         lock = _lock(folder)
         corpora = await asyncio.to_thread(_clean, folder)
-        made = cls(folder, await connect_async(str(corpora)), lock, language)
-        for name in await made._table_names():
+        retrieval = cls(folder, await connect_async(str(corpora)), lock, language)
+        for name in await retrieval._table_names():
             corpus = name.removeprefix(_PREFIX)
             try:
-                made._tables[corpus] = await made._open(corpus)
+                retrieval._tables[corpus] = await retrieval._open(corpus)
             except ServiceError as error:
-                log.warning("corpus %r, of which nothing is stored yet, is made when something is: %s", corpus, error)
+                log.warning("the empty corpus %r will be created when a document is stored: %s", corpus, error)
             except (RuntimeError, ValueError, KeyError) as error:
-                await made.close()
-                if (lacking := disk_errors.of(error)) is not None:
-                    raise OSError(f"corpus {corpus!r} can't be read: {lacking}") from error
+                await retrieval.close()
+                if (cause := disk_errors.of(error)) is not None:
+                    raise OSError(f"corpus {corpus!r} can't be read: {cause}") from error
                 where = corpora / f"{name}.lance"
                 raise OSError(
-                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again, or start the version that "
-                    f"wrote it: {error}"
+                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again, or use the version of "
+                    f"FusionKV that wrote it: {error}"
                 ) from error
-        return made
+        return retrieval
 
     async def replace(
         self, corpus: str, document: str, chunks: Sequence[Chunk], vectors: np.ndarray, model: ModelIdentity
     ) -> bool:
         data = await asyncio.to_thread(rows.full, chunks, vectors)
         while True:
-            table = self._tables.get(corpus) or await self._make(corpus, rows.schema(model, vectors.shape[1]))
+            table = self._tables.get(corpus) or await self._create(corpus, rows.schema(model, vectors.shape[1]))
             check_model(corpus, table.model, model)
             _check_width(corpus, table, vectors.shape[1])
             with contextlib.suppress(CorpusGone):
@@ -108,7 +111,7 @@ class EmbeddedRetrieval(Retrieval):
             item = table.item(corpus)
             await table.close()
             try:
-                with disk_errors.named():
+                with disk_errors.mapped():
                     await asyncio.to_thread(self._discard, corpus)
             except Exception:
                 self._tables[corpus] = await self._open(corpus)
@@ -151,11 +154,11 @@ class EmbeddedRetrieval(Retrieval):
         self, corpus: str, text: str, vector: np.ndarray | None, count: int, model: ModelIdentity
     ) -> list[Chunk]:
         if vector is None:
-            found = await self._with(corpus, lambda table: table.by_words(text, _ALIKE, NO_FILTER), model)
+            found = await self._with(corpus, lambda table: table.by_words(text, _WORD_CANDIDATES, NO_FILTER), model)
             return by_shared_words(text, await asyncio.to_thread(rows.chunks, found))[:count]
-        # Twice as many, so that ties at the end are cut by name and not by where the rows happen to lie.
-        most = 2 * count
-        found = await self._with(corpus, lambda table: table.by_meaning(vector, most, NO_FILTER), model)
+        # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
+        limit = 2 * count
+        found = await self._with(corpus, lambda table: table.by_meaning(vector, limit, NO_FILTER), model)
         scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
         return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
 
@@ -166,14 +169,14 @@ class EmbeddedRetrieval(Retrieval):
         table = self._table(corpus)
         staging = self._folder / _MOVING / uuid.uuid4().hex
         try:
-            async with table.still():
+            async with table.frozen():
                 async with contextlib.aclosing(self._rewritten(table, rewrite, model, staging)) as done:
                     async for chunks in done:
                         yield chunks
                 if self._tables.get(corpus) is not table:
                     raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
-                # Nothing else of this process runs until it has its place.
-                with disk_errors.named():
+                # No await until the new table has replaced the old one: nothing else of this process may run.
+                with disk_errors.mapped():
                     _place(self._folder, staging / _STAGED, f"{_PREFIX}{corpus}.lance")
                 table.retire()
                 await self._reopen(corpus, table)
@@ -181,17 +184,17 @@ class EmbeddedRetrieval(Retrieval):
             raise NotFound(f"no corpus {corpus!r}") from error
         finally:
             await asyncio.to_thread(_remove, staging, self._folder / _DELETED)
-            with contextlib.suppress(OSError):  # others are moved, or nothing was written
+            with contextlib.suppress(OSError):  # another move is running, or nothing was written
                 staging.parent.rmdir()
         await table.close()
 
     async def _reopen(self, corpus: str, table: CorpusTable) -> None:
-        """Opens what has taken the place of a table."""
+        """Opens the table that replaced another one."""
         try:
             opened = await self._open(corpus)
         except Exception:
             if self._tables.get(corpus) is table:
-                del self._tables[corpus]  # the next change of the corpus opens it
+                del self._tables[corpus]  # opened by the next change of the corpus
             raise
         if self._tables.get(corpus) is table:
             self._tables[corpus] = opened
@@ -201,30 +204,30 @@ class EmbeddedRetrieval(Retrieval):
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path
     ) -> AsyncGenerator[int]:
-        """Writes a corpus's documents to a table in `staging`; yields how many chunks each has."""
+        """Writes the rebuilt documents of a corpus to a table in `staging`; yields the number of chunks of each."""
         schema: pa.Schema | None = None
-        waiting: list[pa.Table] = []
+        pending: list[pa.Table] = []
 
         async def write() -> None:
-            with disk_errors.named():
+            with disk_errors.mapped():
                 connection = await connect_async(str(staging))
                 try:
-                    made = await connection.create_table(Path(_STAGED).stem, schema=schema, exist_ok=True)
-                    if waiting:
-                        await made.add(pa.concat_tables(waiting))
+                    rebuilt = await connection.create_table(Path(_STAGED).stem, schema=schema, exist_ok=True)
+                    if pending:
+                        await rebuilt.add(pa.concat_tables(pending))
                 finally:
                     connection.close()
-            waiting.clear()
+            pending.clear()
 
         for item in table.documents("", 0):
             stored = _in_order(await table.of_document(item.name))
             chunks, vectors = await rewrite([c for c, _ in stored], np.stack([v for _, v in stored]))
             schema = schema or rows.schema(model, vectors.shape[1])
-            waiting.append(await asyncio.to_thread(rows.full, chunks, vectors))
-            if len(waiting) == _TOGETHER:
+            pending.append(await asyncio.to_thread(rows.full, chunks, vectors))
+            if len(pending) == _BATCH:
                 await write()
             yield len(chunks)
-        if schema is None:  # it has no document
+        if schema is None:  # the corpus is empty
             _, vectors = await rewrite([], np.zeros((0, table.dim), np.float32))
             schema = rows.schema(model, vectors.shape[1])
         await write()
@@ -238,7 +241,7 @@ class EmbeddedRetrieval(Retrieval):
     async def _with(
         self, corpus: str, work: Callable[[CorpusTable], Awaitable[T]], model: ModelIdentity | None = None
     ) -> T:
-        """Work on a corpus's table, done again where the corpus was made anew meanwhile."""
+        """Runs `work` on a corpus's table; runs it again if the corpus was rebuilt meanwhile."""
         while True:
             table = self._table(corpus, model)
             try:
@@ -247,23 +250,23 @@ class EmbeddedRetrieval(Retrieval):
                 if self._tables.get(corpus) is table:
                     if isinstance(error, NotFound):
                         raise
-                    await asyncio.sleep(0)  # until the new one is opened
+                    await asyncio.sleep(0)  # wait until the new table is open
                 if corpus not in self._tables:
                     raise NotFound(f"no corpus {corpus!r}") from error
 
     def _table(self, corpus: str, model: ModelIdentity | None = None) -> CorpusTable:
         table = self._tables.get(corpus)
         if table is None:
-            raise NotFound(f"no corpus {corpus!r}: ingest a document to make it")
+            raise NotFound(f"no corpus {corpus!r}: ingest a document to create it")
         if model is not None:
             check_model(corpus, table.model, model)
         return table
 
-    async def _make(self, corpus: str, schema: pa.Schema) -> CorpusTable:
+    async def _create(self, corpus: str, schema: pa.Schema) -> CorpusTable:
         async with self._changing:
             if corpus not in self._tables:
-                with disk_errors.named():
-                    # One that is there already is what a failure or a caller that went away left of an attempt.
+                with disk_errors.mapped():
+                    # The table exists if an earlier attempt failed or was cancelled.
                     await self._connection.create_table(_PREFIX + corpus, schema=schema, exist_ok=True)
                     self._tables[corpus] = await self._open(corpus)
             return self._tables[corpus]
@@ -276,11 +279,11 @@ class EmbeddedRetrieval(Retrieval):
         return await CorpusTable.open(reopen, self._language)
 
     def _discard(self, corpus: str) -> None:
-        """Moved away first, so that a crash leaves all of a corpus or nothing."""
-        away = self._folder / _DELETED
-        away.mkdir(exist_ok=True)
-        os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", away / uuid.uuid4().hex)
-        shutil.rmtree(away, ignore_errors=True)  # what stays goes with the next one, or at the next start
+        """Deletes a corpus's table. Renaming it first makes the deletion atomic."""
+        deleted = self._folder / _DELETED
+        deleted.mkdir(exist_ok=True)
+        os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", deleted / uuid.uuid4().hex)
+        shutil.rmtree(deleted, ignore_errors=True)  # leftovers are removed with the next one, or at the next start
 
     async def _table_names(self) -> list[str]:
         names: list[str] = []
@@ -294,53 +297,51 @@ class EmbeddedRetrieval(Retrieval):
 
 
 def _lock(folder: Path) -> TextIO:
-    """A lock on the folder, held until it is closed."""
+    """Locks the folder until the file is closed."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "lock").open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise OSError(
-            f"{folder} is open in another gateway: stop that one, or give this one its own data_dir"
-        ) from error
+        raise OSError(f"{folder} is in use by another gateway: stop it, or set another data_dir") from error
     return file
 
 
 def _clean(folder: Path) -> Path:
-    """Removes what an interrupted change left; returns where the corpora are."""
+    """Removes leftovers of interrupted changes; returns the folder of the corpora."""
     _finish_moves(folder)
     _remove(folder / _DELETED, folder / _MOVING)
-    # Absolute: LanceDB takes some relative paths for names in its cloud.
+    # Absolute, because LanceDB takes some relative paths for names in its cloud.
     corpora = folder.absolute() / "corpora"
     for table in corpora.glob(f"{_PREFIX}*.lance"):
-        # Its first commit, which has no rows, was never finished.
+        # Its first commit, which has no rows, did not finish.
         if not any(table.glob("_versions/*")) and not any(table.glob("data/*")):
             shutil.rmtree(table)
     return corpora
 
 
 def _place(folder: Path, staged: Path, name: str) -> None:
-    """Puts a corpus that was made anew in the place of the one that it replaces."""
+    """Replaces a corpus with its rebuilt table."""
     moved = folder / _MOVED / name
     moved.parent.mkdir(exist_ok=True)
     os.rename(staged, moved)
     try:
         _finish_moves(folder)
     except OSError:
-        _remove(moved)  # or the next start would put it there
+        _remove(moved)  # otherwise the next start would finish the move
         raise
 
 
 def _finish_moves(folder: Path) -> None:
-    """As `_place`, of all that a gateway which ended in the middle left."""
+    """Finishes moves that a gateway left when it ended before their last step."""
     for moved in (folder / _MOVED).glob(f"{_PREFIX}*.lance"):
         place = folder / "corpora" / moved.name
         if place.exists():
             (folder / _DELETED).mkdir(exist_ok=True)
             os.rename(place, folder / _DELETED / uuid.uuid4().hex)
         os.rename(moved, place)
-    with contextlib.suppress(OSError):  # it is not there
+    with contextlib.suppress(OSError):  # the folder does not exist
         (folder / _MOVED).rmdir()
 
 
@@ -352,10 +353,10 @@ def _remove(*folders: Path) -> None:
 def _check_width(corpus: str, table: CorpusTable, dim: int) -> None:
     if dim != table.dim:
         raise FailedPrecondition(
-            f"vectors of corpus {corpus!r} have {table.dim} numbers, and those of the embedder {dim}: "
+            f"vectors of corpus {corpus!r} have {table.dim} dimensions, but those of the embedder have {dim}: "
             f"run `fusionkv move {corpus}`"
         )
 
 
-def _in_order(found: pa.Table) -> list[tuple[Chunk, np.ndarray]]:
-    return sorted(zip(rows.chunks(found), rows.vectors(found), strict=True), key=lambda pair: pair[0].position)
+def _in_order(table: pa.Table) -> list[tuple[Chunk, np.ndarray]]:
+    return sorted(zip(rows.chunks(table), rows.vectors(table), strict=True), key=lambda pair: pair[0].position)

@@ -1,4 +1,4 @@
-"""Who may change a corpus: many change documents of it at once, and whoever deletes it is alone."""
+"""A lock for a corpus's changes: shared by changes of documents, exclusive for its deletion."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Belongs to one event loop. Whoever waits to be alone comes before all who come later."""
+    """A shared and exclusive lock for one event loop. A waiting exclusive user comes before later shared ones."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Condition()
@@ -14,7 +14,7 @@ class Gate:
         self._waiting = 0
 
     @asynccontextmanager
-    async def together(self) -> AsyncIterator[None]:
+    async def shared(self) -> AsyncIterator[None]:
         async with self._changed:
             await self._changed.wait_for(lambda: not self._waiting)
             self._inside += 1
@@ -26,7 +26,7 @@ class Gate:
                 self._changed.notify_all()
 
     @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         self._waiting += 1
         try:
             async with self._changed:

@@ -1,4 +1,4 @@
-"""A connection to Milvus that blocks no event loop, and whose errors are those of a service."""
+"""A connection to Milvus that does not block the event loop, and raises service errors."""
 
 import asyncio
 import contextlib
@@ -13,38 +13,39 @@ from pymilvus import MilvusClient
 from pymilvus.exceptions import MilvusException
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
-from fusionkv.gateway.retrieval.base import left
+from fusionkv.gateway.retrieval.base import remaining
 from fusionkv.gateway.retrieval.circuit import Circuit
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
 T = TypeVar("T")
 Hits = list[tuple[Row, float]]
-# Of one call at most, its wait for a thread included. Milvus's own default lets a call wait for minutes.
+# Limit for a call, including the wait for a thread. By default, Milvus lets a call wait for minutes.
 _SECONDS = 30.0
-# Calls at once; the client blocks a thread for each.
+# Concurrent calls; the client blocks a thread for each.
 _CALLS = 16
-# Rows of one write, of some kilobytes each; a message may have 64 MiB.
+# Rows per write, a few kilobytes each; a message may have 64 MiB.
 BATCH = 500
-# The client pings an idle connection every 10 s, which gRPC's servers and proxies take for an attack, unless told
-# otherwise: they close it, and refuse the next one. A call that hears nothing for 10 s still finds out.
+# The client pings an idle connection every 10 s. Most gRPC servers and proxies treat that as an attack: they close
+# the connection and refuse the next one. A call without a reply for 10 s still sends pings.
 _NO_IDLE_PINGS = {"grpc.keepalive_permit_without_calls": False}
-MOST_ROWS = 16_384  # of one answer
+MAX_ROWS = 16_384  # per reply
 _NO_COLLECTION, _NOT_LOADED = 100, 101
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class NoCollection(NotFound):
-    """There is no such collection."""
+    """The collection does not exist."""
 
 
 class _NotLoaded(Unavailable):
-    """A collection that can't be searched as it is: Milvus Lite has started again, or somebody released it."""
+    """The collection must be loaded before it can be searched: Milvus Lite has restarted, or a user released it."""
 
 
 class Connection:
-    """All reads see what was written before them, by whomever. Every call raises NoCollection where there is no such
-    collection, and Unavailable for any other reason.
+    """A strongly consistent connection: reads see all earlier writes, including those of other clients.
+
+    Calls raise NoCollection if the collection does not exist, and Unavailable for any other error.
     """
 
     def __init__(self, client: MilvusClient, threads: ThreadPoolExecutor) -> None:
@@ -54,8 +55,8 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, token: str, database: str, ca: str) -> "Connection":
-        """Raises OSError when Milvus is out of reach, or refuses the token."""
-        # It logs every error with its traceback, also those that are answers.
+        """Raises OSError if Milvus can't be reached, or rejects the token."""
+        # pymilvus logs every error with a traceback, including expected ones.
         logging.getLogger("pymilvus").setLevel(logging.CRITICAL)
         threads = ThreadPoolExecutor(_CALLS, "milvus")
         more = {"server_pem_path": ca} if ca else {}
@@ -69,15 +70,15 @@ class Connection:
             client = await asyncio.get_running_loop().run_in_executor(threads, connect)
         except (MilvusException, grpc.RpcError, ValueError) as error:
             threads.shutdown(wait=False)
-            raise OSError(f"Milvus can't be used: {_reason(error)}: check milvus_url and milvus_token") from error
+            raise OSError(f"can't connect to Milvus: {_reason(error)}: check milvus_url and milvus_token") from error
         return cls(client, threads)
 
     async def collections(self, prefix: str) -> list[str]:
         names = await self._call(self._client.list_collections)
         return [name for name in names if name.startswith(prefix)]
 
-    async def make(self, name: str, dim: int) -> None:
-        """Makes a collection, unless somebody else has, and waits until it can be searched."""
+    async def create(self, name: str, dim: int) -> None:
+        """Creates a collection, unless it exists, and waits until it can be searched."""
         if not await self._call(self._client.has_collection, name):
             try:
                 await self._call(
@@ -93,7 +94,7 @@ class Connection:
         await self._call(self._client.drop_collection, name)
 
     async def write(self, name: str, changed: Sequence[Row]) -> None:
-        """Puts rows in place of those with their keys."""
+        """Inserts rows, replacing rows with the same keys."""
         for at in range(0, len(changed), BATCH):
             await self._call(self._client.upsert, name, list(changed[at : at + BATCH]))
 
@@ -101,15 +102,15 @@ class Connection:
         await self._call(self._client.delete, name, filter=condition)
 
     async def query(self, name: str, condition: str, fields: Sequence[str] = rows.COLUMNS) -> list[Row]:
-        """The rows that meet a condition, at most `MOST_ROWS`."""
-        return list(await self._query(name, condition, fields, limit=MOST_ROWS))
+        """The rows that match a condition, at most `MAX_ROWS`."""
+        return list(await self._query(name, condition, fields, limit=MAX_ROWS))
 
     async def count(self, name: str, condition: str) -> int:
         (found,) = await self._query(name, condition, ["count(*)"])
         return int(found["count(*)"])
 
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
-        """All rows that meet a condition, however many."""
+        """All rows that match a condition."""
 
         def read(seconds: float) -> list[Row]:
             found: list[Row] = []
@@ -118,11 +119,11 @@ class Connection:
                 name, 1000, filter=condition, output_fields=[*fields], timeout=seconds
             )
             with contextlib.closing(pages):
-                # `timeout` is that of each page.
+                # `timeout` applies to each page.
                 while page := pages.next():
                     found += page
                     if time.monotonic() > until:
-                        raise Unavailable("Milvus: no time is left for the rest of the documents")
+                        raise Unavailable("Milvus: the deadline passed before all documents were read")
             return found
 
         return await self._loaded(name, read)
@@ -140,14 +141,19 @@ class Connection:
         return [(dict(hit["entity"]), float(hit["distance"])) for hit in found]
 
     async def close(self) -> None:
-        # Waits for the calls that are on their way.
+        # Waits for calls in progress.
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
         await asyncio.to_thread(self._client.close)
 
-    async def _query(self, name: str, condition: str, fields: Sequence[str], **named: Any) -> Any:
+    async def _query(self, name: str, condition: str, fields: Sequence[str], **options: Any) -> Any:
         def read(seconds: float) -> Any:
             return self._client.query(
-                name, filter=condition, output_fields=[*fields], consistency_level="Strong", timeout=seconds, **named
+                name,
+                filter=condition,
+                output_fields=[*fields],
+                consistency_level="Strong",
+                timeout=seconds,
+                **options,
             )
 
         return await self._loaded(name, read)
@@ -159,27 +165,27 @@ class Connection:
             await self._call(self._client.load_collection, name)
             return await self._run(read)
 
-    async def _call(self, call: Callable[..., T], *args: Any, **named: Any) -> T:
-        return await self._run(lambda seconds: call(*args, timeout=seconds, **named))
+    async def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
+        return await self._run(lambda seconds: call(*args, timeout=seconds, **options))
 
     async def _run(self, work: Callable[[float], T]) -> T:
-        """What `work` gives, which is told its seconds, in a thread; not begun once nobody waits for it any more."""
-        until = time.monotonic() + min(_SECONDS, left(), self._circuit.admit() or _SECONDS)
+        """Runs `work` in a thread with its timeout in seconds, unless the deadline passes before a thread is free."""
+        until = time.monotonic() + min(_SECONDS, remaining(), self._circuit.admit() or _SECONDS)
 
         def run() -> T:
             if (seconds := until - time.monotonic()) <= 0:
-                raise Unavailable("Milvus: no time is left for a call")
-            # Told here: who asked may have left by the time the call ends, and then nobody hears of it.
+                raise Unavailable("Milvus: the deadline passed before the call began")
+            # Recorded in the thread: the caller may be cancelled before the call ends.
             try:
-                found = work(seconds)
+                result = work(seconds)
             except (MilvusException, grpc.RpcError) as error:
-                if _silent(error):
+                if _unanswered(error):
                     self._circuit.unanswered(seconds)
                 else:
                     self._circuit.answered()
                 raise
             self._circuit.answered()
-            return found
+            return result
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, run)
@@ -192,12 +198,12 @@ class Connection:
 
 
 def listed(names: Iterable[str]) -> str:
-    """A list in a condition; names are hexadecimal, so nothing in them needs a quote."""
+    """Formats a list for a condition; names are hexadecimal, so they need no escaping."""
     return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
-def _silent(error: MilvusException | grpc.RpcError) -> bool:
-    """Whether nobody answered: after its own retries the client puts gRPC's status where Milvus's code would be."""
+def _unanswered(error: MilvusException | grpc.RpcError) -> bool:
+    """Whether there was no reply: after its own retries, the client returns gRPC's status as Milvus's code."""
     return (error.code() if isinstance(error, grpc.RpcError) else error.code) in _SILENT
 
 

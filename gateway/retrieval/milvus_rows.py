@@ -1,4 +1,4 @@
-"""The rows of a corpus in Milvus: its own, one a document, and one a chunk, told apart by their positions."""
+"""Rows of a corpus's collection in Milvus: one for the corpus, one per document and one per chunk."""
 
 import base64
 import hashlib
@@ -17,25 +17,25 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 _CORPUS, _DOCUMENT = -2, -1
 _CORPUS_KEY = "corpus"
-# Conditions.
+# Conditions for the three kinds of rows.
 IS_CORPUS, IS_DOCUMENT, IS_CHUNK = f'key == "{_CORPUS_KEY}"', f"position == {_DOCUMENT}", "position >= 0"
-# The most that a Milvus field of text holds.
-_MOST_BYTES = 65_535
-# No stems, whatever the language.
+# Maximum size of a VARCHAR field in Milvus.
+_MAX_BYTES = 65_535
+# No stemming, for any language.
 _ANALYZER = {"tokenizer": "standard", "filter": ["lowercase"]}
-_TEXTS = {"key": 64, "owner": 64, "document": _MOST_BYTES, "revision": 64, "ids": _MOST_BYTES, "digest": 64}
-_TEXTS |= {"variant": 128, "neighbours": 128, "title": _MOST_BYTES, "source": _MOST_BYTES}
+_TEXTS = {"key": 64, "owner": 64, "document": _MAX_BYTES, "revision": 64, "ids": _MAX_BYTES, "digest": 64}
+_TEXTS |= {"variant": 128, "neighbours": 128, "title": _MAX_BYTES, "source": _MAX_BYTES}
 _NUMBERS = ("position", "tokens", "bytes", "chunks", "since")
-# All but the vector of words, which Milvus makes.
+# All fields except the sparse vector, which Milvus computes.
 COLUMNS = [*_TEXTS, *_NUMBERS, "text", "metadata", "vector"]
-# Of a corpus's own row, also of one that a gateway of before made: document, then what it was made with.
+# Fields of a corpus's own row: its name, and the models that it was built with. Earlier gateways wrote them too.
 OWN = ["document", "variant", "neighbours", "ids", "owner"]
-# Milvus wants a vector in every row: without an embedder it is this wide, and never searched.
+# Width of the placeholder vectors that Milvus requires in rows without an embedder; they are never searched.
 FILLER = 2
-# What says that the embedder is known: a corpus of before has vectors of a language model.
-_KNOWN = "embedder"
-# Words of a question that say nothing of what it is about. In a small corpus "of" is rare enough to weigh as much as
-# a title, and a page with three of them came before the page that was asked for.
+# Marks corpora that record their embedder; older corpora have vectors of a language model.
+_EMBEDDER_RECORDED = "embedder"
+# Function words, which are removed from questions. In a small corpus, "of" is rare enough to weigh as much as a
+# title, and a page with three of them ranked above the relevant page.
 _SMALL = (
     "a an and are as at be but by do does for from had has have how in is it its of on or that the their there these "
     "this those to was were what when where which who whom whose why with"
@@ -46,7 +46,12 @@ Row = dict[str, Any]
 
 
 class Version(NamedTuple):
-    """What a document is now. revision: of its chunks; older ones sort before. since: its time, seconds."""
+    """The current version of a document.
+
+    Attributes:
+        revision: revision of its chunks; older revisions sort before it.
+        since: time of the revision in seconds.
+    """
 
     revision: str
     since: int
@@ -54,46 +59,46 @@ class Version(NamedTuple):
 
 
 def schema(dim: int) -> CollectionSchema:
-    made = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
-    for name, most in _TEXTS.items():
-        made.add_field(name, DataType.VARCHAR, max_length=most, is_primary=name == "key")
+    schema = MilvusClient.create_schema(auto_id=False, enable_dynamic_field=False)
+    for name, size in _TEXTS.items():
+        schema.add_field(name, DataType.VARCHAR, max_length=size, is_primary=name == "key")
     for name in _NUMBERS:
-        made.add_field(name, DataType.INT64)
-    made.add_field("metadata", DataType.JSON)
-    made.add_field("text", DataType.VARCHAR, max_length=_MOST_BYTES, enable_analyzer=True, analyzer_params=_ANALYZER)
-    made.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
-    made.add_field("words", DataType.SPARSE_FLOAT_VECTOR)
-    made.add_function(Function("bm25", FunctionType.BM25, input_field_names=["text"], output_field_names=["words"]))
-    return made
+        schema.add_field(name, DataType.INT64)
+    schema.add_field("metadata", DataType.JSON)
+    schema.add_field("text", DataType.VARCHAR, max_length=_MAX_BYTES, enable_analyzer=True, analyzer_params=_ANALYZER)
+    schema.add_field("vector", DataType.FLOAT_VECTOR, dim=dim)
+    schema.add_field("words", DataType.SPARSE_FLOAT_VECTOR)
+    schema.add_function(Function("bm25", FunctionType.BM25, input_field_names=["text"], output_field_names=["words"]))
+    return schema
 
 
 def indexes() -> IndexParams:
-    made = MilvusClient.prepare_index_params()
-    made.add_index("vector", index_type="AUTOINDEX", metric_type="IP")
-    made.add_index("words", index_type="SPARSE_INVERTED_INDEX", metric_type="BM25")
-    made.add_index("owner", index_type="INVERTED")
-    made.add_index("position", index_type="INVERTED")
-    return made
+    params = MilvusClient.prepare_index_params()
+    params.add_index("vector", index_type="AUTOINDEX", metric_type="IP")
+    params.add_index("words", index_type="SPARSE_INVERTED_INDEX", metric_type="BM25")
+    params.add_index("owner", index_type="INVERTED")
+    params.add_index("position", index_type="INVERTED")
+    return params
 
 
 def owner(document: str) -> str:
-    """The key of a document's row, which its chunks name."""
+    """The key of a document's row, also stored as the `owner` of its chunks."""
     return hashlib.blake2b(document.encode(), digest_size=24).hexdigest()
 
 
 def new_revision() -> str:
-    """Later ones sort after earlier ones, as far as clocks agree; no two are the same."""
+    """A unique revision that sorts after earlier ones, as far as clocks agree."""
     return f"{time.time_ns():020d}{np.random.default_rng().integers(1 << 32):08x}"
 
 
 def hour_old() -> str:
-    """Above every revision that was begun more than an hour ago."""
+    """A revision that sorts after all revisions that are more than an hour old."""
     return f"{time.time_ns() - 3_600_000_000_000:020d}"
 
 
 def of_corpus(corpus: str, model: ModelIdentity, dim: int) -> Row:
     names = {"document": corpus, "variant": model.fingerprint.hex(), "neighbours": model.tokenizer.hex()}
-    names |= {"ids": json.dumps([model.embedder, model.name]), "owner": _KNOWN}
+    names |= {"ids": json.dumps([model.embedder, model.name]), "owner": _EMBEDDER_RECORDED}
     return _row(dim, _CORPUS_KEY, _CORPUS) | names
 
 
@@ -104,9 +109,9 @@ def of_document(document: str, revision: str, chunks: Sequence[Chunk], dim: int)
 
 
 def of_chunk(chunk: Chunk, revision: str, vector: np.ndarray) -> Row:
-    """Raises InvalidArgument when Milvus can't hold it."""
+    """The row of a chunk. Raises InvalidArgument if it is too large for Milvus."""
     ids = base64.b64encode(np.array(chunk.ids, "<u4").tobytes()).decode()
-    if max(len(ids), len(chunk.text.encode())) > _MOST_BYTES:
+    if max(len(ids), len(chunk.text.encode())) > _MAX_BYTES:
         raise InvalidArgument(
             f"chunk {chunk.position} of {chunk.document!r} is larger than a field of Milvus (65,535 bytes, or 12,287 "
             "tokens): lower chunk_tokens"
@@ -139,8 +144,8 @@ def chunk(row: Row) -> Chunk:
     variant, neighbours = bytes.fromhex(row["variant"]), unpacked(bytes.fromhex(row["neighbours"]))
     metadata = json.loads(row["metadata"]) if isinstance(row["metadata"], str) else row["metadata"]
     pairs = tuple(sorted((metadata or {}).items()))
-    known = row["document"], row["position"], row["text"], ids, variant, neighbours
-    return Chunk(*known, row["title"], row["source"], pairs)
+    values = row["document"], row["position"], row["text"], ids, variant, neighbours
+    return Chunk(*values, row["title"], row["source"], pairs)
 
 
 def vector(row: Row) -> np.ndarray:
@@ -148,7 +153,7 @@ def vector(row: Row) -> np.ndarray:
 
 
 def has_all(where: Mapping[str, str]) -> str:
-    """A condition on metadata; with a leading `and`, or empty."""
+    """A condition on metadata with a leading `and`, or an empty string."""
     return "".join(f" and metadata[{json.dumps(key)}] == {json.dumps(value)}" for key, value in where.items())
 
 
@@ -157,23 +162,23 @@ def version(row: Row) -> Version:
 
 
 def identity(row: Row) -> ModelIdentity:
-    """Of a corpus's own row."""
+    """The models that a corpus was built with, from its own row."""
     made_with = bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"])
-    embedder, name = json.loads(row["ids"]) if row["owner"] == _KNOWN else ("the language model", "")
+    embedder, name = json.loads(row["ids"]) if row["owner"] == _EMBEDDER_RECORDED else ("the language model", "")
     return ModelIdentity(*made_with, embedder, name)
 
 
 def item(row: Row) -> Item:
-    """Of a document's row."""
+    """A document, from its row."""
     return Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"])
 
 
 def _row(dim: int, key: str, position: int) -> Row:
-    made: Row = dict.fromkeys(_TEXTS, "") | dict.fromkeys(_NUMBERS, 0)
-    return made | {"key": key, "position": position, "text": "", "metadata": {}, "vector": [0.0] * dim}
+    row: Row = dict.fromkeys(_TEXTS, "") | dict.fromkeys(_NUMBERS, 0)
+    return row | {"key": key, "position": position, "text": "", "metadata": {}, "vector": [0.0] * dim}
 
 
-def searched_for(question: str) -> str:
-    """The question without its function words; all of it when it has no others."""
+def without_function_words(question: str) -> str:
+    """The question without its function words, or unchanged if it has no other words."""
     words = [w for w in question.split() if w.strip(".,:;!?\"'()").lower() not in _FUNCTION_WORDS]
     return " ".join(words) or question

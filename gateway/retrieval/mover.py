@@ -1,4 +1,4 @@
-"""A corpus made anew for the worker's model and the gateway's embedder, from its stored text."""
+"""Rebuilds a corpus for the worker's model and the gateway's embedder from its stored text."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -14,18 +14,18 @@ from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 
 class Mover:
-    """Chunks stay divided as they are. Vectors are made anew, token ids too; encodings ahead of time go."""
+    """Recomputes vectors and token ids, keeps the division into chunks, and drops variants encoded ahead of time."""
 
     def __init__(self, workers: WorkerPool, search: HybridSearch) -> None:
         self._workers = workers
         self._search = search
 
     async def run(self, retrieval: Retrieval, corpus: str) -> AsyncGenerator[pb.MoveResponse]:
-        """Streams progress, first with nothing done.
+        """Rebuilds a corpus, and streams the progress, at the start and after each document.
 
         Raises:
-            NotFound: no such corpus.
-            FailedPrecondition: the engine can't.
+            NotFound: the corpus does not exist.
+            FailedPrecondition: the engine does not support it.
             Unavailable: no worker, or the embedder can't be reached.
         """
         documents = await retrieval.documents(corpus)
@@ -33,11 +33,11 @@ class Mover:
 
         async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
             ids = await asyncio.to_thread(lambda: [vocabulary.chunk(chunk.text) for chunk in chunks])
-            made = [
-                replace(chunk, ids=tuple(own), variant=b"", neighbours=0)
-                for chunk, own in zip(chunks, ids, strict=True)
+            rebuilt = [
+                replace(chunk, ids=tuple(chunk_ids), variant=b"", neighbours=0)
+                for chunk, chunk_ids in zip(chunks, ids, strict=True)
             ]
-            return made, await self._search.vectors([chunk.text for chunk in chunks], {})
+            return rebuilt, await self._search.vectors([chunk.text for chunk in chunks], {})
 
         progress = pb.MoveResponse(total=sum(document.chunks for document in documents))
         yield pb.MoveResponse(total=progress.total)

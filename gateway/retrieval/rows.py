@@ -1,4 +1,4 @@
-"""Chunks to Arrow rows and back."""
+"""Converts chunks to Arrow rows and back."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,16 +7,17 @@ import pyarrow as pa
 
 from fusionkv.gateway.retrieval.base import Candidate, Chunk, ModelIdentity, packed, unpacked
 
-# All that makes a Chunk.
+# The columns of a Chunk.
 COLUMNS = ["document", "position", "text", "ids", "variant", "neighbours", "title", "source", "metadata"]
 VECTOR = "vector"
-# Of a table whose metadata does not say; it lacks the last three columns, and its vectors are a language model's.
-_FIRST_FORM, _FORM = b"1", b"2"
+# Version of the table's format. Tables without one have format 1: they lack the last three columns, and their vectors
+# are those of a language model.
+_FIRST_FORMAT, _FORMAT = b"1", b"2"
 _VARIANT_COLUMNS = ["document", "position", "digest", "variant", "neighbours"]
 
 
 def schema(model: ModelIdentity, dim: int) -> pa.Schema:
-    """The table of a corpus; its metadata says what it was made with. Without an embedder it has no vectors."""
+    """The schema of a corpus's table, with the models as metadata; without an embedder, it has no vector column."""
     columns = [
         ("document", pa.string()),
         ("position", pa.uint32()),
@@ -32,7 +33,7 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
         *([(VECTOR, pa.list_(pa.float32(), dim))] if dim else []),
     ]
     made_with = {
-        "fusionkv.form": _FORM.decode(),
+        "fusionkv.form": _FORMAT.decode(),
         "fusionkv.fingerprint": model.fingerprint.hex(),
         "fusionkv.tokenizer": model.tokenizer.hex(),
         "fusionkv.embedder": model.embedder,
@@ -41,32 +42,32 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
     return pa.schema(columns, metadata=made_with)
 
 
-def check_form(schema: pa.Schema) -> None:
-    """Raises ValueError where a table has what only a later version knows, and what a change would lose."""
-    form = (schema.metadata or {}).get(b"fusionkv.form", _FIRST_FORM)
+def check_format(schema: pa.Schema) -> None:
+    """Raises ValueError if a table was written by a later version, whose data a change would lose."""
+    form = (schema.metadata or {}).get(b"fusionkv.form", _FIRST_FORMAT)
     columns = sorted({*schema.names} - {*COLUMNS, VECTOR, "tokens", "digest"})
-    if form not in (_FIRST_FORM, _FORM) or columns:
-        what = f"has the columns {', '.join(columns)}" if columns else f"is of form {form!r}"
-        raise ValueError(f"a later version of FusionKV wrote it, it {what}")
+    if form not in (_FIRST_FORMAT, _FORMAT) or columns:
+        difference = f"has the columns {', '.join(columns)}" if columns else f"has format {form!r}"
+        raise ValueError(f"a later version of FusionKV wrote it: it {difference}")
 
 
 def identity(schema: pa.Schema) -> ModelIdentity:
-    """What a table was made with."""
-    known = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
-    fingerprint, tokenizer = (bytes.fromhex(known[f"fusionkv.{name}"]) for name in ("fingerprint", "tokenizer"))
-    embedder = known.get("fusionkv.embedder", "the language model")
-    return ModelIdentity(fingerprint, tokenizer, embedder, known.get("fusionkv.model", ""))
+    """The models that a table was built with."""
+    metadata = {key.decode(): value.decode() for key, value in (schema.metadata or {}).items()}
+    fingerprint, tokenizer = (bytes.fromhex(metadata[f"fusionkv.{name}"]) for name in ("fingerprint", "tokenizer"))
+    embedder = metadata.get("fusionkv.embedder", "the language model")
+    return ModelIdentity(fingerprint, tokenizer, embedder, metadata.get("fusionkv.model", ""))
 
 
 def readable(schema: pa.Schema) -> list[str]:
-    """The columns that make a Chunk and its vector, those that there are."""
+    """The columns of a Chunk and its vector that the table has."""
     return [name for name in (*COLUMNS, VECTOR) if name in schema.names]
 
 
 def has_all(where: Mapping[str, str]) -> str:
     """A condition on metadata."""
-    wanted = ", ".join(quoted(f"{key}={value}") for key, value in where.items())
-    return f"array_has_all(metadata, make_array({wanted}))"
+    conditions = ", ".join(quoted(f"{key}={value}") for key, value in where.items())
+    return f"array_has_all(metadata, make_array({conditions}))"
 
 
 def quoted(text: str) -> str:
@@ -74,7 +75,7 @@ def quoted(text: str) -> str:
 
 
 def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
-    """Whole rows; `vectors` is float32 `[chunk, dim]`."""
+    """Complete rows; `vectors` is float32 `[chunk, dim]`."""
     dim = vectors.shape[1]
     columns = {
         "document": pa.array([c.document for c in chunks], pa.string()),
@@ -96,7 +97,7 @@ def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
 
 
 def variants(chunks: Sequence[Chunk]) -> pa.Table:
-    """Rows of only what names a chunk and what Precompute adds to it."""
+    """Rows with only a chunk's key columns and the columns that Precompute sets."""
     names = {name: [getattr(c, name) for c in chunks] for name in _VARIANT_COLUMNS}
     names["neighbours"] = [packed(c.neighbours) for c in chunks]
     kinds = {"document": pa.string(), "position": pa.uint32()}
@@ -116,7 +117,7 @@ def _pairs(metadata: Sequence[str]) -> tuple[tuple[str, str], ...]:
 
 
 def vectors(table: pa.Table) -> np.ndarray:
-    """float32 `[row, dim]`; 0 wide where there are none."""
+    """Vectors, float32 `[row, dim]`; of width 0 if the table has none."""
     if VECTOR not in table.column_names:
         return np.zeros((len(table), 0), np.float32)
     dim = table.schema.field(VECTOR).type.list_size
@@ -126,11 +127,11 @@ def vectors(table: pa.Table) -> np.ndarray:
 
 
 def candidates(by_words: pa.Table, by_meaning: pa.Table | None, vector: np.ndarray | None) -> list[Candidate]:
-    """Joins the two lists; the cosine of a chunk that only its words found is computed from its vector."""
-    found: dict[tuple[str, int], Candidate] = {}
+    """Merges the two lists; computes the cosine of chunks found only by BM25 from their vectors."""
+    merged: dict[tuple[str, int], Candidate] = {}
     for table in (by_words, *([by_meaning] if by_meaning is not None else [])):
         words = table["_score"].to_pylist() if table is by_words else [0.0] * len(table)
         cosines = vectors(table) @ vector if vector is not None else np.zeros(len(table))
         for chunk, score, cosine in zip(chunks(table), words, cosines, strict=True):
-            found.setdefault(chunk.key, Candidate(chunk, score, float(cosine)))
-    return list(found.values())
+            merged.setdefault(chunk.key, Candidate(chunk, score, float(cosine)))
+    return list(merged.values())

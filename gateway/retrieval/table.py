@@ -1,4 +1,4 @@
-"""One corpus in LanceDB: queued writes go in one commit together, and new rows join the indexes in the background."""
+"""One corpus in LanceDB. Queued writes share a commit; new rows are added to the indexes in the background."""
 
 import asyncio
 import bisect
@@ -24,23 +24,24 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Size = tuple[int, int, int]  # chunks, tokens and bytes of text
 _NOTHING: Size = (0, 0, 0)
-# A commit costs about 20 ms whatever is in it, so documents that arrive together share one.
-_MOST_TOGETHER = 64
-# Rows outside the indexes are found by a scan: 480 of them in as many fragments made a search take 31 ms, not 8.
+# A commit costs about 20 ms whatever its size, so documents that arrive together share one.
+_MAX_BATCH = 64
+# Rows that are not indexed are scanned: 480 of them in as many fragments made a search take 31 ms instead of 8.
 _COMMITS_BEFORE_OPTIMIZE = 100
 _IDLE_SECONDS = 1.0
 # Searches in flight read versions up to this old.
 _KEEP_VERSIONS = timedelta(minutes=10)
 
 
-# By language: words that nobody searches for.
+# Stop words by language.
 _STOP_WORDS = {"english": Path(__file__).with_name("stop_words_english.txt").read_text().split()}
 
 
-def words_of(language: str) -> FTS:
-    """How text becomes words: ICU finds them in all scripts; stems are the language's, as are English's stop words.
+def text_index(language: str) -> FTS:
+    """The configuration of the text index: ICU segmentation for all scripts, and the language's stemmer.
 
-    The engine's own list is that of all languages at once: with it no text has "1", "C" or "El" in it.
+    Stop words are set for English only. LanceDB's own list is that of all languages together, and would drop "1", "C"
+    and "El" from any text.
     """
     return FTS(
         base_tokenizer="icu/split",
@@ -55,7 +56,7 @@ def words_of(language: str) -> FTS:
 
 
 class CorpusGone(Exception):
-    """The corpus was deleted while the call waited."""
+    """The corpus was deleted or replaced while the call waited."""
 
 
 @dataclass
@@ -66,7 +67,7 @@ class _Write:
 
 
 class CorpusTable:
-    """Safe for concurrent use within one event loop: `_lock` orders all changes of the table."""
+    """One table, for concurrent use within one event loop. `_lock` serialises all changes."""
 
     def __init__(self, table: AsyncTable, schema: pa.Schema, reopen: Callable[[], Awaitable[AsyncTable]]) -> None:
         self.model = rows.identity(schema)
@@ -79,7 +80,7 @@ class CorpusTable:
         self._gone = False
         self._queue: list[_Write] = []
         self._sizes: dict[str, Size] = {}
-        self._names: list[str] = []  # the same documents in order
+        self._names: list[str] = []  # the documents, sorted
         self._total: Size = (0, 0, 0)
         self._commits = 0
         self._changed = asyncio.Event()
@@ -88,30 +89,33 @@ class CorpusTable:
 
     @classmethod
     async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]], language: str) -> "CorpusTable":
-        """Takes over a table; makes its indexes when they are missing. `reopen`: opens it, with caches of its own.
-        language: of an index of words that is made; one that is there stays as it was made.
+        """Opens a table, and creates missing indexes.
+
+        Args:
+            reopen: opens the table with new caches.
+            language: language of a new text index; an existing one keeps its own.
 
         Raises:
-            ServiceError: the indexes of a table, which is empty then, can't be made now.
+            ServiceError: the indexes of the table, which is then empty, can't be created.
         """
         table = await reopen()
         schema = await table.schema()
-        rows.check_form(schema)
+        rows.check_format(schema)
         indexed = {column for index in await table.list_indices() for column in index.columns}
-        with disk_errors.named():
+        with disk_errors.mapped():
             if "text" not in indexed:
-                await table.create_index("text", config=words_of(language))
+                await table.create_index("text", config=text_index(language))
             if "document" not in indexed:
                 await table.create_index("document", config=BTree())
-        made = cls(table, schema, reopen)
-        wanted = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
-        known = await table.query().select(wanted).to_arrow()
-        sums = known.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
+        opened = cls(table, schema, reopen)
+        columns = {"document": "document", "tokens": "tokens", "bytes": "octet_length(text)"}
+        sizes = await table.query().select(columns).to_arrow()
+        sums = sizes.group_by("document").aggregate([("tokens", "count"), ("tokens", "sum"), ("bytes", "sum")])
         for name, *size in zip(*(c.to_pylist() for c in sums.columns), strict=True):
-            made._resize(name, tuple(size))
-        if len(known):
-            made._touch()
-        return made
+            opened._resize(name, tuple(size))
+        if len(sizes):
+            opened._touch()
+        return opened
 
     def item(self, name: str) -> Item:
         return Item(name, len(self._names), *self._total, self.model.name, self.model.embedder)
@@ -122,14 +126,14 @@ class CorpusTable:
         return [Item(name, 1, *self._sizes[name]) for name in names]
 
     async def replace(self, document: str, data: pa.Table) -> bool:
-        """Stores the rows in place of the document's; says whether it was there before."""
+        """Stores the rows of a document, replacing earlier ones; returns whether it existed before."""
         write = _Write(document, data, asyncio.get_running_loop().create_future())
         self._queue.append(write)
         self._start(self._commit_queue())
         return await write.done
 
     async def delete(self, document: str) -> int:
-        """Deletes one document; returns its number of chunks."""
+        """Deletes a document; returns its number of chunks."""
 
         async def change() -> int:
             if document not in self._sizes:
@@ -155,7 +159,7 @@ class CorpusTable:
             return await query.select([*self._columns, "_score"]).limit(limit).to_arrow()
 
     async def by_meaning(self, vector: np.ndarray, limit: int, where: Mapping[str, str]) -> pa.Table:
-        # Without an index on the vectors the search is exact: 2-8 ms up to 100k chunks.
+        # Exact search without an index takes 2 to 8 ms for up to 100k chunks.
         query = self._table.query().nearest_to(vector).distance_type("dot")
         query = query.where(rows.has_all(where)) if where else query
         with self._reading():
@@ -167,15 +171,15 @@ class CorpusTable:
             return await query.select(self._columns).to_arrow()
 
     @contextlib.asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """While inside, nothing of it changes; what wants to waits."""
+    async def frozen(self) -> AsyncIterator[None]:
+        """Blocks changes of the table while inside."""
         async with self._lock:
             if self._gone:
                 raise CorpusGone
             yield
 
     def retire(self) -> None:
-        """Another table has taken its place: changes that wait raise CorpusGone. To be called while it is still."""
+        """Marks the table as replaced: waiting changes raise CorpusGone. Call it within `frozen`."""
         self._gone = True
 
     async def close(self) -> None:
@@ -191,7 +195,7 @@ class CorpusTable:
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
         try:
-            with disk_errors.named():
+            with disk_errors.mapped():
                 yield
         except (RuntimeError, OSError, ValueError) as error:
             if self._gone:
@@ -199,7 +203,7 @@ class CorpusTable:
             raise
 
     def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """A task of its own: a change runs to its end although its caller may be cancelled."""
+        """Starts a separate task, so that a change completes even if its caller is cancelled."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -210,7 +214,7 @@ class CorpusTable:
             async with self._lock:
                 if self._gone:
                     raise CorpusGone
-                with disk_errors.named():
+                with disk_errors.mapped():
                     result = await change()
                 self._touch()
                 return result
@@ -218,14 +222,14 @@ class CorpusTable:
         return await asyncio.shield(self._start(locked()))
 
     async def _commit_queue(self) -> None:
-        """Writes what is queued, up to a limit, in one commit; each name at most once, the rest waits."""
+        """Writes queued documents in one commit, each name at most once, up to a limit; the rest waits."""
         async with self._lock:
             batch: dict[str, _Write] = {}
-            while self._queue and len(batch) < _MOST_TOGETHER and self._queue[0].document not in batch:
+            while self._queue and len(batch) < _MAX_BATCH and self._queue[0].document not in batch:
                 write = self._queue.pop(0)
                 batch[write.document] = write
             if not batch:
-                return  # an earlier task wrote it
+                return  # an earlier task wrote the queue
             try:
                 if self._gone:
                     raise CorpusGone
@@ -233,7 +237,7 @@ class CorpusTable:
                 merge = self._table.merge_insert(["document", "position"])
                 merge = merge.when_matched_update_all().when_not_matched_insert_all()
                 merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
-                with disk_errors.named():
+                with disk_errors.mapped():
                     await merge.execute(pa.concat_tables([w.data for w in batch.values()]))
             except BaseException as error:
                 for write in batch.values():
@@ -265,7 +269,7 @@ class CorpusTable:
             await self._changed.wait()
             self._changed.clear()
             if self._commits < _COMMITS_BEFORE_OPTIMIZE:
-                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
+                # Not wait_for: in Python 3.11, it loses a cancellation that coincides with the event.
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_IDLE_SECONDS):
                         await self._changed.wait()
@@ -274,14 +278,14 @@ class CorpusTable:
                 self._commits = 0
                 try:
                     await self._table.optimize(cleanup_older_than=_KEEP_VERSIONS)
-                    # The caches of the old one keep a file open for every state of the indexes that there was.
+                    # The caches of the old table keep a file open for every past state of the indexes.
                     self._table = await self._reopen()
                 except Exception as error:
-                    lacking = disk_errors.of(error)
+                    cause = disk_errors.of(error)
                     log.error(
-                        "new rows could not join the indexes, searches stay right, but slower: %s",
-                        lacking or error,
-                        exc_info=lacking is None,
+                        "new rows were not added to the indexes; searches stay correct, but slower: %s",
+                        cause or error,
+                        exc_info=cause is None,
                     )
 
 
@@ -291,7 +295,7 @@ def _size(data: pa.Table) -> Size:
 
 
 def _settle(future: "asyncio.Future[bool]", result: bool = False, error: BaseException | None = None) -> None:
-    if future.done():  # its caller was cancelled
+    if future.done():  # the caller was cancelled
         return
     if error is not None:
         future.set_exception(error)

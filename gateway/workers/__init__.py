@@ -1,1 +1,1 @@
-"""The fusion workers behind a gateway, and which one answers what."""
+"""The pool of fusion workers behind a gateway, and the choice of a worker for each request."""

@@ -1,4 +1,4 @@
-"""Who the fusion workers are: those that are listed, and every address that a DNS name has at the time."""
+"""The addresses of the fusion workers: listed ones, and those that DNS names currently resolve to."""
 
 import asyncio
 import contextlib
@@ -15,45 +15,45 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 log = logging.getLogger(__name__)
 DNS = "dns:"
-# A worker that was added is found, and one that was taken away forgotten, within so long.
+# Seconds between lookups, within which added and removed workers are noticed.
 _RESOLVE_SECONDS = 5.0
-# A worker that was not heard of for so long is asked whether it is there, before a request is given to it. It has to
-# say so within the other.
-_HEARD_SECONDS, CHECK_SECONDS = 1.0, 2.0
-# So long a worker that kept somebody waiting comes last; twice as long each time, up to the most.
-_LEAST_SUSPECT, _MOST_SUSPECT = 2.0, 30.0
+# A worker that has not replied for the first time must pass a health check, within the second, before it receives a
+# request.
+_FRESH_SECONDS, CHECK_SECONDS = 1.0, 2.0
+# An unresponsive worker is deprioritised, with exponential backoff between these limits.
+_MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
 
 
 @dataclass(eq=False)
 class Member:
-    """One worker, the calls in flight to it, and whether it kept its callers waiting of late."""
+    """One worker, with its calls in flight and its recent responsiveness."""
 
     client: WorkerClient
     in_flight: int = 0
     holdings: PrefixAffinity = field(default_factory=PrefixAffinity)
-    _waits: int = 0
-    _suspect_until: float = 0.0
-    _heard: float = -math.inf
+    _failures: int = 0
+    _deprioritised_until: float = 0.0
+    _last_reply: float = -math.inf
 
     @property
-    def suspect(self) -> bool:
-        return time.monotonic() < self._suspect_until
+    def deprioritised(self) -> bool:
+        return time.monotonic() < self._deprioritised_until
 
-    def silent(self) -> None:
-        """It did not answer while another did, or in time."""
-        self._suspect_until = time.monotonic() + min(_LEAST_SUSPECT * 2**self._waits, _MOST_SUSPECT)
-        self._waits += 1
+    def record_timeout(self) -> None:
+        """Records that the worker did not reply in time, or while another one did."""
+        self._deprioritised_until = time.monotonic() + min(_MIN_BACKOFF * 2**self._failures, _MAX_BACKOFF)
+        self._failures += 1
 
-    def answered(self) -> None:
-        self._waits, self._suspect_until, self._heard = 0, 0.0, time.monotonic()
+    def record_reply(self) -> None:
+        self._failures, self._deprioritised_until, self._last_reply = 0, 0.0, time.monotonic()
 
-    async def answers(self) -> bool:
-        """Whether it was heard of within the last second, or is now."""
-        if time.monotonic() - self._heard < _HEARD_SECONDS:
+    async def is_responsive(self) -> bool:
+        """Whether the worker replied within the last second, or passes a health check now."""
+        if time.monotonic() - self._last_reply < _FRESH_SECONDS:
             return True
-        heard = await self.client.answers(CHECK_SECONDS)
-        self.answered() if heard else self.silent()
-        return heard
+        healthy = await self.client.answers(CHECK_SECONDS)
+        self.record_reply() if healthy else self.record_timeout()
+        return healthy
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -65,30 +65,30 @@ class Member:
 
 
 class Fleet:
-    """`members` are the workers now. Make it inside a running event loop.
+    """The current workers, as `members`. Create it in a running event loop.
 
-    An address `dns:HOST:PORT` stands for all that the name has, looked up again every 5 s. While it can't be looked
-    up, those that were known stay. Calls in flight to one that is forgotten go on.
+    An address `dns:HOST:PORT` means all addresses of the name, which is resolved every 5 s. If that fails, the known
+    workers stay. Calls in flight to a removed worker continue.
     """
 
     def __init__(self, addresses: Sequence[str], tls: ClientTLS | None) -> None:
         self._tls = tls
         self._listed = {at: Member(WorkerClient(at, tls)) for at in addresses if not at.startswith(DNS)}
-        self._named: dict[str, dict[str, Member]] = {at: {} for at in addresses if at.startswith(DNS)}
-        self._known = asyncio.Event()
+        self._resolved: dict[str, dict[str, Member]] = {at: {} for at in addresses if at.startswith(DNS)}
+        self._ready = asyncio.Event()
         self._retiring: set[asyncio.Task[None]] = set()
-        self._resolving = [asyncio.create_task(self._follow(name)) for name in self._named]
-        if not self._named:
-            self._known.set()
+        self._resolving = [asyncio.create_task(self._follow(name)) for name in self._resolved]
+        if not self._resolved:
+            self._ready.set()
 
     @property
     def members(self) -> list[Member]:
-        named = {address: member for found in self._named.values() for address, member in found.items()}
-        return [*{**named, **self._listed}.values()]
+        resolved = {address: member for members in self._resolved.values() for address, member in members.items()}
+        return [*{**resolved, **self._listed}.values()]
 
     async def ready(self) -> None:
-        """Waits until the names were looked up for the first time."""
-        await self._known.wait()
+        """Waits until all names have been looked up once."""
+        await self._ready.wait()
 
     async def close(self) -> None:
         for task in self._resolving:
@@ -99,23 +99,23 @@ class Fleet:
     async def _follow(self, name: str) -> None:
         while True:
             await self._resolve(name)
-            self._known.set()
+            self._ready.set()
             await asyncio.sleep(_RESOLVE_SECONDS)
 
     async def _resolve(self, name: str) -> None:
         host, _, port = name.removeprefix(DNS).rpartition(":")
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:  # the latter is for what can't be a name, as in "a..b"
-            log.warning("can't look up the workers of %s: %s; those that are known stay", name, error)
+            infos = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:  # UnicodeError for invalid names such as "a..b"
+            log.warning("can't resolve %s: %s; keeping its known workers", name, error)
             return
-        known = self._named[name]
-        now = {_address(str(at[0]), int(at[1])) for *_, at in found}
+        known = self._resolved[name]
+        now = {_address(str(at[0]), int(at[1])) for *_, at in infos}
         for address in sorted(now - known.keys()):
-            log.info("%s has a worker at %s", name, address)
+            log.info("added worker of %s: %s", name, address)
             known[address] = Member(WorkerClient(address, self._tls, name=host))
         for address in sorted(known.keys() - now):
-            log.info("%s has no worker at %s any more", name, address)
+            log.info("removed worker of %s: %s", name, address)
             task = asyncio.create_task(_retire(known.pop(address)))
             self._retiring.add(task)
             task.add_done_callback(self._retiring.discard)
@@ -126,6 +126,6 @@ def _address(host: str, port: int) -> str:
 
 
 async def _retire(member: Member) -> None:
-    while member.in_flight:  # noqa: ASYNC110 - calls of up to minutes, seldom
+    while member.in_flight:  # noqa: ASYNC110 - rare, and calls take up to minutes
         await asyncio.sleep(0.5)
     await member.client.close()

@@ -1,4 +1,4 @@
-"""vLLM as the decoder: a worker prefills the prompt, vLLM fetches its KV and goes on from there."""
+"""vLLM as the decoder: a worker prefills the prompt; vLLM fetches its KV and decodes."""
 
 import asyncio
 import contextlib
@@ -32,63 +32,63 @@ from fusionkv.protos.runtime.errors import (
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 _CONNECT_SECONDS = 5.0
-# Behind the answer's last token, for a summary that is there as soon as vLLM has loaded the KV.
+# Wait for the worker's summary after the last token; the summary is sent as soon as vLLM has loaded the KV.
 _SUMMARY_SECONDS = 2.0
-# Of an answer to a request that sets no limit, when no worker says its own.
+# Maximum length of an answer if neither the request nor a worker sets one.
 _MAX_TOKENS = 256
-# Of prompts: 300 bytes each, and a summary.
-_MOST_KNOWN = 4096
+# Prompts remembered, of 300 bytes and a summary each.
+_MAX_REMEMBERED = 4096
 _BUSY = (429, 503)
 _FINISHED = {"stop": "end", "length": "max_tokens"}
-# What makes vLLM compute the prompt itself. All else is the request's own fault.
-_ABSENT = (Unavailable, ResourceExhausted, DeadlineExceeded)
+# Errors of a worker after which vLLM computes the prompt itself; other errors are the request's fault.
+_NO_PREFILL = (Unavailable, ResourceExhausted, DeadlineExceeded)
 
 
 _Stream = AsyncGenerator[tuple[str, pb.PrefillResponse]]
 
 
 async def _next(stream: _Stream, until: float) -> tuple[str, pb.PrefillResponse]:
-    """What a worker says next. Raises as `WorkerPool.prefill` does, and DeadlineExceeded."""
+    """The next response of a worker. Raises as `WorkerPool.prefill`, and DeadlineExceeded."""
     try:
         async with asyncio.timeout(until - time.monotonic()):
             return await anext(stream)
     except TimeoutError as error:
-        raise DeadlineExceeded("no worker has prefilled the prompt in time") from error
+        raise DeadlineExceeded("no worker prefilled the prompt in time") from error
     except StopAsyncIteration as error:
         raise Unavailable("a worker ended its prefill early") from error
 
 
 @dataclass(slots=True)
 class _Prefilled:
-    """What a worker made of a prompt, and its address; the stream of its call ends with the summary."""
+    """KV prefilled by a worker, the worker's address, and the stream of its call, which ends with a summary."""
 
     worker: str
     kv: pb.PrefilledKV
     stream: _Stream
 
     def parameters(self) -> dict[str, Any]:
-        """As vLLM's connector reads them (vllm_connector/prompts.py)."""
+        """The parameters that vLLM's connector reads (vllm_connector/prompts.py)."""
         kv = self.kv
         names = ("handle", "prompt_digest", "model_fingerprint", "checksum")
         numbers = {name: getattr(kv, name) for name in ("tokens", "layers", "kv_heads", "head_dim", "dtype", "path")}
         return {"worker": self.worker, **{name: getattr(kv, name).hex() for name in names}, **numbers}
 
     async def summary(self) -> answer_pb2.Summary:
-        """Of the prefill, once vLLM has released the KV."""
+        """The summary of the prefill, sent once vLLM has released the KV."""
         try:
             async with asyncio.timeout(_SUMMARY_SECONDS):
                 async for _, response in self.stream:
                     if response.HasField("summary"):
                         return response.summary
-            return _unaided("a worker ended its prefill early")
+            return _degraded("a worker ended its prefill early")
         except TimeoutError:
-            return _unaided("vLLM has not fetched the prompt's KV")
+            return _degraded("vLLM did not fetch the prompt's KV")
         except ServiceError as error:
-            return _unaided(str(error))
+            return _degraded(str(error))
 
 
 class _Answer:
-    """Tokens as they come, from both engines: their text, and how they end."""
+    """Decodes the token ids of an answer to text as they arrive, and tracks how the answer ends."""
 
     def __init__(self, text: TextStream) -> None:
         self._text = text
@@ -96,7 +96,7 @@ class _Answer:
         self.finish = ""
 
     def token(self, token: int, finish: str) -> pb.GenerateResponse:
-        """The next one; finish: why it is the last, as its engine says."""
+        """Adds a token; `finish` is the engine's finish reason if it is the last."""
         self.tokens += 1
         text = self._text.push(token)
         self.finish = "stop_string" if self._text.stopped else finish
@@ -106,7 +106,7 @@ class _Answer:
 
 
 class VLLMEngine:
-    """Answers by a vLLM server, which computes the prompt itself when no worker can, or when it can't use its KV."""
+    """Decodes with a vLLM server, which prefills the prompt itself if no worker can, or if the KV can't be used."""
 
     def __init__(
         self,
@@ -117,9 +117,14 @@ class VLLMEngine:
         ca: Path | None = None,
         prefill_seconds: float = 30.0,
     ) -> None:
-        """url: without /v1. ca: whom to trust at an https URL, in place of the system's CAs.
+        """Connects to vLLM. Create it in a running event loop.
 
-        Made in a running event loop. Raises OSError when token or CA can't be read.
+        Args:
+            url: URL of the server; a trailing /v1 is removed.
+            ca: CA certificates (PEM) to trust for https, instead of the system's.
+
+        Raises:
+            OSError: the token or the CA can't be read.
         """
         self._workers = workers
         self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
@@ -129,12 +134,12 @@ class VLLMEngine:
         trusted = ssl.create_default_context(cafile=ca) if ca else True
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
-        # Prompts whose KV vLLM was given, and has in its own prefix cache as long as nothing else needs the room. One
-        # that comes again costs no prefill; if vLLM has evicted it, vLLM computes it, as any server would.
-        self._known: OrderedDict[_Same, _Known] = OrderedDict()
+        # Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room. A repeated prompt
+        # needs no prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
+        self._remembered: OrderedDict[_CacheSalts, _Remembered] = OrderedDict()
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
-        """As of the workers; the last one known while none of them answers."""
+        """The workers' model; the last known one while no worker is reachable."""
         try:
             self._vocabulary = await self._workers.model(timeout)
         except Unavailable:
@@ -145,23 +150,25 @@ class VLLMEngine:
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Streams one answer, the worker's first token before vLLM's. Closing the iterator cancels both.
+        """Streams one answer: the worker's first token, then vLLM's. Closing the iterator cancels both.
 
         Raises:
-            Unavailable, ResourceExhausted, FailedPrecondition: of vLLM, or of the worker, which can't serve this.
+            Unavailable: vLLM can't be reached, or failed.
+            ResourceExhausted: vLLM is busy.
+            FailedPrecondition: vLLM, or the worker, can't serve this request.
             DeadlineExceeded: the deadline passed.
         """
         began = time.monotonic()
         answer = _Answer((self._vocabulary or await self.model(timeout)).text(tuple(request.sampling.stop)))
         prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
         context = sum(len(chunk.ids) for chunk in request.chunks)
-        same = _Same.of(request, prompt)
-        prefilled, why, most = None, "", request.sampling.max_tokens or _MAX_TOKENS
-        known = None if request.explain else self._known.get(same)
-        salt = known.salt if known else same.exact
+        salts = _CacheSalts.of(request, prompt)
+        prefilled, reason, limit = None, "", request.sampling.max_tokens or _MAX_TOKENS
+        remembered = None if request.explain else self._remembered.get(salts)
+        salt = remembered.salt if remembered else salts.exact
         async with contextlib.AsyncExitStack() as stack:
             try:
-                if known is None:
+                if remembered is None:
                     stream = self._workers.prefill(request, timeout)
                     await stack.enter_async_context(contextlib.aclosing(stream))
                     until = time.monotonic() + self._prefill_seconds
@@ -169,38 +176,38 @@ class VLLMEngine:
                     if response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
                         worker, response = await _next(stream, until)
-                    first, most = response.first, response.first.max_tokens
+                    first, limit = response.first, response.first.max_tokens
                     yield answer.token(first.token.id, first.finish_reason)
                     prompt.append(first.token.id)
-                    salt = same.exact if first.lossless else same.fused
+                    salt = salts.exact if first.lossless else salts.fused
                     if not answer.finish:
                         worker, response = await _next(stream, until)
                     prefilled = _Prefilled(worker, response.kv, stream)
-            except _ABSENT as error:
-                why = str(error)
-                _faults.warning("vLLM computes a prompt itself", error)
+            except _NO_PREFILL as error:
+                reason = str(error)
+                _faults.warning("vLLM prefills a prompt itself", error)
             decoding, usage = time.monotonic(), _Usage()
-            if not answer.finish and answer.tokens < most:
-                left = None if timeout is None else max(0.001, timeout - (decoding - began))
-                body = self._body(request, prompt, most - answer.tokens, salt, prefilled)
-                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, left, usage)))
+            if not answer.finish and answer.tokens < limit:
+                remaining = None if timeout is None else max(0.001, timeout - (decoding - began))
+                body = self._body(request, prompt, limit - answer.tokens, salt, prefilled)
+                tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, remaining, usage)))
                 async for token, finish in tokens:
                     yield answer.token(token, finish)
                     if answer.finish:
                         break
-            summary = answer_pb2.Summary(degraded=True, degraded_reason=why)
+            summary = answer_pb2.Summary(degraded=True, degraded_reason=reason)
             if prefilled is not None:
                 summary = await prefilled.summary()
                 if answer.tokens > 1 and not summary.degraded:
-                    self._remember(same, _Known(salt, summary))
-            elif known is not None:
+                    self._remember(salts, _Remembered(salt, summary))
+            elif remembered is not None:
                 if usage.evicted:
-                    self._known.pop(same, None)
+                    self._remembered.pop(salts, None)
                     summary.degraded_reason = "vLLM has evicted the prompt's KV"
                 else:
-                    summary.CopyFrom(known.summary)
+                    summary.CopyFrom(remembered.summary)
                     summary.ClearField("seconds")
-            if not summary.recipe:  # nobody says what became of the prompt
+            if not summary.recipe:  # no worker has reported on the prompt
                 summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
                 summary.prompt_tokens = context + len(request.system.ids) + len(request.question.ids)
                 summary.tokens_recomputed = context
@@ -209,14 +216,14 @@ class VLLMEngine:
             yield pb.GenerateResponse(summary=summary)
 
     async def close(self) -> None:
-        """Ends the connections to vLLM."""
+        """Closes the connections to vLLM."""
         await self._session.close()
 
-    def _remember(self, same: "_Same", known: "_Known") -> None:
-        self._known[same] = known
-        self._known.move_to_end(same)
-        while len(self._known) > _MOST_KNOWN:
-            self._known.popitem(last=False)
+    def _remember(self, salts: "_CacheSalts", remembered: "_Remembered") -> None:
+        self._remembered[salts] = remembered
+        self._remembered.move_to_end(salts)
+        while len(self._remembered) > _MAX_REMEMBERED:
+            self._remembered.popitem(last=False)
 
     def _body(
         self, request: pb.GenerateRequest, prompt: list[int], tokens: int, salt: str, prefilled: _Prefilled | None
@@ -243,7 +250,7 @@ class VLLMEngine:
     async def _tokens(
         self, body: dict[str, Any], timeout: float | None, usage: "_Usage"
     ) -> AsyncGenerator[tuple[int, str]]:
-        """Ids as they come, with what ended the answer beside the last. Fills usage. Raises as `generate` does."""
+        """Streams token ids, the last with its finish reason, and fills `usage`. Raises as `generate`."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.post(self._url, json=body, timeout=limits) as response:
@@ -259,17 +266,17 @@ class VLLMEngine:
                         if ids and ended:
                             last = ids[-1], _FINISHED.get(ended, ended)
                 if last is not None:
-                    yield last  # behind the usage, so that it is known with the answer
+                    yield last  # after the usage, which the caller reads with the last token
                     return
         except TimeoutError as error:
-            raise DeadlineExceeded(f"vLLM at {self._url} took longer than the time that was left") from error
+            raise DeadlineExceeded(f"vLLM at {self._url} took longer than the remaining time") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unavailable(f"vLLM at {self._url}: {error or type(error).__name__}") from error
-        raise Unavailable(f"vLLM at {self._url} ended an answer early")
+        raise Unavailable(f"vLLM at {self._url} ended the answer early")
 
 
 async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any]]:
-    """The server-sent events. Raises Unavailable, and ValueError for what is none."""
+    """Parses server-sent events. Raises Unavailable for an error event, and ValueError for malformed JSON."""
     async for line in lines:
         if not line.startswith(b"data: {"):
             continue
@@ -281,51 +288,54 @@ async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[s
 
 @dataclass(slots=True)
 class _Usage:
-    """What vLLM says of a prompt, where it was started with --enable-prompt-tokens-details.
+    """vLLM's usage of a prompt, which needs vLLM's --enable-prompt-tokens-details.
 
-    evicted: whether it had less than half of it in its prefix cache.
+    Attributes:
+        evicted: whether less than half of the prompt was in vLLM's prefix cache.
     """
 
     evicted: bool = False
 
     def read(self, event: dict[str, Any]) -> None:
-        said = event.get("usage") or {}
-        if (details := said.get("prompt_tokens_details")) is not None:
-            self.evicted = 2 * (details.get("cached_tokens") or 0) < said.get("prompt_tokens", 0)
+        usage = event.get("usage") or {}
+        if (details := usage.get("prompt_tokens_details")) is not None:
+            self.evicted = 2 * (details.get("cached_tokens") or 0) < usage.get("prompt_tokens", 0)
 
 
-class _Same(NamedTuple):
-    """What makes two requests one prompt to vLLM's prefix cache, as its `cache_salt`.
+class _CacheSalts(NamedTuple):
+    """Values of vLLM's `cache_salt`, which separates prompts in its prefix cache.
 
-    exact: for KV that is full attention's: of one tenant. fused: for all other KV: of one prompt and recipe.
+    Attributes:
+        exact: for KV identical to full attention's; shared within a tenant.
+        fused: for all other KV; shared by equal prompts with the same recipe.
     """
 
     exact: str
     fused: str
 
     @classmethod
-    def of(cls, request: pb.GenerateRequest, prompt: list[int]) -> "_Same":
+    def of(cls, request: pb.GenerateRequest, prompt: list[int]) -> "_CacheSalts":
         ratio = repr(request.ratio) if request.HasField("ratio") else ""
-        how = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
+        key = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
         tenant = hashlib.sha256(b"exact" + request.tenant.encode())
-        fused = hashlib.sha256(how + struct.pack(f"<{len(prompt)}I", *prompt))
+        fused = hashlib.sha256(key + struct.pack(f"<{len(prompt)}I", *prompt))
         return cls(f"fusionkv-{tenant.hexdigest()}", f"fusionkv-{fused.hexdigest()}")
 
 
-class _Known(NamedTuple):
-    """A prompt that was answered before: what its KV is filed under, and what became of it."""
+class _Remembered(NamedTuple):
+    """A prompt answered before: the salt of its KV, and the summary of its prefill."""
 
     salt: str
     summary: answer_pb2.Summary
 
 
-def _unaided(why: str) -> answer_pb2.Summary:
-    """Of an answer whose prompt vLLM computed."""
-    return answer_pb2.Summary(degraded=True, degraded_reason=why)
+def _degraded(reason: str) -> answer_pb2.Summary:
+    """The summary of an answer whose prompt vLLM prefilled."""
+    return answer_pb2.Summary(degraded=True, degraded_reason=reason)
 
 
-def _refuse(url: str, status: int, said: str) -> None:
-    message = f"vLLM at {url}: status {status}: {said}"
+def _refuse(url: str, status: int, text: str) -> None:
+    message = f"vLLM at {url}: status {status}: {text}"
     if status in _BUSY:
         raise ResourceExhausted(message, retry_after=1.0)
     raise Unavailable(message) if status >= 500 else FailedPrecondition(message)

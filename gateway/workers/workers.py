@@ -1,4 +1,4 @@
-"""The fusion workers behind a gateway: which one answers what."""
+"""The pool of fusion workers: chooses a worker for each request, and retries with another."""
 
 import asyncio
 import contextlib
@@ -25,17 +25,18 @@ from fusionkv.protos.runtime.tls import ClientTLS
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 T = TypeVar("T")
 R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse)
-# So many more requests in flight a worker may have than another, and be given one all of whose chunks it holds; for
-# half of them half as many.
-_WORTH = 2.0
-# Another worker may do what this one can't now.
-_ELSEWHERE = (Unavailable, ResourceExhausted, FailedPrecondition)
+# Affinity, in requests in flight: a worker that holds all chunks of a prompt may have this many more than another;
+# one that holds half of them, half as many.
+_AFFINITY = 2.0
+# Errors after which the request is retried with another worker.
+_RETRYABLE = (Unavailable, ResourceExhausted, FailedPrecondition)
 
 
 class WorkerPool:
-    """Calls the least loaded worker, but for a prompt whose chunks another one likely has in its pool: two requests
-    more in flight there weigh as much as all of them. All workers run one model; one that runs another is passed
-    over.
+    """Calls the least loaded worker, or one that probably holds the prompt's chunks in its pool.
+
+    Holding all chunks outweighs two requests in flight. All workers must run the same model; a worker with another
+    one is skipped.
     """
 
     def __init__(self, addresses: Sequence[str], tls: ClientTLS | None = None) -> None:
@@ -44,51 +45,51 @@ class WorkerPool:
         self._loading = asyncio.Lock()
 
     async def model(self, timeout: float | None = None) -> Vocabulary:
-        """Tokenizer and template of what the workers run, from the first that answers.
+        """Tokenizer and template of the workers' model, from the first worker that replies.
 
         Raises:
-            Unavailable: none can be reached.
+            Unavailable: no worker can be reached.
         """
         failures: list[ServiceError] = []
         for member in await self._order({}):
             try:
                 model = await (member.client.model(timeout) if timeout is not None else member.client.model())
-            except _ELSEWHERE as error:
+            except _RETRYABLE as error:
                 failures.append(error)
                 continue
             async with self._loading:
                 known = self._vocabulary
-                # By identity first: a tokenizer has up to 10 MB to compare.
+                # `is` first: comparing the messages compares tokenizers of up to 10 MB.
                 if known is None or (known.model is not model and known.model != model):
                     self._vocabulary = known = await asyncio.to_thread(Vocabulary, model)
                 return known
-        raise _worst(failures)
+        raise _reported(failures)
 
     async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
-        """Encodes one chunk on any worker; one that stands still, or was cut off, is found out as by `generate`."""
+        """Encodes one chunk on any worker. Unresponsive workers are detected as by `generate`."""
         failures: list[ServiceError] = []
         order = await self._answering({})
         for member in order:
             try:
                 with member.counted():
-                    coming = member.client.encode(request, timeout)
-                    encoded = await (coming if member is order[-1] else _attended(member, coming))
-                member.answered()
+                    reply = member.client.encode(request, timeout)
+                    encoded = await (reply if member is order[-1] else _monitored(member, reply))
+                member.record_reply()
                 return encoded
             except DeadlineExceeded:
-                member.silent()
+                member.record_timeout()
                 raise
-            except _ELSEWHERE as error:
+            except _RETRYABLE as error:
                 failures.append(error)
-        raise _worst(failures)
+        raise _reported(failures)
 
     async def generate(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Streams one answer. A worker that fails before its first token is replaced by the next.
+        """Streams one answer. If a worker fails before its first token, the next one is tried.
 
-        One that stands still, or was cut off, is found out if there is another: before it is given the request, or
-        by a health check while nothing comes. A prefill may take its time.
+        If there are several workers, an unresponsive one is detected by a health check before it receives the
+        request, or while no response arrives. A healthy worker's prefill may take any time.
         """
         streaming = self._stream(request, lambda client: client.generate(request, timeout))
         async with contextlib.aclosing(streaming) as responses:
@@ -98,7 +99,7 @@ class WorkerPool:
     async def prefill(
         self, request: pb.GenerateRequest, timeout: float | None
     ) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
-        """Has a prompt prefilled, by a worker that is chosen as for `generate`; its address with each response."""
+        """Has a worker, chosen as for `generate`, prefill a prompt; yields its address with each response."""
         prompt = pb.PrefillRequest(prompt=request)
         streaming = self._stream(request, lambda client: client.prefill(prompt, timeout))
         async with contextlib.aclosing(streaming) as responses:
@@ -108,55 +109,58 @@ class WorkerPool:
     async def _stream(
         self, request: pb.GenerateRequest, call: Callable[[WorkerClient], AsyncGenerator[R]]
     ) -> AsyncGenerator[tuple[str, R]]:
-        """The responses of the first worker that answers, with its address."""
-        # The pool knows chunks by tenant too.
+        """The responses of the first worker that replies, with its address."""
+        # A worker's pool separates chunks by tenant too.
         salt = request.tenant.encode()
         chunks = {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
         failures: list[ServiceError] = []
         order = await self._answering(chunks)
         for member in order:
-            begun = False
+            started = False
             try:
                 with member.counted():
                     member.holdings.use(chunks)
                     async with contextlib.aclosing(call(member.client)) as responses:
-                        coming = anext(responses, None)
-                        response = await (coming if member is order[-1] else _attended(member, coming))
+                        first = anext(responses, None)
+                        response = await (first if member is order[-1] else _monitored(member, first))
                         while response is not None:
-                            if not begun:
-                                member.answered()
-                            begun = True
+                            if not started:
+                                member.record_reply()
+                            started = True
                             if response.pool_tokens:
                                 member.holdings.resize(response.pool_tokens)
                             yield member.client.address, response
                             response = await anext(responses, None)
                 return
             except DeadlineExceeded:
-                if not begun:
-                    member.silent()
+                if not started:
+                    member.record_timeout()
                 raise
-            except _ELSEWHERE as error:
-                if begun:
+            except _RETRYABLE as error:
+                if started:
                     raise
-                # One that is busy has no fault.
+                # Being busy is not a fault.
                 if not isinstance(error, ResourceExhausted):
-                    _faults.warning("a worker failed, the next one is asked if there is one", error)
+                    _faults.warning("a worker failed; trying the next one, if any", error)
                 failures.append(error)
-        raise _worst(failures)
+        raise _reported(failures)
 
     def address(self) -> str:
-        """Of a worker that answers; empty when none does."""
+        """Address of a reachable worker; empty if there is none."""
         return next((m.client.address for m in self._fleet.members if m.client.connected), "")
 
     async def close(self) -> None:
         await self._fleet.close()
 
     async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
-        """Least calls in flight first, less what it is worth that a worker likely holds the prompt's chunks, by name
-        with their tokens; ties by rendezvous hashing, so that all gateways send one set of chunks to one worker.
+        """Workers in order of preference for a prompt.
 
-        Workers that can't be reached come last: a machine that is off answers nothing for up to 20 s. Before them
-        come those that kept others waiting of late.
+        Reachable workers come first: others may not reply for up to 20 s. Among them, responsive workers come first,
+        then those with the fewest calls in flight minus their affinity for the prompt's chunks. Ties are broken by
+        rendezvous hashing, so that all gateways send the same chunks to the same worker.
+
+        Args:
+            chunks: the prompt's chunks by name, with their tokens.
         """
 
         affinity = hashlib.sha256(b"".join(sorted(chunks))).digest()
@@ -165,46 +169,46 @@ class WorkerPool:
             turn = hashlib.sha256(affinity + member.client.address.encode()).digest()
             if not member.client.connected:
                 member.holdings.clear()
-            busy = member.in_flight - _WORTH * member.holdings.share(chunks)
-            return not member.client.connected, member.suspect, busy, turn
+            busy = member.in_flight - _AFFINITY * member.holdings.share(chunks)
+            return not member.client.connected, member.deprioritised, busy, turn
 
         await self._fleet.ready()
         return sorted(self._fleet.members, key=load)
 
     async def _answering(self, chunks: Mapping[bytes, int]) -> list[Member]:
-        """As `_order`, from the first one on that answers, where there are several."""
+        """As `_order`, beginning with the first worker that passes a health check, if there are several workers."""
         order = await self._order(chunks)
         for i, member in enumerate(order if len(order) > 1 else ()):
-            if await member.answers():
+            if await member.is_responsive():
                 return [*order[i:], *order[:i]]
         return order
 
 
-async def _attended(member: Member, coming: Awaitable[T]) -> T:
-    """What comes, however late, from a worker that answers meanwhile; Unavailable if it does not."""
-    silent = False
+async def _monitored(member: Member, reply: Awaitable[T]) -> T:
+    """Awaits a reply while health checks succeed; raises Unavailable when one fails."""
+    unresponsive = False
 
-    async def attend(limit: asyncio.Timeout) -> None:
-        nonlocal silent
-        while not silent:
+    async def monitor(limit: asyncio.Timeout) -> None:
+        nonlocal unresponsive
+        while not unresponsive:
             await asyncio.sleep(CHECK_SECONDS)
-            silent = not await member.client.answers(CHECK_SECONDS)
-        member.silent()
+            unresponsive = not await member.client.answers(CHECK_SECONDS)
+        member.record_timeout()
         limit.reschedule(asyncio.get_running_loop().time())
 
     try:
         async with asyncio.timeout(None) as limit:
-            attending = asyncio.create_task(attend(limit))
+            monitoring = asyncio.create_task(monitor(limit))
             try:
-                return await coming
+                return await reply
             finally:
-                attending.cancel()
+                monitoring.cancel()
     except TimeoutError:
-        raise Unavailable(f"fusion worker {member.client.address} answers no health check") from None
+        raise Unavailable(f"fusion worker {member.client.address} does not reply to health checks") from None
 
 
-def _worst(failures: Sequence[ServiceError]) -> ServiceError:
-    """What to tell the caller: that all are busy, if one is, since waiting helps then."""
+def _reported(failures: Sequence[ServiceError]) -> ServiceError:
+    """The error for the caller: ResourceExhausted if any worker is busy, since a retry may help."""
     if not failures:
-        return Unavailable("no fusion worker is known: the name in `workers` has no address")
+        return Unavailable("there is no fusion worker: the name in `workers` has no address")
     return next((f for f in failures if isinstance(f, ResourceExhausted)), failures[0])

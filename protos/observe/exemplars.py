@@ -1,4 +1,4 @@
-"""Exemplars at a scrape endpoint: a trace for each bucket of a histogram, which the SDK's own exporter leaves out."""
+"""Exemplars at a Prometheus scrape endpoint: a trace for each bucket of a histogram, which the SDK omits."""
 
 import bisect
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from opentelemetry.sdk.metrics.export import HistogramDataPoint, MetricsData
 from prometheus_client import REGISTRY, CollectorRegistry, Metric
 from prometheus_client.samples import Exemplar, Sample
 
-# Labels of a series, and the number of its bucket.
+# Labels of a series, and the index of a bucket.
 Place = tuple[frozenset[tuple[str, str]], int]
 
 
 class Exemplified(CollectorRegistry):
-    """What the process's own registry has, and the metrics of `reader`, whose histograms carry exemplars.
+    """The process's default registry and the metrics of `reader`, whose histograms carry exemplars.
 
-    Only a scraper that takes OpenMetrics sees them. The SDK has each but once; here the latest one of a bucket stays.
+    Only scrapers that accept OpenMetrics receive them. The SDK reports an exemplar once; the latest one of each
+    bucket is kept here.
     """
 
     def __init__(self) -> None:
@@ -26,21 +27,21 @@ class Exemplified(CollectorRegistry):
         self.reader = _Reader(self)
 
     def note(self, metric: str, point: HistogramDataPoint) -> None:
-        """Keeps what came with a point."""
+        """Keeps the exemplars of a data point."""
         labels = frozenset((name.replace(".", "_"), str(value)) for name, value in (point.attributes or {}).items())
-        for found in point.exemplars:
-            if found.trace_id is not None and found.span_id is not None:
-                leads_to = {"trace_id": f"{found.trace_id:032x}", "span_id": f"{found.span_id:016x}"}
-                made = Exemplar(leads_to, found.value, found.time_unix_nano / 1e9)
-                bucket = bisect.bisect_left(point.explicit_bounds, found.value)
-                self._latest.setdefault(metric.replace(".", "_"), {})[labels, bucket] = made
+        for exemplar in point.exemplars:
+            if exemplar.trace_id is not None and exemplar.span_id is not None:
+                labels_of_trace = {"trace_id": f"{exemplar.trace_id:032x}", "span_id": f"{exemplar.span_id:016x}"}
+                latest = Exemplar(labels_of_trace, exemplar.value, exemplar.time_unix_nano / 1e9)
+                bucket = bisect.bisect_left(point.explicit_bounds, exemplar.value)
+                self._latest.setdefault(metric.replace(".", "_"), {})[labels, bucket] = latest
 
     def collect(self) -> Iterator[Metric]:
         for family in super().collect():
             if family.type == "histogram":
-                # Behind its own name stands the unit.
-                known = self._latest.get(family.name.removesuffix(f"_{family.unit}"), {})
-                family.samples = list(_exemplified(family.samples, known))
+                # The family's name ends with its unit.
+                exemplars = self._latest.get(family.name.removesuffix(f"_{family.unit}"), {})
+                family.samples = list(_exemplified(family.samples, exemplars))
             yield family
 
 
@@ -58,12 +59,12 @@ class _Reader(PrometheusMetricReader):
         super()._receive_metrics(metrics_data, timeout_millis, **kwargs)
 
 
-def _exemplified(samples: list[Sample], known: dict[Place, Exemplar]) -> Iterator[Sample]:
-    """The samples of a histogram: of each series its buckets, the lowest first."""
+def _exemplified(samples: list[Sample], exemplars: dict[Place, Exemplar]) -> Iterator[Sample]:
+    """Adds exemplars to the samples of a histogram, in which each series has its buckets in ascending order."""
     buckets: dict[frozenset[tuple[str, str]], int] = {}
     for sample in samples:
         if "le" in sample.labels:
             series = frozenset(item for item in sample.labels.items() if item[0] != "le")
             number = buckets[series] = buckets.get(series, -1) + 1
-            sample = sample._replace(exemplar=known.get((series, number)))
+            sample = sample._replace(exemplar=exemplars.get((series, number)))
         yield sample

@@ -1,6 +1,6 @@
-"""The log: as lines for people, or as one JSON object a line with the trace that it belongs to.
+"""Logging: readable lines, or one JSON object per line with the trace that it belongs to.
 
-Of an error it has the type and the traceback, and no text: that may quote what a caller sent.
+Of an error, the log has the type and the traceback, but not the message, which may quote a caller's input.
 """
 
 import asyncio
@@ -18,96 +18,98 @@ from opentelemetry import trace
 
 log = logging.getLogger(__name__)
 
-# What a call of the logger may add for the JSON form: `extra={FIELDS: {"name": value}}`.
+# Key for additional fields of the JSON form: `extra={FIELDS: {"name": value}}`.
 FIELDS = "fields"
-# Errors that one line shows of those that led to another.
-_MOST_CAUSES = 8
+# Maximum number of chained errors in one log record.
+_MAX_CAUSES = 8
 _ErrorInfo: TypeAlias = "tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]"
 
 
 def attach(service: str) -> None:
-    """Sets the process's log up: FUSIONKV_LOG is its level, FUSIONKV_LOG_FORMAT `text` or `json`.
+    """Sets up the process's log: FUSIONKV_LOG is its level, FUSIONKV_LOG_FORMAT `text` or `json`.
 
     Raises:
-        ValueError: one of the two is none of these.
+        ValueError: the level or the format is unknown.
     """
     form = os.environ.get("FUSIONKV_LOG_FORMAT", "text").lower()
     if form not in ("text", "json"):
-        raise ValueError(f"FUSIONKV_LOG_FORMAT is {form!r}: text or json")
+        raise ValueError(f"FUSIONKV_LOG_FORMAT must be text or json, not {form!r}")
     handler = logging.StreamHandler()
     text = _Lines(f"%(asctime)s %(levelname)s {service} %(name)s: %(message)s")
     handler.setFormatter(JSONLines(service) if form == "json" else text)
     logging.basicConfig(level=os.environ.get("FUSIONKV_LOG", "INFO").upper(), handlers=[handler])
-    # Of a stream whose caller went away, the garbage collector may end the generator, in a context of its own. Its
-    # span ends all the same, but OpenTelemetry says with a traceback that there was nothing to go back to.
+    # If a client disconnects, the garbage collector may close a stream's generator in another context. The span ends
+    # properly, but OpenTelemetry logs a traceback because it can't restore the context.
     logging.getLogger("opentelemetry.context").setLevel(logging.CRITICAL)
 
 
 class RateLimitedLog:
-    """Faults that many requests may meet: at most one line in `seconds`, with how many there were since the last. It
-    belongs to no trace, since of a request there is one line, the gateway's.
+    """Limits warnings that many requests may cause to one line in `seconds`, with the number of suppressed ones.
+
+    The lines belong to no trace: each request has one log record only, the gateway's.
     """
 
     def __init__(self, log: logging.Logger, seconds: float = 60.0) -> None:
         self._log = log
         self._seconds = seconds
         self._next = -math.inf
-        self._unsaid = 0
+        self._suppressed = 0
 
     def warning(self, message: str, error: Exception | None = None) -> None:
-        """`message` and the error, if there is one; or nothing."""
+        """Logs the message and the error, if any, unless the limit is reached."""
         now = time.monotonic()
         if now < self._next:
-            self._unsaid += 1
+            self._suppressed += 1
             return
-        more = f" ({self._unsaid} more since the last such line)" if self._unsaid else ""
-        self._next, self._unsaid = now + self._seconds, 0
+        more = f" ({self._suppressed} more since the last such line)" if self._suppressed else ""
+        self._next, self._suppressed = now + self._seconds, 0
         with trace.use_span(trace.INVALID_SPAN):
             self._log.warning("%s%s%s", message, f": {error}" if error is not None else "", more)
 
 
 def kind(error: BaseException) -> str:
-    """An error's type; what the system says of an OSError, and no other text."""
-    made = type(error)
-    name = made.__qualname__ if made.__module__ == "builtins" else f"{made.__module__}.{made.__qualname__}"
+    """An error's type, with the system's message for an OSError, but without other text."""
+    cls = type(error)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     return f"{name}: {error.strerror}" if isinstance(error, OSError) and error.strerror else name
 
 
 def stack(error: BaseException) -> str:
-    """Where an error was raised, and those that led to it, as Python shows it but for their texts."""
-    found: list[str] = []
+    """The traceback of an error and its causes in Python's format, without their messages."""
+    parts: list[str] = []
     at: BaseException | None = error
-    while at is not None and len(found) < _MOST_CAUSES:
+    while at is not None and len(parts) < _MAX_CAUSES:
         lines = "".join(traceback.format_tb(at.__traceback__))
-        inner = "".join(f"\n{stack(one)}" for one in getattr(at, "exceptions", ())[:_MOST_CAUSES])
-        found.append(f"Traceback (most recent call last):\n{lines}{kind(at)}{inner}")
+        inner = "".join(f"\n{stack(one)}" for one in getattr(at, "exceptions", ())[:_MAX_CAUSES])
+        parts.append(f"Traceback (most recent call last):\n{lines}{kind(at)}{inner}")
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
-    return "\n\nThis led to:\n\n".join(reversed(found))
+    return "\n\nThis led to:\n\n".join(reversed(parts))
 
 
 def unhandled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """For an event loop: what no task waits for. asyncio's own quotes the task or the callback and its arguments."""
+    """Exception handler of the event loop. asyncio's default would log the task or callback with its arguments."""
     error = context.get("exception")
     if isinstance(error, OSError):
-        # Connections that break, and more of them than the process may open.
+        # Broken connections, and too many open files.
         _connections.warning(f"a connection failed: {kind(error)}")
     else:
-        log.error("%s", "an error that nobody waited for" if error else context["message"], exc_info=error)
+        log.error("%s", "unhandled error in a task" if error else context["message"], exc_info=error)
 
 
 _connections = RateLimitedLog(log)
 
 
 class _Lines(logging.Formatter):
-    """Lines for people."""
+    """Readable lines."""
 
     def formatException(self, ei: _ErrorInfo) -> str:
         return stack(ei[1]) if ei[1] is not None else ""
 
 
 class JSONLines(logging.Formatter):
-    """One object a line: time (RFC 3339, UTC), level, service, logger, message, trace_id and span_id within a trace,
-    exception where there was one, and the call's own fields.
+    """One JSON object per line: time (RFC 3339, UTC), level, service, logger, message and the call's fields.
+
+    If applicable, also the exception, and trace_id and span_id of the current trace.
     """
 
     def __init__(self, service: str) -> None:

@@ -1,8 +1,8 @@
-"""OpenTelemetry: code elsewhere calls only its API; the SDK is attached here, at launch, when somebody is to be told.
+"""OpenTelemetry: other modules use its API only; this one sets up the SDK at launch, if telemetry is configured.
 
-Standard environment variables decide: an OTLP endpoint switches export on, OTEL_TRACES_EXPORTER and
-OTEL_METRICS_EXPORTER switch one of the two off again; what samplers, processors and exporters are told is read by the
-SDK itself. Prometheus scrapes the same metrics where a service has an address for that. docs/telemetry.yaml lists all
+Standard environment variables configure it: an OTLP endpoint enables export; OTEL_TRACES_EXPORTER and
+OTEL_METRICS_EXPORTER can disable traces or metrics; the SDK itself reads those for samplers, processors and
+exporters. If a service has an address for it, Prometheus can scrape the same metrics. docs/telemetry.yaml lists all
 names.
 """
 
@@ -22,34 +22,36 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import MetricReader
 
 log = logging.getLogger(__name__)
-# Bounds of histograms. The SDK's own begin at 5, and are meant for milliseconds.
+# Histogram bounds. The SDK's defaults start at 5 and are meant for milliseconds.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 NATS = (0.0001, 0.001, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-# Time for a scraper's request to come in.
+# Timeout for reading a scraper's request.
 _SCRAPE_SECONDS = 10.0
-# A name that gRPC sends, and a value as the SDK reads it.
+# A header with a name that gRPC accepts and a value that the SDK accepts.
 _HEADER = re.compile(r"[0-9A-Za-z_.-]+[ \t]*=[ \t]*([\x20\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*)")
 _PRINTABLE = re.compile(r"[\x20-\x7e]*")
 
 
 def attach(service: str, scraped_at: str = "") -> None:
-    """Sets up logging; exports to an OTLP endpoint when one is configured, and serves Prometheus at `scraped_at`.
+    """Sets up logging; exports to an OTLP endpoint if one is configured, and serves Prometheus at `scraped_at`.
 
-    service: its name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another.
+    Args:
+        service: the service's name, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES set another.
+        scraped_at: host:port of the scrape endpoint; empty for none.
 
     Raises:
-        ValueError: a setting is wrong, or a package is missing.
+        ValueError: a setting is invalid, or a package is missing.
         OSError: the address can't be bound.
     """
     logs.attach(service)
     rejected.attach()
-    traces, measures = _exported("TRACES"), _exported("METRICS")
-    if not traces and not measures and not scraped_at:
+    traces, measurements = _exported("TRACES"), _exported("METRICS")
+    if not traces and not measurements and not scraped_at:
         return
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
-    # What the environment says goes over ours: `create` puts it below.
+    # The environment takes precedence; `create` would do the opposite.
     ours = Resource.create({"service.name": service, "service.namespace": "fusionkv"})
     resource = ours.merge(OTELResourceDetector().detect())
     if traces:
@@ -60,12 +62,12 @@ def attach(service: str, scraped_at: str = "") -> None:
         tracing = TracerProvider(resource=resource)
         tracing.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         trace.set_tracer_provider(tracing)
-    if not measures and not scraped_at:
+    if not measurements and not scraped_at:
         return
     from opentelemetry.sdk.metrics import MeterProvider
 
     readers: list[MetricReader] = []
-    if measures:
+    if measurements:
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
@@ -76,40 +78,40 @@ def attach(service: str, scraped_at: str = "") -> None:
 
 
 def _exported(signal: str) -> bool:
-    """Whether TRACES or METRICS go to an OTLP endpoint. Raises ValueError where they would have to go another way."""
+    """Whether TRACES or METRICS are exported by OTLP. Raises ValueError if another exporter or protocol is set."""
 
-    def told(name: str) -> str:
+    def variable(name: str) -> str:
         return os.environ.get(name, "").strip()
 
     def otlp(name: str) -> str:
-        return told(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or told(f"OTEL_EXPORTER_OTLP_{name}")
+        return variable(f"OTEL_EXPORTER_OTLP_{signal}_{name}") or variable(f"OTEL_EXPORTER_OTLP_{name}")
 
-    exporter = told(f"OTEL_{signal}_EXPORTER") or "otlp"
+    exporter = variable(f"OTEL_{signal}_EXPORTER") or "otlp"
     if not otlp("ENDPOINT") or exporter == "none":
         return False
     if exporter != "otlp":
-        raise ValueError(f"OTEL_{signal}_EXPORTER is {exporter!r}: otlp or none")
+        raise ValueError(f"OTEL_{signal}_EXPORTER must be otlp or none, not {exporter!r}")
     if (protocol := otlp("PROTOCOL") or "grpc") != "grpc":
         raise ValueError(
-            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is spoken, to which a "
-            "collector listens on port 4317"
+            f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r} for {signal.lower()}: only grpc is supported, which "
+            "collectors serve on port 4317"
         )
     if not all(map(_sendable, otlp("HEADERS").split(","))):
         raise ValueError(
-            f"OTEL_EXPORTER_OTLP_HEADERS has for {signal.lower()} what is no header: name=value, the value "
-            "URL-encoded (%22 for a quotation mark) and without line ends, several with commas between them"
+            f"OTEL_EXPORTER_OTLP_HEADERS has an invalid header for {signal.lower()}: write name=value, the value "
+            "URL-encoded (%22 for a quotation mark) and without line breaks, separated by commas"
         )
     return True
 
 
 def _sendable(header: str) -> bool:
-    """Whether the SDK can read a header, and gRPC can send it: both log one that they refuse, with its value."""
-    read = _HEADER.fullmatch(header.strip())
-    return not header.strip() or (read is not None and _PRINTABLE.fullmatch(unquote(read[1])) is not None)
+    """Whether the SDK accepts a header and gRPC can send it: both log refused headers with their values."""
+    match = _HEADER.fullmatch(header.strip())
+    return not header.strip() or (match is not None and _PRINTABLE.fullmatch(unquote(match[1])) is not None)
 
 
 def _scraped(service: str, address: str) -> "MetricReader":
-    """Serves the metrics at http://address/metrics, in a thread of its own."""
+    """Serves the metrics at http://address/metrics in a separate thread."""
     try:
         from prometheus_client import start_http_server
 
@@ -120,18 +122,18 @@ def _scraped(service: str, address: str) -> "MetricReader":
         ) from None
     host, _, port = address.rpartition(":")
     if not port.isdecimal():
-        raise ValueError(f"metrics_listen is {address!r}: host:port")
+        raise ValueError(f"metrics_listen must be host:port, not {address!r}")
     registry = Exemplified()
     server, _ = start_http_server(int(port), host.strip("[]") or "0.0.0.0", registry)
-    # Python's own prints a traceback for each connection that breaks, and waits for ever for one that says nothing.
+    # By default, Python prints a traceback for each broken connection, and waits forever for a silent one.
     server.handle_error = lambda request, client_address: None  # type: ignore[method-assign]
-    setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - to mypy it is any callable
+    setattr(server.RequestHandlerClass, "timeout", _SCRAPE_SECONDS)  # noqa: B010 - mypy sees a callable
     log.info("%s: metrics at http://%s:%d/metrics", service, host, server.server_port)
     return registry.reader
 
 
 def detach() -> None:
-    """Sends what is still buffered; called once, before the process ends."""
+    """Sends buffered telemetry. Call it once, before the process ends."""
     for provider in (trace.get_tracer_provider(), metrics.get_meter_provider()):
         shutdown = getattr(provider, "shutdown", None)
         if shutdown is not None:
@@ -139,14 +141,14 @@ def detach() -> None:
 
 
 def server_interceptors() -> list[Any]:
-    """Interceptors that continue the caller's trace, one span an RPC."""
+    """Server interceptors that continue the caller's trace with one span per RPC."""
     from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
 
     return [aio_server_interceptor(filter_=filters.negate(filters.health_check()))]
 
 
 def client_interceptors() -> list[Any]:
-    """Interceptors that hand the current trace on, one span an RPC."""
+    """Client interceptors that propagate the current trace with one span per RPC."""
     from opentelemetry.instrumentation.grpc import aio_client_interceptors
 
     return list(aio_client_interceptors())
@@ -160,6 +162,6 @@ def record_error(error: Exception) -> None:
 
 
 def trace_id() -> str:
-    """The current trace's id in hexadecimal, empty outside a recording trace."""
+    """The current trace's id in hexadecimal; empty outside a recording trace."""
     context = trace.get_current_span().get_span_context()
     return f"{context.trace_id:032x}" if context.is_valid else ""

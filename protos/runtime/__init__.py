@@ -1,1 +1,1 @@
-"""What all services need to speak the contract: servers, channels, TLS, settings, errors."""
+"""The services' common runtime: servers, channels, TLS, settings, errors."""

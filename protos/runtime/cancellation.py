@@ -1,4 +1,4 @@
-"""Whether the running task is to end, and work that goes on to its end all the same."""
+"""Cancellation of asyncio tasks: pending requests, and work that must complete despite them."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def requests() -> int:
-    """How many requests that the running task end are open; 0 outside of tasks."""
+    """Number of pending cancellation requests of the running task; 0 outside of tasks."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # a thread without an event loop
@@ -18,7 +18,7 @@ def requests() -> int:
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Waits for work also when the caller is cancelled, however often, which it is then when the work is over."""
+    """Completes `work` even if the caller is cancelled, and raises the cancellation afterwards."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -27,5 +27,5 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # the caller has ended, so it concerns nobody
+            task.exception()  # mark as retrieved: the caller has ended
         raise

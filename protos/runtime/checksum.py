@@ -1,8 +1,8 @@
 """The checksum of an entry's bytes: XXH3-128 over the XXH3-64 digests of its pieces of 256 KiB.
 
-One XXH3 is a chain, which a GPU's many processors can't share. Pieces are independent: bytes that were read from a
-disk straight into a GPU are verified there (kernels/checksum.py). On a CPU that takes 8% of the rate (22.5 instead of
-24.6 GB/s on one core).
+A single XXH3 is sequential and can't use a GPU's parallelism. Pieces are independent: bytes read from disk directly
+into a GPU are verified there (kernels/checksum.py). On a CPU, the pieces cost 8% (22.5 instead of 24.6 GB/s on one
+core).
 """
 
 from collections.abc import Iterable
@@ -13,15 +13,15 @@ PIECE_BYTES = 256 << 10
 
 
 class Checksum:
-    """The checksum of bytes that come one after the other, cut anywhere."""
+    """Incremental checksum of bytes that arrive in parts of any size."""
 
     def __init__(self) -> None:
         self._root = xxhash.xxh3_128()
         self._piece = xxhash.xxh3_64()
-        self._begun = 0  # bytes of the piece
+        self._begun = 0  # bytes in the current piece
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Takes the next bytes."""
+        """Adds the next bytes."""
         rest = memoryview(data).cast("B")
         while len(rest):
             part = rest[: PIECE_BYTES - self._begun]
@@ -37,7 +37,7 @@ class Checksum:
             rest = rest[len(part) :]
 
     def digest(self) -> bytes:
-        """16 bytes, of all that was taken."""
+        """The checksum of all bytes so far, 16 bytes."""
         root = self._root.copy()
         if self._begun:
             root.update(self._piece.digest())
@@ -45,12 +45,12 @@ class Checksum:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """Of bytes that are all there."""
-    whole = Checksum()
-    whole.update(data)
-    return whole.digest()
+    """The checksum of bytes."""
+    state = Checksum()
+    state.update(data)
+    return state.digest()
 
 
 def of_pieces(digests: Iterable[bytes]) -> bytes:
-    """Of bytes whose pieces have these XXH3-64 digests (8 bytes each, big-endian), the last of what is left."""
+    """The checksum of pieces with these XXH3-64 digests (8 bytes each, big-endian); the last piece may be shorter."""
     return xxhash.xxh3_128_digest(b"".join(digests))

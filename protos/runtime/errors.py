@@ -1,4 +1,4 @@
-"""Errors that know their gRPC status; everything else that escapes a servicer is INTERNAL."""
+"""Errors with a gRPC status; any other error that a servicer raises becomes INTERNAL."""
 
 import asyncio
 import math
@@ -10,12 +10,12 @@ from fusionkv.protos.runtime import cancellation
 
 
 class ServiceError(Exception):
-    """An error with a status. The message is for the caller: what is wrong, and what to do."""
+    """An error with a gRPC status. The message tells the caller what is wrong and what to do."""
 
     status = grpc.StatusCode.INTERNAL
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
-        """`retry_after`: seconds after which the same call may succeed, where that is known."""
+        """`retry_after` is the number of seconds after which the call may succeed, if known."""
         super().__init__(message)
         self.retry_after = retry_after
 
@@ -61,42 +61,42 @@ class DeadlineExceeded(ServiceError):
 
 
 _BY_STATUS = {c.status: c for c in ServiceError.__subclasses__()}
-# Trailing metadata of a refusal: milliseconds, as a decimal number. Plain metadata and not google.rpc.RetryInfo, so
-# that a caller in any language reads it without another protobuf package.
+# Trailing metadata of a refusal: milliseconds as a decimal number. Plain metadata instead of google.rpc.RetryInfo,
+# which would require another protobuf package in every client.
 _RETRY_AFTER = "retry-after-ms"
-# A status travels in HTTP/2 headers, of which gRPC takes 8 KiB, with three bytes for each that is not ASCII.
-_MOST_DETAILS = 2000
+# A status message travels in HTTP/2 headers, which gRPC limits to 8 KiB; a non-ASCII byte takes three bytes.
+_MAX_DETAILS = 2000
 
 
 def details(error: Exception) -> str:
-    """The message as it may travel: cut, where it quotes a long text that the caller sent."""
+    """The message for the status, truncated if it quotes a long input."""
     text = str(error)
     data = text.encode(errors="replace")
-    return text if len(data) <= _MOST_DETAILS else data[:_MOST_DETAILS].decode(errors="ignore") + "..."
+    return text if len(data) <= _MAX_DETAILS else data[:_MAX_DETAILS].decode(errors="ignore") + "..."
 
 
 def trailing_metadata(error: ServiceError) -> tuple[tuple[str, str], ...]:
-    """What travels beside the status: when to try again."""
+    """Trailing metadata of the status: the retry delay."""
     if error.retry_after is None:
         return ()
     return ((_RETRY_AFTER, str(math.ceil(1000 * error.retry_after))),)
 
 
 def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:
-    """The same error on this side of a call; `doing` says what was tried ("reach the worker at ...").
+    """Converts a gRPC error to a service error; `doing` names the attempt ("reach the worker at ...").
 
     Raises:
-        CancelledError: the caller's task was cancelled. Of a call with interceptors grpc.aio may say so by a status.
+        CancelledError: the caller's task was cancelled, which grpc.aio with interceptors may report as a status.
     """
     status = error.code()
     if status is grpc.StatusCode.CANCELLED:
         if cancellation.requests():
             raise asyncio.CancelledError from error
-        # A server that is past its drain time ends what is left so.
+        # A server ends remaining calls this way after its drain time.
         return Unavailable(f"{doing}: the call was dropped; try again")
     kind = _BY_STATUS.get(status, ServiceError)
     trailing: Any = error.trailing_metadata() or ()
-    said = dict(trailing).get(_RETRY_AFTER)
-    # A peer of another kind may say anything there.
-    after = int(said) / 1000 if isinstance(said, str) and said.isascii() and said.isdigit() else None
+    value = dict(trailing).get(_RETRY_AFTER)
+    # Other servers may send anything under this key.
+    after = int(value) / 1000 if isinstance(value, str) and value.isascii() and value.isdigit() else None
     return kind(f"{doing}: {error.details() or status.name}", retry_after=after)

@@ -1,4 +1,4 @@
-"""Secret keys from a file that is read anew when it changes: the first one is used, all of them are accepted."""
+"""Secret keys from a file that is read again when it changes: the first key is used, all are accepted."""
 
 import hashlib
 from collections.abc import Callable
@@ -15,20 +15,24 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Key(Generic[T]):
-    """What was made of one key; `id` is the beginning of its SHA-256, which says nothing of it."""
+    """A value derived from a key; `id` is a prefix of the key's SHA-256, which reveals nothing about the key."""
 
     id: bytes
     value: T = field(repr=False)
 
 
 class KeyRing(Generic[T]):
-    """Keys of one file, 64 hexadecimal digits a line. Safe for use by any thread."""
+    """Keys from a file with 64 hexadecimal digits per line. Thread-safe."""
 
     def __init__(self, file: Path, what: str, make: Callable[[bytes], T]) -> None:
-        """what: the file's name in messages. make: a key's value, from its 32 bytes.
+        """Reads the file.
+
+        Args:
+            what: the file's name in messages.
+            make: derives a key's value from its 32 bytes.
 
         Raises:
-            BadFile: the file can't be read or is not of this form.
+            BadFile: the file can't be read or does not have this form.
         """
         self._file = file
         self._what = what
@@ -37,11 +41,11 @@ class KeyRing(Generic[T]):
 
     @property
     def newest(self) -> Key[T]:
-        """The first one."""
+        """The first key of the file."""
         return self._keys.value[0]
 
     def find(self, id: bytes) -> Key[T] | None:
-        """The key of that id; None when it is not in the file, or not any more."""
+        """The key with an id; None if it is not, or no longer, in the file."""
         return next((key for key in self._keys.value if key.id == id), None)
 
     def _read(self) -> list[Key[T]]:
@@ -54,8 +58,8 @@ class KeyRing(Generic[T]):
             if not raw:
                 continue
             if len(raw) != KEY_BYTES:
-                raise BadFile(f"{self._what} {self._file}: line {number} is no key of {2 * KEY_BYTES} hex digits")
+                raise BadFile(f"{self._what} {self._file}: line {number} is not a key of {2 * KEY_BYTES} hex digits")
             keys.append(Key(hashlib.sha256(raw).digest()[:ID_BYTES], self._make(raw)))
         if len({key.id for key in keys}) < len(keys) or not keys:
-            raise BadFile(f"{self._what} {self._file}: no key, or one of them twice")
+            raise BadFile(f"{self._what} {self._file}: the file has no key, or a key twice")
         return keys

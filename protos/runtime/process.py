@@ -1,4 +1,4 @@
-"""What a process needs of its machine to serve, and the lines in which it says what it does."""
+"""Operating-system needs of a service process: memory, files, ports, signals and output lines."""
 
 import asyncio
 import contextlib
@@ -12,25 +12,25 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-# Without about sixteen for themselves, gRPC ends the process by SIGSEGV or SIGABRT, and LanceDB panics.
+# Without about 16 file descriptors of its own, gRPC crashes with SIGSEGV or SIGABRT, and LanceDB panics.
 _SPARE_FILES = 32
 _PR_SET_PDEATHSIG = 1
-# mallopt's name and number in glibc's malloc.h.
+# Constant of mallopt from glibc's malloc.h.
 _M_ARENA_MAX = -8
 _RETURN_SECONDS = 10.0
 
 
 def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Has the system end this process by a signal when its parent ends. On Linux alone."""
+    """Makes the system send this process a signal when its parent ends. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def share_heaps() -> None:
-    """Has glibc's threads share as many heaps as there are cores; to be asked before any thread is started.
+    """Limits glibc's malloc arenas to the number of cores. Call it before any thread is started.
 
-    Otherwise there are up to eight times as many, and each keeps what was freed in it: a gateway with fifty threads
-    has 30 MB less. Does nothing where malloc is another one.
+    By default, there are up to eight times as many, each of which keeps its freed memory: a gateway with fifty
+    threads needs 30 MB less. Does nothing with another malloc.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -38,10 +38,10 @@ def share_heaps() -> None:
 
 
 async def return_memory() -> None:
-    """Gives what is free in glibc's heaps back to the kernel every few seconds, until it is cancelled.
+    """Returns free heap memory to the kernel every few seconds, until it is cancelled.
 
-    Freed memory is kept for what comes next (`frames.keep_freed_memory`), but a heap that one long prompt has made
-    large would stay so: 190 MB of a worker's. Takes 10 ms in a thread. Does nothing where malloc is another one.
+    Freed memory is kept for reuse (`frames.keep_freed_memory`), but a heap enlarged by one long prompt would stay
+    large: 190 MB of a worker. Takes 10 ms in a thread. Does nothing with another malloc.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     while trim is not None:
@@ -50,7 +50,7 @@ async def return_memory() -> None:
 
 
 def check_files() -> None:
-    """Raises OSError where so few files may be open that a service could not start. To be asked first of all."""
+    """Raises OSError if the limit on open files is too low for a service to start. Call it first."""
     spare: list[int] = []
     try:
         for _ in range(_SPARE_FILES):
@@ -59,7 +59,7 @@ def check_files() -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise OSError(
             f"only {limit} open files are allowed, which leaves none for connections: raise the limit to 1024 or "
-            "more (ulimit -n, LimitNOFILE of systemd)"
+            "more (ulimit -n, or LimitNOFILE of systemd)"
         ) from error
     finally:
         for file in spare:
@@ -67,9 +67,9 @@ def check_files() -> None:
 
 
 def check_ports(addresses: Sequence[str], flag: str) -> None:
-    """Raises OSError where another program has one of these ports; `flag` names what else to say.
+    """Raises OSError if another program uses one of these ports; `flag` is the flag that sets them.
 
-    To be asked before what takes long. A service binds its ports when it can answer, and may still be told then.
+    Call it before slow steps of the start: a service binds its ports only when it is ready, and may still fail then.
     """
     for address in addresses:
         host, _, port = address.rpartition(":")
@@ -78,7 +78,7 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
         try:
             (family, *_, where), *_ = socket.getaddrinfo(host.strip("[]") or None, int(port), type=socket.SOCK_STREAM)
         except OSError:
-            continue  # for the server to say
+            continue  # the server reports it
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -87,12 +87,12 @@ def check_ports(addresses: Sequence[str], flag: str) -> None:
                 if error.errno != errno.EADDRINUSE:
                     continue
                 raise OSError(
-                    f"{address} is taken by another program: stop that one, or name another address by {flag}"
+                    f"{address} is in use by another program: stop it, or set another address with {flag}"
                 ) from error
 
 
 def listens(address: str) -> bool:
-    """Whether somebody accepts connections at host:port or unix:/path of this machine."""
+    """Whether a process accepts connections at host:port or unix:/path on this machine."""
     path = address.removeprefix("unix:")
     host, _, port = address.rpartition(":")
     with socket.socket(socket.AF_UNIX if path != address else socket.AF_INET) as probe:
@@ -105,7 +105,7 @@ def listens(address: str) -> bool:
 
 
 def say(line: str, stream: TextIO) -> None:
-    """Writes a line at once and in one piece. A full disk below the stream is no reason to end: then it is lost."""
+    """Writes a line at once and in one piece. If the stream's disk is full, the line is dropped."""
     with contextlib.suppress(OSError):
         stream.flush()
         os.write(stream.fileno(), f"{line}\n".encode())

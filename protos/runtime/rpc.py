@@ -1,4 +1,4 @@
-"""Serving and dialling: one way for all services, with limits, health, reflection, status mapping and drain."""
+"""gRPC servers and channels of all services: limits, health, reflection, status mapping and drain."""
 
 import asyncio
 import inspect
@@ -22,7 +22,7 @@ from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS
 log = logging.getLogger(__name__)
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"]
 
-# The largest single message: a document on its way in. KV travels in frames of 1 MiB.
+# The largest message is a document being ingested. KV is sent in frames of 1 MiB.
 MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -32,14 +32,13 @@ _CLIENT_OPTIONS = [
     *_OPTIONS,
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # A dead peer comes back within a second, not after gRPC's backoff of up to two minutes.
+    # Reconnect within a second; gRPC's default backoff is up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
-# What an application's calls to a gateway get: one that fails as UNAVAILABLE before anything came back is made again,
-# up to four times within about three seconds: what a connection to another gateway takes, or to one that was just
-# started. Where half of the last hundred calls failed so, each is made once. Delete is not among them: the second one
-# would say that there is no such thing.
+# Retries of clients of the gateway: a call that fails as UNAVAILABLE before the first response is retried up to four
+# times within about three seconds, enough to connect to another gateway or to one that has just started. If half of
+# the last hundred calls failed, there are no retries. Delete is not retried: a repeated call would fail as NOT_FOUND.
 _RETRIED = ("Ingest", "Precompute", "List", "Retrieve", "Generate", "Stats")
 _RETRIES = {
     "methodConfig": [
@@ -56,30 +55,30 @@ _RETRIES = {
     ],
     "retryThrottling": {"maxTokens": 100, "tokenRatio": 1},
 }
-# A socket of this machine costs nothing to try: what starts there is found at once.
+# Reconnecting to a local socket costs nothing, so a starting service is found at once.
 _LOCAL_BACKOFF = ("grpc.max_reconnect_backoff_ms", 200)
 _RETRYING_OPTIONS = [
     *_CLIENT_OPTIONS,
     ("grpc.service_config", json.dumps(_RETRIES)),
-    # A request that is larger than this is sent once; documents are the largest.
+    # Requests over this size are not retried; documents are the largest.
     ("grpc.per_rpc_retry_buffer_size", MAX_MESSAGE_BYTES),
 ]
 _SERVER_OPTIONS = [
     *_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-    # A caller whose machine vanished in the middle of a stream must not hold what was reserved for it.
+    # Frees what was reserved for a client whose machine vanished during a stream.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    # Calls that wait for the event loop: gRPC's default is to cancel some from 1,000 on and all from 3,000, without a
-    # hint. A service refuses by its own limits, and says when to try again.
+    # Calls that wait for the event loop. By default, gRPC cancels some above 1,000 and all above 3,000 without a
+    # retry delay; services refuse calls by their own limits, with a retry delay.
     ("grpc.server.max_pending_requests", 32_768),
     ("grpc.server.max_pending_requests_hard_limit", 65_536),
-    # Nor are they dropped for waiting: after 30 s by default, as INTERNAL. Their callers' deadlines end them.
+    # By default, calls that wait for 30 s fail as INTERNAL. Callers' deadlines end them instead.
     ("grpc.server_max_unrequested_time_in_server", 86_400),
-    # Without it two servers could share one port unnoticed.
+    # Otherwise two servers could share a port unnoticed.
     ("grpc.so_reuseport", 0),
 ]
-# A caller whose certificate is trusted no more keeps its connection for so long; its calls in flight end first.
+# Limits how long a client stays connected whose certificate is no longer trusted; calls in flight complete.
 _TLS_OPTIONS = [("grpc.max_connection_age_ms", 3_600_000)]
 
 Serialiser = Callable[[Any], bytes]
@@ -89,11 +88,13 @@ Deserialiser = Callable[[bytes], Any]
 def dial(
     address: str, *, tls: ClientTLS | None = None, traced: bool = True, name: str = "", retries: bool = False
 ) -> grpc.aio.Channel:
-    """An asynchronous channel to `host:port` or `unix:/path`; a unix socket is never encrypted.
+    """An asynchronous channel to `host:port` or `unix:/path`; unix sockets are never encrypted.
 
-    With `name` the certificate has to name that, and not the address. `retries`: calls of a gateway that could not be
-    delivered are made again.
-    Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call first.
+    Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call.
+
+    Args:
+        name: name that the server's certificate must have, instead of the address.
+        retries: whether undelivered calls of a gateway are retried.
     """
     interceptors = telemetry.client_interceptors() if traced else None
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
@@ -108,7 +109,7 @@ def dial(
 
 
 def dial_sync(address: str, *, tls: ClientTLS | None = None, retries: bool = False) -> grpc.Channel:
-    """A blocking channel as `dial` makes them."""
+    """A blocking channel with the options of `dial`."""
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
     if tls is None or address.startswith("unix:"):
         return grpc.insecure_channel(address, options=options)
@@ -121,7 +122,11 @@ def handlers(
     deserialisers: Mapping[str, Deserialiser] | None = None,
     serialisers: Mapping[str, Serialiser] | None = None,
 ) -> grpc.GenericRpcHandler:
-    """Binds a servicer's methods to a service by name; the two maps override (de)serialisation by method name."""
+    """Binds a servicer's methods to a service by name.
+
+    Args:
+        deserialisers, serialisers: overrides by method name.
+    """
     table = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
@@ -140,13 +145,13 @@ def handlers(
 
 
 class _Unreadable:
-    """What stands for a message that is none: a deserialiser that raises would make it UNKNOWN, with a traceback."""
+    """Stands for a malformed message: a deserialiser that raises would cause UNKNOWN and a traceback."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def refuse(self) -> NoReturn:
-        raise InvalidArgument(f"the request is no message of the method: {self._error}")
+        raise InvalidArgument(f"the request is malformed: {self._error}")
 
 
 def _reader(parse: Deserialiser) -> Deserialiser:
@@ -168,13 +173,13 @@ async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
-    """Turns a ServiceError into its status, and anything unforeseen into INTERNAL with a line in the log."""
+    """Turns a ServiceError into its status, and any other error into INTERNAL with a log record."""
 
     async def abort(error: Exception, context: grpc.aio.ServicerContext) -> None:
         telemetry.record_error(error)
         if isinstance(error, ServiceError):
             await context.abort(error.status, errors.details(error), errors.trailing_metadata(error))
-        log.exception("unforeseen error in %s", method.__qualname__)
+        log.exception("unexpected error in %s", method.__qualname__)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
     def readable(request: Any) -> Any:
@@ -199,12 +204,12 @@ def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) 
         except Exception as error:
             await abort(error, context)
 
-    # A coroutine that streams writes to the context itself.
+    # A coroutine that streams writes its responses to the context itself.
     return stream if streams and not inspect.iscoroutinefunction(method) else unary
 
 
 class _Health(health.aio.HealthServicer):
-    """The library's, which has no List."""
+    """The library's servicer lacks List."""
 
     async def List(self, request: health_pb2.HealthListRequest, context: object) -> health_pb2.HealthListResponse:
         """The status of every service that Check knows."""
@@ -215,15 +220,15 @@ class _Health(health.aio.HealthServicer):
 
 
 class Beside(Protocol):
-    """Another listener of the process, which serves and drains as its gRPC server does."""
+    """Another listener of the process that serves and drains together with the gRPC server."""
 
     name: str
 
     async def start(self) -> list[str]:
-        """Listens, and returns the addresses, a port 0 resolved. Raises OSError."""
+        """Starts to listen; returns the addresses, with port 0 resolved. Raises OSError."""
 
     async def stop(self, seconds: float) -> None:
-        """Takes no more calls; those in flight get `seconds`."""
+        """Refuses new calls; calls in flight may take `seconds` to complete."""
 
 
 async def serve(
@@ -240,15 +245,19 @@ async def serve(
     beside: Sequence[Beside] = (),
     failure: "asyncio.Future[None] | None" = None,
 ) -> None:
-    """Serves until SIGTERM or SIGINT, then drains: health turns NOT_SERVING, calls in flight get `drain_seconds`.
+    """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
-    Prints one line `<name> serving on <address> [<address>]` once it accepts calls; a port 0 is shown resolved.
-    With `tls` all ports speak TLS; unix sockets never do. `interceptors` run after those of telemetry. What serves
-    `beside` has a line of its own, after that one.
-    `on_stop` is given half of the drain's seconds, in which new calls
-    are still taken; `on_drain` runs when all calls have ended. Once `failure` has failed nothing can be served any
-    more: health turns NOT_SERVING, calls in flight end with UNAVAILABLE, neither of the two runs, and its error is
-    raised.
+    Prints one line `<name> serving on <address> [<address>]` once it accepts calls, with port 0 resolved, and one
+    line for each listener in `beside`.
+
+    Args:
+        on_stop: called with half of the drain's seconds, while new calls are still accepted.
+        on_drain: called after all calls have ended.
+        tls: applies to all ports, but not to unix sockets.
+        interceptors: run after those of telemetry.
+        beside: other listeners of the process.
+        failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
+            runs, and its error is raised.
 
     Raises:
         OSError: an address can't be bound, or a certificate can't be used.
@@ -259,7 +268,7 @@ async def serve(
         interceptors=[*telemetry.server_interceptors(), *interceptors],
         maximum_concurrent_rpcs=max_concurrent,
     )
-    from grpc_reflection.v1alpha import reflection, reflection_pb2  # which those who only call need not load
+    from grpc_reflection.v1alpha import reflection, reflection_pb2  # clients need not load it
 
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
@@ -279,14 +288,14 @@ async def serve(
     for listener, where in ((name, bound), *others):
         process.say(f"{listener} serving on {' '.join(where)}", sys.stdout)
     stopping = asyncio.create_task(stop.wait())
-    waited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
-    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    awaited: list[asyncio.Future[Any]] = [stopping, *([failure] if failure is not None else [])]
+    await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
     if failure is not None and failure.done():
         stopping.cancel()
         await checks.enter_graceful_shutdown()
         await asyncio.gather(server.stop(0), *(other.stop(0) for other in beside))
         failure.result()
-    log.info("%s drains for up to %g s", name, drain_seconds)
+    log.info("%s is draining for up to %g s", name, drain_seconds)
     await checks.enter_graceful_shutdown()
     if on_stop is not None:
         started = loop.time()
@@ -308,5 +317,5 @@ def _bind(server: grpc.aio.Server, address: str, credentials: grpc.ServerCredent
         else:
             port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise OSError(f"can't listen on {address}: is the address taken by another process?") from error
+        raise OSError(f"can't listen on {address}: is the address in use by another process?") from error
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"

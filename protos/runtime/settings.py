@@ -1,7 +1,7 @@
-"""Configuration as frozen dataclasses: defaults < file < environment < flags; unknown keys are errors.
+"""Configuration as frozen dataclasses, in ascending precedence: defaults, file, environment, flags.
 
-A field is declared once, with `setting(default, "what it does")`; the TOML table, the environment variable
-`FUSIONKV_<SECTION>_<FIELD>`, the flag `--<field>` and the line in `--help` all follow from it.
+A field is declared once, with `setting(default, "what it does")`; the TOML key, the environment variable
+`FUSIONKV_<SECTION>_<FIELD>`, the flag `--<field>` and the line in `--help` follow from it. Unknown keys are errors.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_MOST_PARTS = 16
-# At the beginning of a line, or within a table in a line.
-_LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MOST_PARTS}}}""", re.MULTILINE)
+_MAX_PARTS = 16
+# At the beginning of a line, or in an inline table.
+_LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MAX_PARTS}}}""", re.MULTILINE)
 _UNITS = {
     "": 1,
     "b": 1,
@@ -35,7 +35,7 @@ _UNITS = {
 
 
 class SettingsError(ValueError):
-    """A configuration that can't be used; the message names the key and where it came from."""
+    """An invalid configuration; the message names the key and its source."""
 
 
 def setting(
@@ -46,7 +46,7 @@ def setting(
 
 
 def parse_bytes(text: str) -> int:
-    """A size in bytes from "123", "64KiB", "1.5 GB"."""
+    """Parses a size in bytes: "123", "64KiB", "1.5 GB"."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise ValueError(f"not a size: {text!r} (write 512MiB, 4GiB or a number of bytes)")
@@ -54,7 +54,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """A size that parse_bytes reads back: "512MiB", or a number where no unit divides it."""
+    """Formats a size for parse_bytes: "512MiB", or a plain number if no unit divides it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size and size % _UNITS[unit.lower()] == 0:
             return f"{size // _UNITS[unit.lower()]}{unit}"
@@ -69,10 +69,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> T:
-    """Builds `cls` from the table `[section]` of a TOML file, the environment and the flags that were given.
+    """Builds `cls` from the table `[section]` of a TOML file, the environment and the flags.
 
     Raises:
-        SettingsError: an unknown key, a value of the wrong type or out of bounds, or a file that can't be read.
+        SettingsError: an unknown key, a value of the wrong type or out of bounds, or an unreadable file.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -101,7 +101,7 @@ def load(
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """One flag for each field, with its default from the dataclass in the help; absent flags stay None."""
+    """Adds a flag for each field, with its default in the help text; absent flags stay None."""
     hints = typing.get_type_hints(cls)
     for f in dataclasses.fields(cls):
         kind = plain(hints[f.name])
@@ -114,18 +114,18 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def toml(text: str) -> dict[str, Any]:
-    """A TOML document.
+    """Parses a TOML document.
 
     Raises:
-        ValueError: it is none, or has a key of too many parts: tomllib takes the square of their number in memory,
-            256 MB for one of 8,000.
+        ValueError: the document is malformed, or has a key of too many parts: tomllib's memory is quadratic in their
+            number, 256 MB for 8,000.
     """
     if _LONG_KEY.search(text):
-        raise ValueError(f"a key has more than {_MOST_PARTS} parts")
+        raise ValueError(f"a key has more than {_MAX_PARTS} parts")
     try:
         return tomllib.loads(text)
     except RecursionError as error:
-        raise ValueError("its values are nested too deeply") from error
+        raise ValueError("values are nested too deeply") from error
 
 
 def _file_table(file: Path | None, section: str) -> dict[str, Any]:
@@ -161,18 +161,18 @@ def _convert(field: dataclasses.Field[Any], hint: Any, value: Any, where: str) -
             result: Any = value if isinstance(value, bool) else _bool(str(value))
         elif kind is int:
             if isinstance(value, (bool, float)):
-                raise ValueError(f"not a whole number: {value!r}")
+                raise ValueError(f"not an integer: {value!r}")
             result = parse_bytes(str(value)) if field.metadata["bytes"] else int(value)
         elif kind is float:
             result = float(value)
             if not math.isfinite(result):
                 raise ValueError(f"not a finite number: {value!r}")
         elif kind is Path:
-            # Where a path may be absent, an empty one says so: the way to undo what a file says.
+            # An empty value resets an optional path that the file sets.
             result = None if value == "" and kind is not hint else Path(value).expanduser()
         else:
             result = str(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: ~somebody, who has no home here
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: `~user` without a home directory
         raise SettingsError(f"{where}: {error}") from error
     low, high = field.metadata["low"], field.metadata["high"]
     if (low is not None and result < low) or (high is not None and result > high):
@@ -187,27 +187,27 @@ def _bool(text: str) -> bool:
         return True
     if text.lower() in ("0", "false", "no", "off"):
         return False
-    raise ValueError(f"not a truth value: {text!r} (write true or false)")
+    raise ValueError(f"not a boolean: {text!r} (write true or false)")
 
 
 def positive(text: str) -> int:
-    """A flag's whole number of 1 or more, for argparse."""
+    """Parses a flag's integer of at least 1, for argparse."""
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError("must be 1 or more")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return value
 
 
 def share(text: str) -> float:
-    """A flag's share from 0 to less than 1, for argparse."""
+    """Parses a flag's share, from 0 to less than 1, for argparse."""
     value = float(text)
     if not 0.0 <= value < 1.0:
-        raise argparse.ArgumentTypeError("must be from 0 to less than 1")
+        raise argparse.ArgumentTypeError("must be at least 0 and less than 1")
     return value
 
 
 def shown(field: dataclasses.Field[Any]) -> str:
-    """The default of a field as a person would write it: "1GiB", "a,b", "none"."""
+    """A field's default as users write it: "1GiB", "a,b", "none"."""
     value = field.default
     if field.metadata["bytes"] and isinstance(value, int):
         return format_bytes(value)

@@ -1,4 +1,4 @@
-"""Text shortened before it is stored or asked about: sentences are left out, by TextRank of the library sumy."""
+"""Shortens text by whole sentences, ranked by TextRank of the library sumy."""
 
 import re
 from collections.abc import Sequence
@@ -6,17 +6,20 @@ from typing import Any
 
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
-# Behind the end of a sentence, or of a line; what stands between two sentences goes with the first one.
+# After the end of a sentence or a line; separators belong to the sentence before them.
 _BORDER = re.compile(r"(?<=[.!?])\s+|(?<=[\u3002\uff01\uff1f])|\n\s*")
 _WORD = re.compile(r"\w+")
-# Ranked together: the time goes with their square, and every part of a long text keeps its share.
-_TOGETHER = 100
+# Sentences ranked together: time is quadratic in their number, and every part of a long text keeps its share.
+_GROUP = 100
 
 
 def shorten(text: str, left_out: float) -> str:
-    """The text without this share of its characters, or a little more: the best whole sentences that fit, in order.
+    """Omits a share of a text's characters, or slightly more: keeps the best whole sentences that fit, in order.
 
-    One sentence of every hundred stays in any case. left_out: from 0 to less than 1.
+    At least one of every hundred sentences is kept.
+
+    Args:
+        left_out: the share to omit, from 0 to less than 1.
 
     Raises:
         FailedPrecondition: sumy is not installed.
@@ -27,8 +30,8 @@ def shorten(text: str, left_out: float) -> str:
     except ImportError as error:
         raise FailedPrecondition("shortening texts needs sumy: pip install 'fusionkv[compress]'") from error
     pieces, kept = _sentences(text), list[str]()
-    for start in range(0, len(pieces), _TOGETHER):
-        part = pieces[start : start + _TOGETHER]
+    for start in range(0, len(pieces), _GROUP):
+        part = pieces[start : start + _GROUP]
         choice = _Best([len(piece) for piece in part], left_out)
         sentences = [Sentence(piece, _Words()) for piece in part]
         TextRankSummarizer()(ObjectDocumentModel([Paragraph(sentences)]), choice)
@@ -37,7 +40,7 @@ def shorten(text: str, left_out: float) -> str:
 
 
 def _sentences(text: str) -> list[str]:
-    """The text in pieces that make it up again, none of them blank unless the text is."""
+    """Splits a text into sentences that concatenate to it; none is blank unless the text is."""
     pieces, start = list[str](), 0
     for match in _BORDER.finditer(text):
         if text[start : match.end()].strip() and text[match.end() :].strip():
@@ -47,7 +50,7 @@ def _sentences(text: str) -> list[str]:
 
 
 class _Words:
-    """What sumy asks of a tokenizer. Its own needs a file of nltk's from the network."""
+    """The tokenizer interface that sumy needs. Its own tokenizer downloads data of nltk."""
 
     @staticmethod
     def to_words(text: str) -> tuple[str, ...]:
@@ -55,7 +58,7 @@ class _Words:
 
 
 class _Best:
-    """Takes the best sentences as long as they fit. sumy hands over all of them, best first."""
+    """Selects the best sentences that fit. sumy passes all of them, best first."""
 
     def __init__(self, lengths: Sequence[int], left_out: float) -> None:
         self._lengths = lengths

@@ -1,4 +1,4 @@
-"""What files say, read anew when one of them changes: certificates, tokens and quotas rotate without a restart."""
+"""Values from files that are read again when a file changes: certificates, tokens and quotas, without a restart."""
 
 import logging
 import threading
@@ -9,43 +9,43 @@ from typing import Generic, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# A look is one stat a file, about 3 us each.
-_LOOK_SECONDS = 1.0
+# A check is one stat per file, about 3 us each.
+_CHECK_SECONDS = 1.0
 
 
 class BadFile(OSError):
-    """A file that can't be used. The message names it and never says what it holds."""
+    """A file that can't be used. The message names the file, but never quotes its content."""
 
 
 class Watched(Generic[T]):
-    """The value that `read()` makes of `files`, which raises BadFile where it can't. Safe for use by any thread."""
+    """The value that `read()` makes of `files`, which raises BadFile if it can't. Thread-safe."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
         """Reads the files for the first time.
 
         Raises:
-            BadFile: they can't be used.
+            BadFile: the files can't be used.
         """
         self._files = tuple(files)
         self._read = read
-        self._looking = threading.Lock()
+        self._checking = threading.Lock()
         self._stamp = self._stamps()
         self._value = read()
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
 
     @property
     def value(self) -> T:
-        """The newest value, at most a second old. Files that can't be used any more leave the last one in place."""
-        if time.monotonic() - self._looked >= _LOOK_SECONDS and self._looking.acquire(blocking=False):
+        """The latest value, at most a second old. If the files become invalid, the last valid value stays."""
+        if time.monotonic() - self._checked_at >= _CHECK_SECONDS and self._checking.acquire(blocking=False):
             try:
-                self._look()
+                self._check()
             finally:
-                self._looking.release()
+                self._checking.release()
         return self._value
 
-    def _look(self) -> None:
-        self._looked = time.monotonic()
-        # Taken before reading: files that change meanwhile are read again at the next look.
+    def _check(self) -> None:
+        self._checked_at = time.monotonic()
+        # Taken before reading: files that change meanwhile are read again at the next check.
         stamp = self._stamps()
         if stamp == self._stamp:
             return
@@ -54,34 +54,34 @@ class Watched(Generic[T]):
         try:
             self._value = self._read()
         except BadFile as error:
-            log.warning("%s changed and can't be used, the last good state stays: %s", names, error)
+            log.warning("%s changed but can't be used; keeping the last valid state: %s", names, error)
         else:
-            log.info("%s changed and was read anew", names)
+            log.info("%s changed and was read again", names)
 
     def _stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
         return tuple(_stamp(file) for file in self._files)
 
 
-def read_bytes(file: Path, what: str, most: int = 1 << 20) -> bytes:
-    """The whole of a file of at most `most` bytes.
+def read_bytes(file: Path, what: str, limit: int = 1 << 20) -> bytes:
+    """Reads a whole file of at most `limit` bytes.
 
     Raises:
-        BadFile: it can't be read, is empty, or is larger.
+        BadFile: the file can't be read, is empty, or is too large.
     """
     try:
         with file.open("rb") as stream:
-            data = stream.read(most + 1)
+            data = stream.read(limit + 1)
     except OSError as error:
         raise BadFile(f"can't read {what} {file}: {error.strerror}") from error
-    if not 0 < len(data) <= most:
-        raise BadFile(f"{what} {file} is {f'over {most} bytes' if data else 'empty'}")
+    if not 0 < len(data) <= limit:
+        raise BadFile(f"{what} {file} is {f'larger than {limit} bytes' if data else 'empty'}")
     return data
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
-    """Changes whenever the file does, also when it is replaced through a link, as Kubernetes does with secrets."""
+    """A value that changes with the file, also when a link to it is replaced, as Kubernetes does for secrets."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns

@@ -262,7 +262,7 @@ async def test_keys_are_rotated_without_a_restart(
     old = await signed()
     await old.fill(system, [a], question, tenant=tenant, ratio=0.0)
     write(key_file, OTHER, SECRET)
-    await until(lambda: noticed(old, caplog, "changed and was read anew"))
+    await until(lambda: noticed(old, caplog, "changed and was read again"))
     await old.fill(system, [a, b], question, tenant=tenant, ratio=0.0)
     first, second = await stranger.find([system, a]), await stranger.find([system, b])
     assert first is not None
@@ -273,10 +273,10 @@ async def test_keys_are_rotated_without_a_restart(
     answer = await (await signed()).ask(system, [a, b], question, tenant=tenant)
     assert figures(answer) == (2, 1), "the system prompt and A have the old key's"
     write(key_file, "no key")
-    await until(lambda: noticed(old, caplog, "can't be used, the last good state stays"))
+    await until(lambda: noticed(old, caplog, "can't be used; keeping the last valid state"))
     answer = await old.ask(*text.parts, tenant=tenant, ratio=0.0)
     assert answer.summary.entries_rejected == 0
-    with pytest.raises(BadFile, match=r"the signing keys .*: line 1 is no key of 64 hex digits"):
+    with pytest.raises(BadFile, match=r"the signing keys .*: line 1 is not a key of 64 hex digits"):
         await signed()
 
 

@@ -26,7 +26,7 @@ SQUARES = [
     (HTML, "lines in items"),
     (MARKDOWN, "deep items"),
 ]
-BUGS = ("the parser ended", "can't be parsed")
+BUGS = ("the parser crashed", "can't be parsed")
 
 
 class Measured:

@@ -33,7 +33,7 @@ from tests.gateway.test_http_limits import Served, ended, sent
 # Characters or bytes of the smallest input; the largest has four times as many.
 SMALL = 160_000 if SECONDS else 8_000
 DEADLINE = 10.0
-SEARCHED = conversation.MOST_QUESTION // (4 if SECONDS else 32)
+SEARCHED = conversation.MAX_QUESTION // (4 if SECONDS else 32)
 
 
 def grows(make: Mapping[str, Callable[[int], Any]], measure: growth.Measure[Any], n: int = SMALL) -> None:
@@ -106,7 +106,7 @@ def test_bytes(name: str) -> None:
 
 def test_names_and_page_tokens() -> None:
     def listed(token: str) -> str:
-        return page_tokens.last("tenant", "corpus", token, ingest.MOST_NAME)
+        return page_tokens.last("tenant", "corpus", token, ingest.MAX_NAME)
 
     def named(text: str) -> None:
         for check in (ingest.check_corpus, ingest.check_document, listed, conversation.check_question):
@@ -144,7 +144,7 @@ def test_files_of_tokens_and_quotas(kind: Callable[[Path], Any], tmp_path: Path)
 
 
 def test_words_of_a_question() -> None:
-    grows(shapes.TEXTS, growth.in_thread(milvus_rows.searched_for))
+    grows(shapes.TEXTS, growth.in_thread(milvus_rows.without_function_words))
 
 
 def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:

@@ -64,7 +64,7 @@ class Running:
         # Not all of the log each time: after 10,000 inputs that takes longer than a call.
         said = service.lines(self._read[name])
         self._read[name] += len(said)
-        assert not any("unforeseen error" in line for line in said), service.log[-5000:]
+        assert not any("unexpected error" in line for line in said), service.log[-5000:]
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ def test_every_method_of_the_gateway_has_its_roles() -> None:
 
 @pytest.mark.parametrize("method", [m.name for m in SERVICE.methods])
 def test_a_method_wants_a_token_of_its_roles(channel: grpc.Channel, method: str) -> None:
-    missing = "a bearer token is needed: send metadata `authorization: Bearer <token>`"
+    missing = "a bearer token is required: send the metadata `authorization: Bearer <token>`"
     assert call(channel, method) == (grpc.StatusCode.UNAUTHENTICATED, missing)
     wrong = call(channel, method, bearer(secrets.token_urlsafe(32)))
     assert wrong == (grpc.StatusCode.UNAUTHENTICATED, "the token is not valid")
@@ -87,7 +87,7 @@ def test_a_method_wants_a_token_of_its_roles(channel: grpc.Channel, method: str)
             assert status not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
         else:
             assert status is grpc.StatusCode.PERMISSION_DENIED
-            assert re.fullmatch(rf"the role {role} may not call {method}; (app and )?operator may", said)
+            assert re.fullmatch(rf"the role {role} may not call {method}; allowed: (app and )?operator", said)
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_both_clients_carry_a_token(gateway: Any, tmp_path: Path) -> None:
             assert await asynchronous.list() == []
             with pytest.raises(NotFound):
                 await asynchronous.delete("none")
-    with Client(gateway.address) as client, pytest.raises(Unauthenticated, match="a bearer token is needed"):
+    with Client(gateway.address) as client, pytest.raises(Unauthenticated, match="a bearer token is required"):
         client.list()
     with Client(gateway.address, token=TOKENS[Role.APP]) as client, pytest.raises(PermissionDenied):
         client.stats()
@@ -166,7 +166,7 @@ def test_a_token_that_is_added_works_and_one_that_is_removed_does_not(launch: La
         held.write_text(new)
         wait_until(lambda: admitted(client))
         tokens.write_text("broken [")
-        gateway_said = "the last good state stays"
+        gateway_said = "keeping the last valid state"
         while gateway_said not in gateway.log:
             client.list()
         assert new not in gateway.log
@@ -183,15 +183,21 @@ def admitted(client: Client) -> bool:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("broken [", "no TOML"),
+        ("broken [", "not valid TOML"),
         ("", "empty"),
-        ("a = 1", r"\[\[token\]\] tables and nothing else"),
-        (token_entry("t", "app").replace('role = "app"', ""), "not exactly these texts: name, role, sha256, tenant"),
-        (token_entry("t", "root"), "none of the roles app, operator, worker"),
-        (token_entry("t", "app", "../x"), "bad tenant"),
-        (token_entry("t", "app", ""), "bad tenant"),
-        (re.sub(r'sha256 = ".*"', 'sha256 = "plain-token-by-mistake"', token_entry("t", "app")), "no SHA-256 of 64"),
-        (token_entry("t", "app") + token_entry("t", "operator"), "two of them have one sha256"),
+        ("a = 1", r"only \[\[token\]\] tables are allowed"),
+        (
+            token_entry("t", "app").replace('role = "app"', ""),
+            "exactly these string fields: name, role, sha256, tenant",
+        ),
+        (token_entry("t", "root"), "one of the roles app, operator, worker"),
+        (token_entry("t", "app", "../x"), "invalid tenant"),
+        (token_entry("t", "app", ""), "invalid tenant"),
+        (
+            re.sub(r'sha256 = ".*"', 'sha256 = "plain-token-by-mistake"', token_entry("t", "app")),
+            "a sha256 of 64 hexadecimal digits",
+        ),
+        (token_entry("t", "app") + token_entry("t", "operator"), "two tokens have the same sha256"),
     ],
 )
 def test_a_bad_file_of_tokens_is_refused_and_not_quoted(tmp_path: Path, text: str, said: str) -> None:

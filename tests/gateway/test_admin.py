@@ -12,7 +12,7 @@ from bs4 import BeautifulSoup
 
 from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Explanation
-from fusionkv.gateway.history import History, Kept
+from fusionkv.gateway.history import History, Record
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from tests.services import Launch, start_cache, start_gateway, start_worker, token_entry, token_flags
@@ -163,7 +163,7 @@ def test_the_pages_in_a_browser(gateway: Any, chromium: str) -> None:
     assert len(set(found["desk"]["answers"])) == 2
     assert QUESTION in found["text"]
     assert "full_attention, ratio 1" in found["text"]
-    assert "Full attention was asked afterwards, over the same chunks." in found["text"]
+    assert "Full attention answered afterwards, over the same chunks." in found["text"]
     assert found["ground"] == "rgb(16, 21, 27)"
     assert len(listed(gateway)) == 3, "the comparison is no answer of its own"
     first = BeautifulSoup(get(gateway, "/").text, "html.parser").select_one(".q")
@@ -181,14 +181,14 @@ def test_pages_need_their_address_and_the_library_alone(launch: Launch, tmp_path
     assert ADMIN not in start_gateway(launch, tmp_path, None).addresses
 
 
-def kept(tenant: str, size: int) -> Kept:
-    made = Kept(tenant, pb.GenerateRequest(question="x" * size))
+def kept(tenant: str, size: int) -> Record:
+    made = Record(tenant, pb.GenerateRequest(question="x" * size))
     made.add(pb.GenerateResponse(summary=Summary(recipe="prophetkv")))
     return made
 
 
 def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
-    history = History(most=2, most_bytes=10_000)
+    history = History(limit=2, max_bytes=10_000)
     first, second, third, other = kept("a", 100), kept("a", 100), kept("a", 100), kept("b", 100)
     for each in (first, second, other, third):
         history.keep(each)
@@ -206,7 +206,7 @@ def test_a_history_is_bounded_by_tenant_and_in_bytes() -> None:
 
 
 def test_answers_by_full_attention_count() -> None:
-    history = History(most=2, most_bytes=10_000)
+    history = History(limit=2, max_bytes=10_000)
     gone, first, second = kept("a", 100), kept("b", 100), kept("a", 100)
     for each in (first, second):
         history.keep(each)

@@ -36,7 +36,7 @@ def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
 
 
 def test_what_is_no_document_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="can't tell its media type"):
+    with pytest.raises(InvalidArgument, match="the media type is unknown"):
         brief.document("a.exe", TEXT.encode(), "", 0.5)
 
 

@@ -92,7 +92,7 @@ def test_data_and_corpus_exclude_each_other(
     monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--data", "f"])
     with pytest.raises(SystemExit):
         check_corpus.main()
-    assert "--data and --corpus exclude each other" in capsys.readouterr().err
+    assert "--data and --corpus can't be combined" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

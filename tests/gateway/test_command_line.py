@@ -52,7 +52,7 @@ def test_two_documents_of_one_name_are_an_error(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("path", "error"),
-    [("nothing", "does not exist"), ("*.doc", "does not exist"), (".hidden/x", "holds no document")],
+    [("nothing", "does not exist"), ("*.doc", "does not exist"), (".hidden/x", "contains no documents")],
 )
 def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: str) -> None:
     (folder / ".hidden/x").mkdir(exist_ok=True)
@@ -63,7 +63,7 @@ def test_a_path_without_documents_is_an_error(folder: Path, path: str, error: st
 def test_standard_input_needs_a_name_and_a_name_is_for_one_file(folder: Path) -> None:
     assert find(["-"], "", "notes.md") == {"notes.md": Path("-")}
     assert find([str(folder / "a.txt")], "", "notes.md") == {"notes.md": folder / "a.txt"}
-    with pytest.raises(UsageError, match=r"standard input .* needs a --name"):
+    with pytest.raises(UsageError, match=r"standard input .* needs --name"):
         find(["-"], "")
     with pytest.raises(UsageError, match=r"would both be document 'notes.md': ingest them separately, with --name"):
         find([str(folder)], "", "notes.md")
@@ -143,7 +143,7 @@ async def test_an_answer_that_comes_without_its_explanation_is_told(
         await server.stop(None)
     said = capsys.readouterr()
     assert said.out == "42"
-    assert "page.html is not written" in said.err.splitlines()[-1]
+    assert "page.html was not written" in said.err.splitlines()[-1]
     assert not (tmp_path / "page.html").exists()
 
 
@@ -164,12 +164,12 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
 @pytest.mark.parametrize(
     ("flags", "error"),
     [
-        ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be under chunk_tokens"),
-        ({"top_k": "300"}, "top_k .300. is over max_top_k"),
-        ({"max_ingest_bytes": "1MiB"}, "max_document_bytes is over max_ingest_bytes"),
-        ({"workers": ""}, "names no fusion worker"),
+        ({"chunk_tokens": "100", "overlap_tokens": "100"}, "overlap_tokens .100. must be less than chunk_tokens"),
+        ({"top_k": "300"}, "top_k .300. exceeds max_top_k"),
+        ({"max_ingest_bytes": "1MiB"}, "max_document_bytes exceeds max_ingest_bytes"),
+        ({"workers": ""}, "must name at least one fusion worker"),
         ({"dense_weight": "1.5"}, "--dense-weight"),
-        ({"language": "klingon"}, "language 'klingon' is none of arabic, "),
+        ({"language": "klingon"}, "language 'klingon' is not one of arabic, "),
     ],
 )
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:

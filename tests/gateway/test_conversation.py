@@ -37,21 +37,27 @@ def test_messages_of_one_role_that_follow_each_other_are_one_turn() -> None:
     [
         (pb.GenerateRequest(), "the question is empty"),
         (pb.GenerateRequest(question=" \n"), "the question is empty"),
-        (pb.GenerateRequest(question="q", messages=[pb.Message()]), "both a question and messages"),
-        (pb.GenerateRequest(messages=[pb.Message(text="x")]), "message 0 has no role"),
-        (pb.GenerateRequest(messages=[pb.Message(role=9, text="x")]), "message 0 has no role"),
-        (pb.GenerateRequest(messages=[pb.Message(role=pb.ROLE_SYSTEM, text="x")]), "last message must be the user's"),
+        (pb.GenerateRequest(question="q", messages=[pb.Message()]), "either a question or messages, not both"),
+        (pb.GenerateRequest(messages=[pb.Message(text="x")]), "message 0 has none of the roles"),
+        (pb.GenerateRequest(messages=[pb.Message(role=9, text="x")]), "message 0 has none of the roles"),
+        (
+            pb.GenerateRequest(messages=[pb.Message(role=pb.ROLE_SYSTEM, text="x")]),
+            "last message must have the role user",
+        ),
         (pb.GenerateRequest(messages=[pb.Message(role=pb.ROLE_USER)]), "last message is empty"),
-        (pb.GenerateRequest(messages=[pb.Message(role=pb.ROLE_ASSISTANT, text="x")]), "the user speaks first"),
+        (
+            pb.GenerateRequest(messages=[pb.Message(role=pb.ROLE_ASSISTANT, text="x")]),
+            "the first turn must be the user's",
+        ),
         (
             pb.GenerateRequest(system="s", messages=[pb.Message(role=r, text="x") for r in (1, 2)]),
-            "system prompt is given twice",
+            "system prompt is given both as a field and as a message",
         ),
         (
             pb.GenerateRequest(messages=[pb.Message(role=r, text="x" * 30_000) for r in (2, 3, 2)]),
-            "the conversation has 90000 characters; at most 65536",
+            "the conversation has 90000 characters; the maximum is 65536",
         ),
-        (pb.GenerateRequest(messages=[pb.Message()] * 1025), "1025 messages are given; at most 1024"),
+        (pb.GenerateRequest(messages=[pb.Message()] * 1025), "1025 messages are given; the maximum is 1024"),
         (pb.GenerateRequest(question="q", system="x" * 65_537), "the system prompt has 65537 characters"),
     ],
 )
@@ -61,7 +67,7 @@ def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: s
 
 
 def test_the_last_message_must_be_the_users() -> None:
-    with pytest.raises(InvalidArgument, match="last message must be the user's"):
+    with pytest.raises(InvalidArgument, match="last message must have the role user"):
         read(("user", "Who?"), ("assistant", "He."))
     with pytest.raises(InvalidArgument, match="role 'tool'; known: system, user, assistant"):
         read(("tool", "x"))

@@ -133,7 +133,9 @@ async def test_of_a_later_version_they_are_refused_and_stay(
     await engine.close()
     await change(tmp_path)
     before = everything(tmp_path)
-    with pytest.raises(OSError, match=r"corpus 'c' can't be read: .* start the version that wrote it") as refused:
+    with pytest.raises(
+        OSError, match=r"corpus 'c' can't be read: .* use the version of FusionKV that wrote it"
+    ) as refused:
         await EmbeddedRetrieval.open(tmp_path)
     assert "later version" in str(refused.value) or change is later_lance
     assert everything(tmp_path) == before

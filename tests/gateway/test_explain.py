@@ -87,13 +87,13 @@ def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
 def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
     assert soup.select(".saved")[0].text == (
-        "100 of 120 context tokens were not computed again: "
-        "the first token came 2.5 times as fast as with full attention."
+        "100 of 120 context tokens were not recomputed; "
+        "the first token came 2.5 times sooner than with full attention."
     )
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
-    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "another answer"]
-    assert [each.text for each in soup.select(".notice")] == [f"Full attention has answered: it strays {EVIL}"]
+    assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "different answer"]
+    assert [each.text for each in soup.select(".notice")] == [f"Answered by full attention instead: it strays {EVIL}"]
     verdicts = [[cell.text for cell in row.select("td")] for row in soup.select(".verdicts tr")[1:]]
     assert verdicts == [["fusionrag", "0.15", "safe", f"it holds {EVIL}"], ["ape", "0", "unsafe", "it strays"]]
     before, first, second, behind = soup.select("details")

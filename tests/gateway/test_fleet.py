@@ -45,12 +45,12 @@ async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given the request unasked; then nothing comes."""
-    monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0)
+    monkeypatch.setattr(fleet, "_FRESH_SECONDS", 600.0)
     processes = {w.address: w for w in (start_worker(launch, tiny_model) for _ in range(2))}
     pool = workers.WorkerPool([*processes])
     await until(lambda: all(member.client.connected for member in pool._fleet.members))
     for member in pool._fleet.members:
-        member.answered()
+        member.record_reply()
     question, sampling = pb.Tokens(ids=[1, 2, 3]), pb.Sampling(max_tokens=2)
     request = pb.GenerateRequest(question=question, sampling=sampling, recipe="full_attention", ratio=1.0)
     first, _ = await pool._order({})
@@ -63,7 +63,7 @@ async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
     finally:
         process.send_signal(signal.SIGCONT)
     assert answer[-1].summary.tokens_generated == 2
-    assert first.suspect
+    assert first.deprioritised
     assert first.in_flight == 0
     await pool.close()
 
@@ -78,12 +78,12 @@ async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     cache = start_cache(launch, tmp_path)
     started = [start_worker(launch, tiny_model, cache=cache) for _ in range(2)]
     processes = {worker.address: worker for worker in started}
-    monkeypatch.setattr(fleet, "_HEARD_SECONDS", 600.0 if heard else 0.0)
-    monkeypatch.setattr(fleet, "_LEAST_SUSPECT", 600.0)
+    monkeypatch.setattr(fleet, "_FRESH_SECONDS", 600.0 if heard else 0.0)
+    monkeypatch.setattr(fleet, "_MIN_BACKOFF", 600.0)
     pool = workers.WorkerPool([*processes])
     await until(lambda: all(member.client.connected for member in pool._fleet.members))
     for member in pool._fleet.members:
-        member.answered()
+        member.record_reply()
     first, _ = await pool._order({})
     chunk, mode = pb.Tokens(ids=[1, 2, 3]), pb.EncodeRequest.MODE_NEIGHBOURS
     process = processes[first.client.address].process
@@ -91,7 +91,7 @@ async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
     try:
         encoded = await pool.encode(pb.EncodeRequest(chunk=chunk, mode=mode))
         # And not when its connection ended, after 40 s.
-        assert first.suspect
+        assert first.deprioritised
     finally:
         process.send_signal(signal.SIGCONT)
     assert not encoded.existed
@@ -105,7 +105,7 @@ async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureF
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
         async with asyncio.timeout(60):
             await pool.model()
-    assert "can't look up the workers of dns:a..b:7071" in caplog.text
+    assert "can't resolve dns:a..b:7071" in caplog.text
     assert not any(task.done() for task in pool._fleet._resolving)
     await pool.close()
 
@@ -144,7 +144,7 @@ def test_workers_of_a_name_come_and_go(
         assert client.ask("c", "a question?", max_tokens=2).summary.tokens_generated == 2
         assert client.stats().worker == second.address
         file.write_text("127.0.0.1 localhost\n")
-        gateway.wait_for_line("those that are known stay")
+        gateway.wait_for_line("keeping its known workers")
         assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
 
 

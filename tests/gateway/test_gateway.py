@@ -166,15 +166,15 @@ def test_stats_count(client: Client, stack: Any) -> None:
 
 QUESTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"corpus": "nowhere"}, NotFound, "no corpus 'nowhere'"),
-    ({"corpus": "../x"}, InvalidArgument, "bad corpus name"),
+    ({"corpus": "../x"}, InvalidArgument, "invalid corpus name"),
     ({"recipe": "magic"}, InvalidArgument, "unknown recipe 'magic'; known: .*prophetkv"),
-    ({"ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be in 0..1"),
+    ({"ratio": 1.5}, InvalidArgument, "ratio is 1.5: it must be from 0 to 1"),
     ({"question": ""}, InvalidArgument, "the question is empty"),
-    ({"question": "x" * 70_000}, InvalidArgument, "the question has 70000 characters; at most 65536"),
-    ({"question": "long " * 500}, InvalidArgument, r"the prompt has \d+ tokens .* the model takes 2048"),
-    ({"max_tokens": 5000}, InvalidArgument, "asks for 5000 more; the model takes 2048"),
-    ({"top_k": 129}, InvalidArgument, "top_k is 129: at most 128"),
-    ({"top_k": -1}, InvalidArgument, "bad option"),
+    ({"question": "x" * 70_000}, InvalidArgument, "the question has 70000 characters; the maximum is 65536"),
+    ({"question": "long " * 500}, InvalidArgument, r"the prompt has \d+ tokens .* the model's maximum is 2048"),
+    ({"max_tokens": 5000}, InvalidArgument, "and 5000 more are requested; the model's maximum is 2048"),
+    ({"top_k": 129}, InvalidArgument, "top_k is 129: the maximum is 128"),
+    ({"top_k": -1}, InvalidArgument, "invalid option"),
     ({"order": "random"}, InvalidArgument, "unknown order 'random'"),
 ]
 
@@ -192,16 +192,16 @@ def test_a_bad_question_is_refused_and_the_next_one_answered(
 
 
 DOCUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"corpus": "bad name"}, "bad corpus name 'bad name'"),
-    ({"corpus": ""}, "bad corpus name"),
-    ({"corpus": "x" * 65}, "bad corpus name"),
-    ({"name": ""}, "bad document name"),
-    ({"name": "a\nb.txt"}, "bad document name"),
+    ({"corpus": "bad name"}, "invalid corpus name 'bad name'"),
+    ({"corpus": ""}, "invalid corpus name"),
+    ({"corpus": "x" * 65}, "invalid corpus name"),
+    ({"name": ""}, "invalid document name"),
+    ({"name": "a\nb.txt"}, "invalid document name"),
     ({"name": "x" * 513}, "1 to 512 printable characters"),
-    ({"name": "a.exe"}, "can't tell its media type"),
+    ({"name": "a.exe"}, "the media type is unknown"),
     ({"media_type": "video/mp4"}, "unknown media type 'video/mp4'"),
-    ({"content": b"x" * (65 << 10)}, "66560 bytes; at most 65536"),
-    ({"content": b"long words " * 5000}, "chunks; at most 200"),
+    ({"content": b"x" * (65 << 10)}, "66560 bytes; the maximum is 65536"),
+    ({"content": b"long words " * 5000}, "chunks; the maximum is 200"),
     ({"content": b"\xff\xfe"}, "not UTF-8"),
     ({"content": b""}, "no text"),
     ({"name": "a.jsonl", "content": b'"a"\n{"text"'}, "line 2 is not JSON"),

@@ -183,9 +183,9 @@ async def test_json_lines_are_many_documents(rig: Rig) -> None:
     ("content", "message"),
     [
         ('{"id": "x", "text": "a"}\n\n{"id": "x", "text": "b"}', "lines 11 and 13 have the same id 'x'"),
-        ('{"id": "x\\n", "text": "a"}', "line 11: bad document name"),
+        ('{"id": "x\\n", "text": "a"}', "line 11: invalid document name"),
         ('"a"\n{"text"', "line 12 is not JSON"),
-        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room beside the template, a title"),
+        (f'"a"\n{{"text": "b", "title": "{"long " * 40}"}}', "leaves no room for text beside the template, a title"),
     ],
 )
 async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, message: str) -> None:
@@ -197,7 +197,7 @@ async def test_lines_that_are_refused_leave_nothing(rig: Rig, content: str, mess
 
 async def test_a_document_of_another_source_is_not_replaced_silently(rig: Rig) -> None:
     await rig.ingest("readme.md", "of the first", source="/a/readme.md")
-    with pytest.raises(AlreadyExists, match=r"'readme.md' of corpus 'c' came from /a/readme.md, and .*--replace"):
+    with pytest.raises(AlreadyExists, match=r"'readme.md' of corpus 'c' came from /a/readme.md, but .*--replace"):
         await rig.ingest("readme.md", "of the second", source="/b/readme.md")
     line = json.dumps({"id": "readme.md", "text": "of a line"})
     with pytest.raises(AlreadyExists):
@@ -214,7 +214,7 @@ async def test_bad_metadata_is_refused(rig: Rig) -> None:
     for metadata in ({"a=b": "x"}, {"": "x"}, {"a": "x" * 5000}):
         with pytest.raises(InvalidArgument, match="metadata"):
             await rig.ingest("d.txt", "text", metadata=metadata)
-    with pytest.raises(InvalidArgument, match="a filter has at most 16 pairs"):
+    with pytest.raises(InvalidArgument, match="a filter takes at most 16 pairs"):
         plan.check_filter({str(i): "x" for i in range(17)})
 
 
@@ -263,10 +263,10 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
         model.name = "another model"
         rig.workers.vocabulary = Vocabulary(model)
     expected = [
-        "embeddings of no model, and the gateway embeds by topics",
-        "embeddings of topics, and the gateway embeds by other",
+        "no embeddings, but the gateway's embedder is topics",
+        "embeddings of topics, but the gateway's embedder is other",
         "another prompt template",
-        "embeddings of other, and the gateway has no embedder",
+        "embeddings of other, but the gateway has no embedder",
     ]
     for rig, told in zip(rigs, expected, strict=True):
         for call in (rig.retrieve("lake"), rig.ingest("c.txt", "text")):

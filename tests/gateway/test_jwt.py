@@ -277,7 +277,7 @@ async def test_known_keys_outlive_a_failing_issuer_for_an_hour(issuer: Issuer, s
         assert keys._fetching is not None
         await keys._fetching  # which the caller does not wait for
     now += 320
-    with pytest.raises(Unavailable, match="can't be fetched now") as raised:
+    with pytest.raises(Unavailable, match="can't be fetched at the moment") as raised:
         await verifier.caller(signer.token())
     assert raised.value.retry_after
 

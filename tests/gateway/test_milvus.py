@@ -16,7 +16,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
-from fusionkv.gateway.retrieval.circuit import LEAST_SECONDS, REST_SECONDS
+from fusionkv.gateway.retrieval.circuit import MIN_SECONDS, REST_SECONDS
 from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
@@ -117,7 +117,7 @@ async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
 async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> None:
     """A few find out; then calls are refused at once, but for a trial now and then, until one is answered."""
 
-    async def seconds(expected: str, given: float = 2 * LEAST_SECONDS) -> float:
+    async def seconds(expected: str, given: float = 2 * MIN_SECONDS) -> float:
         began = time.monotonic()
         with within(given), pytest.raises(Unavailable, match=expected):
             await engine.corpora()
@@ -128,15 +128,15 @@ async def test_nobody_waits_for_a_milvus_that_stands_still(tmp_path: Path) -> No
         await put(engine, "c", "d", "text")
         process.send_signal(signal.SIGSTOP)
         for _ in range(5):
-            assert await seconds("Milvus: ", LEAST_SECONDS / 4) >= LEAST_SECONDS / 5  # in a hurry: says nothing
+            assert await seconds("Milvus: ", MIN_SECONDS / 4) >= MIN_SECONDS / 5  # in a hurry: says nothing
         for _ in range(3):
-            assert await seconds("Milvus: ") >= LEAST_SECONDS
+            assert await seconds("Milvus: ") >= MIN_SECONDS
         for _ in range(20):
-            assert await seconds("has not answered 3 calls in a row") < LEAST_SECONDS
+            assert await seconds("did not answer the last 3 calls") < MIN_SECONDS
         await asyncio.sleep(REST_SECONDS)
-        trial, *others = await asyncio.gather(seconds("Milvus: "), *(seconds("not answered") for _ in range(5)))
-        assert trial >= LEAST_SECONDS
-        assert max(others) < LEAST_SECONDS
+        trial, *others = await asyncio.gather(seconds("Milvus: "), *(seconds("did not answer") for _ in range(5)))
+        assert trial >= MIN_SECONDS
+        assert max(others) < MIN_SECONDS
         process.send_signal(signal.SIGCONT)
         await asyncio.sleep(REST_SECONDS)
         assert [item.name for item in await engine.corpora()] == ["c"]
@@ -167,7 +167,7 @@ async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatc
     assert told[0] < 20
     assert told[-1] < told[0]
     told.clear()
-    with within(0), pytest.raises(Unavailable, match="no time is left"):
+    with within(0), pytest.raises(Unavailable, match="the deadline passed before the call began"):
         await texts(engine, "c", "text")
     assert told == []
 
@@ -189,7 +189,7 @@ async def test_a_list_ends_with_its_time_however_many_pages_are_left(
             pass
 
     monkeypatch.setattr(engine._milvus._client, "query_iterator", lambda *_, **__: Pages())
-    with within(1), pytest.raises(Unavailable, match="no time is left for the rest"):
+    with within(1), pytest.raises(Unavailable, match="the deadline passed before all documents were read"):
         await engine.documents("c")
     assert 0 < len(read) < 400
 
@@ -216,12 +216,12 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
     leave = asyncio.Event()
 
     async def together(name: str) -> None:
-        async with gate.together():
+        async with gate.shared():
             seen.append(name)
             await leave.wait()
 
     async def alone() -> None:
-        async with gate.alone():
+        async with gate.exclusive():
             seen.append("alone")
             assert gate._inside == 0
 
@@ -256,9 +256,9 @@ def test_two_gateways_answer_from_one_milvus(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--milvus-url", "http://127.0.0.1:1"), "Milvus can't be used: "),
+        (("--milvus-url", "http://127.0.0.1:1"), "can't connect to Milvus: "),
         (("--milvus-url", "there:19530"), "milvus_url must begin with http:// or https://"),
-        (("--milvus-token", "file"), "milvus_token is for a milvus_url"),
+        (("--milvus-token", "file"), "milvus_token needs milvus_url"),
     ],
 )
 def test_a_gateway_that_cannot_use_it_says_so(flags: tuple[str, ...], message: str) -> None:

@@ -212,8 +212,8 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [
-        (b"{", None, "no JSON"),
-        (b'{"temperature": NaN}', None, "no JSON"),
+        (b"{", None, "not valid JSON"),
+        (b'{"temperature": NaN}', None, "not valid JSON"),
         ({"mesages": []}, "mesages", "unknown field"),
         ({"model": "notes@7"}, None, "ratio is 7"),
         ({"model": None}, None, "neither a corpus nor passages"),
@@ -373,10 +373,10 @@ def test_embeddings_are_those_of_retrieval(embedding: Any) -> None:
         assert sum(x * x for x in plain.data[0].embedding) == pytest.approx(1, abs=1e-5)
         assert (found.model.partition("@")[0], found.usage.prompt_tokens) == ("tiny", 8)
         wrong: list[tuple[dict[str, Any], str]] = [
-            ({"model": "ada"}, "no model 'ada' of embeddings; there is tiny@"),
-            ({"input": []}, "input must be a text"),
-            ({"input": [[1, 2]]}, "input must be a text"),
-            ({"dimensions": 3}, "have 16 dimensions"),
+            ({"model": "ada"}, "unknown embedding model 'ada'; known: tiny@"),
+            ({"input": []}, "input must be a string"),
+            ({"input": [[1, 2]]}, "input must be a string"),
+            ({"dimensions": 3}, "supports only 16 dimensions"),
             ({"encoding_format": "x"}, "encoding_format must be"),
             ({"extra_body": {"more": 1}}, "unknown field 'more'"),
         ]

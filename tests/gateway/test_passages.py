@@ -114,7 +114,7 @@ def test_answers_over_passages_are_explained_to_operators(stack: Any, launch: An
     link = listed.select_one("a.card")
     assert link is not None
     assert "Which user?" in link.text
-    assert "own passages" in link.text
+    assert "given passages" in link.text
     page = f"http://{address}/{link['href']}"
     assert httpx2.post(f"{page}/full", timeout=60).status_code == 303
     shown = BeautifulSoup(httpx2.get(page).text, "html.parser").text
@@ -124,10 +124,10 @@ def test_answers_over_passages_are_explained_to_operators(stack: Any, launch: An
 @pytest.mark.parametrize(
     ("asked", "error"),
     [
-        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; at most 128 are taken"),
-        ({"passages": ["x" * 2100], "question": "q"}, "the model takes 2048 together"),
-        ({"passages": [7], "question": "q"}, "bad option"),
-        ({"passages": ["x"], "messages": [{"role": "user", "content": 7}]}, "bad option"),
+        ({"passages": ["x"] * 129, "question": "q"}, "129 passages are given; the maximum is 128"),
+        ({"passages": ["x" * 2100], "question": "q"}, "the model's maximum is 2048 in total"),
+        ({"passages": [7], "question": "q"}, "invalid option"),
+        ({"passages": ["x"], "messages": [{"role": "user", "content": 7}]}, "invalid option"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(client: Client, asked: dict[str, Any], error: str) -> None:

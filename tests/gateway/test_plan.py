@@ -104,9 +104,9 @@ def test_a_recipe_and_its_modifiers(name: str, neighbours: int) -> None:
     [
         ("far", "unknown recipe 'far'; known: plain, near, full"),
         ("", "unknown recipe ''"),
-        ("plain+far", "unknown modifier 'far' of a recipe; known: window, near, versions"),
-        ("plain+", "unknown modifier ''"),
-        ("plain+near(", "unknown modifier 'near\\('"),
+        ("plain+far", "unknown recipe modifier 'far'; known: window, near, versions"),
+        ("plain+", "unknown recipe modifier ''"),
+        ("plain+near(", "unknown recipe modifier 'near\\('"),
     ],
 )
 def test_recipes_that_are_none(name: str, message: str) -> None:
@@ -173,7 +173,7 @@ def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error"),
     [
-        ({"ratio": 1.01}, r"ratio is 1.01: it must be in 0..1"),
+        ({"ratio": 1.01}, r"ratio is 1.01: it must be from 0 to 1"),
         ({"ratio": -0.1}, "ratio is -0.1"),
         ({"ratio": NAN}, "ratio is nan"),
         ({"sampling": pb.Sampling(temperature=-1)}, "temperature is -1"),
@@ -185,9 +185,9 @@ def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
         ({"corpus": ""}, "neither a corpus nor passages are given"),
         ({"passages": [ONE]}, "both a corpus and passages are given"),
         ({"query": " "}, "query is empty"),
-        ({"corpus": "", "passages": [ONE], "query": "q"}, "query, top_k and filter are for a corpus"),
-        ({"corpus": "", "passages": [ONE], "top_k": 1}, "query, top_k and filter are for a corpus"),
-        ({"corpus": "", "passages": [ONE] * 3}, "3 passages are given; at most 2 are taken"),
+        ({"corpus": "", "passages": [ONE], "query": "q"}, "query, top_k and filter apply to a corpus only"),
+        ({"corpus": "", "passages": [ONE], "top_k": 1}, "query, top_k and filter apply to a corpus only"),
+        ({"corpus": "", "passages": [ONE] * 3}, "3 passages are given; the maximum is 2"),
         ({"corpus": "", "passages": [ONE, pb.Passage(text=" \n", title="t")]}, "passage 1 is empty"),
         ({"corpus": "", "passages": [pb.Passage(text="x" * 32768, title="t")]}, "passage 0 has 32769 characters"),
         ({"corpus": "", "passages": [pb.Passage(text="x", metadata={"k": "v" * 4096})]}, "metadata of passage 0"),

@@ -60,14 +60,14 @@ async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
     meter = Meter(lambda: quota, clock)
     for _ in range(3):
         meter.admit()
-    with pytest.raises(ResourceExhausted, match="3 requests a minute") as raised:
+    with pytest.raises(ResourceExhausted, match="3 requests per minute") as raised:
         meter.admit()
     assert raised.value.retry_after == pytest.approx(20)
     clock.now += 20
     meter.admit()
     meter.spend(250)  # 150 in debt, and one more is needed
     clock.now += 60
-    with pytest.raises(ResourceExhausted, match="100 tokens a minute") as raised:
+    with pytest.raises(ResourceExhausted, match="100 tokens per minute") as raised:
         meter.admit()
     assert raised.value.retry_after == pytest.approx(51 / 100 * 60)
     clock.now += 31
@@ -165,12 +165,12 @@ def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
     assert quotas.of("other") == Quota(requests_per_minute=5)
     assert Quotas(None).of("acme") == Quota()
     for text, said in {
-        "[default": "no TOML",
-        "[acme]\nstored_bytes = 1": "nothing else",
-        "[default]\nrequests = 1": "is a table of requests_per_minute",
-        "[tenants]\nacme = 1": r"\[tenants.acme\] is a table",
-        "[default]\nrequests_per_minute = 0": "0 is no whole number of 1 or more",
-        "[default]\nrequests_per_minute = true": "True is no whole number",
+        "[default": "not valid TOML",
+        "[acme]\nstored_bytes = 1": "only the tables .* are allowed",
+        "[default]\nrequests = 1": "must be a table with no other keys than requests_per_minute",
+        "[tenants]\nacme = 1": r"\[tenants.acme\] must be a table",
+        "[default]\nrequests_per_minute = 0": "0 is not an integer of at least 1",
+        "[default]\nrequests_per_minute = true": "True is not an integer",
         '[default]\nstored_bytes = "much"': "not a size",
     }.items():
         file.write_text(text)
@@ -188,7 +188,7 @@ def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model
     with Client(gateway.address, token="acme") as acme, Client(gateway.address, token="other") as other:
         acme.ingest("c", "a", b"x" * 60, media_type="text/plain")
         assert [(i.name, i.bytes) for i in acme.list("c")] == [("a", 60)]
-        with pytest.raises(ResourceExhausted, match="has 41 bytes of text and 60 of the tenant's 100") as raised:
+        with pytest.raises(ResourceExhausted, match="has 41 bytes of text, and 60 of the tenant's 100") as raised:
             acme.ingest("c", "b", b"y" * 41, media_type="text/plain")
         assert raised.value.retry_after is None
         acme.ingest("d", "b", b"y" * 40, media_type="text/plain")
@@ -196,7 +196,7 @@ def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model
         quotas.write_text("[tenants.acme]\nrequests_per_minute = 1\n[tenants.other]\ntokens_per_minute = 50\n")
         # The one that has to wait longest comes last, since a minute may pass on a busy machine.
         for client, what in ((other, "50 tokens"), (acme, "1 requests")):
-            with pytest.raises(ResourceExhausted, match=f"quota of {what} a minute") as raised:
+            with pytest.raises(ResourceExhausted, match=f"quota of {what} per minute") as raised:
                 ask_until_refused(client)
             assert 0 < (raised.value.retry_after or 0) <= 3600
     # What any caller of any language reads: trailing metadata.

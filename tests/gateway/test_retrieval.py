@@ -133,7 +133,7 @@ async def test_without_an_embedder_words_alone_are_searched(engine: Retrieval) -
     near = await engine.nearest("c", "number9 and what is like it", None, 1, WORDS_ALONE)
     assert [c.document for c in near] == ["d09"]
     assert [(i.model, i.embedder) for i in await engine.corpora()] == [("a model", "")]
-    with pytest.raises(FailedPrecondition, match="with embeddings of no model, and the gateway embeds"):
+    with pytest.raises(FailedPrecondition, match="with no embeddings, but the gateway's embedder is"):
         await put(engine, "c", "more", "text")
 
 
@@ -287,8 +287,8 @@ async def test_another_model_is_refused(engine: Retrieval) -> None:
         await put(engine, "c", "e", "text", model=other)
     with pytest.raises(FailedPrecondition, match="another prompt template"):
         await engine.candidates("c", "q", vector("q"), 5, replace(MODEL, tokenizer=b"u" * 32))
-    for embedder, now in (("another", "the gateway embeds by another"), ("", "the gateway has no embedder")):
-        with pytest.raises(FailedPrecondition, match=f"with embeddings of an embedder, and {now}: run"):
+    for embedder, now in (("another", "the gateway's embedder is another"), ("", "the gateway has no embedder")):
+        with pytest.raises(FailedPrecondition, match=f"with embeddings of an embedder, but {now}: run"):
             await engine.chunks("c", "d", replace(MODEL, embedder=embedder))
     await engine.delete("c")
     await put(engine, "c", "d", "text", model=other)
@@ -433,7 +433,7 @@ async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folde
     engine = await EmbeddedRetrieval.open(folder)
     await put(engine, "c", "d", "one apple", "two pears")
     await put(engine, "e", "f", "three plums")
-    with pytest.raises(OSError, match="open in another gateway"):
+    with pytest.raises(OSError, match="in use by another gateway"):
         await EmbeddedRetrieval.open(folder)
     await engine.close()
     again = await EmbeddedRetrieval.open(folder)

@@ -192,7 +192,7 @@ def test_two_files_of_one_name_never_replace_each_other_silently(run: Run, tmp_p
         assert run("ingest", "names", first).returncode == 0
     wrong = run("ingest", "names", second)
     assert wrong.returncode == 1
-    assert f"came from {first}/readme.md, and this one from {second}/readme.md" in wrong.stderr
+    assert f"came from {first}/readme.md, but this one is from {second}/readme.md" in wrong.stderr
     assert "--prefix" in wrong.stderr
     assert run("ingest", "names", second, "--prefix", "b/").returncode == 0
     replaced = run("ingest", "names", f"{second}/readme.md", "--name", "readme.md", "--replace")
@@ -237,11 +237,11 @@ def test_encode_takes_corpora_that_are_there(run: Run, pages: Path) -> None:
     assert one.returncode == 0, one.stderr
     assert [json.loads(line)["total"] for line in one.stdout.splitlines()][-1] == 1
     every = run("encode", "book", "second", "--recipe", "fusionrag")
-    assert every.stdout.splitlines()[1] == "second: 0 chunks encoded, 1 were already"
+    assert every.stdout.splitlines()[1] == "second: 0 chunks encoded, 1 already stored"
     wrong = run("encode", "book", "second", "--index", "2")
     assert (wrong.returncode, wrong.stderr) == (
         2,
-        "fusionkv: --index is 2, and there are 2 corpora: they count from 0\n",
+        "fusionkv: --index is 2, but there are 2 corpora, numbered from 0\n",
     )
 
 
@@ -265,14 +265,14 @@ def test_list_stats_and_delete(run: Run, pages: Path, all_services: tuple[Any, s
     assert run("delete", "short").stdout == "short: 0 documents, 0 chunks deleted\n"
     missing = run("delete", "short")
     assert missing.returncode == 1
-    assert missing.stderr == "fusionkv: gateway: no corpus 'short': ingest a document to make it\n"
+    assert missing.stderr == "fusionkv: gateway: no corpus 'short': ingest a document to create it\n"
 
 
 @pytest.mark.parametrize(
     ("args", "error"),
     [
         (("ask", "nowhere", "q?"), "no corpus 'nowhere'"),
-        (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be in 0..1"),
+        (("ask", "book", "q?", "--ratio", "nan"), "ratio is nan: it must be from 0 to 1"),
         (("ask", "book", "q?", "--recipe", "x"), "unknown recipe 'x'"),
         (
             ("ask", "book", "q?", "--recipe", "full_reuse", "--ratio", "0.2"),
@@ -334,7 +334,7 @@ def test_a_taken_port_is_told_before_anything_is_loaded(command: tuple[str, ...]
         # No model: whoever loads one before says that instead.
         flags = ["--model", tmp_path] if command != ("serve", "gateway") else []
         done = fusionkv(*command, "--listen", address, *flags, cwd=tmp_path, status=1)
-    assert f"{address} is taken by another program: stop that one, or name another address by --listen" in done.stderr
+    assert f"{address} is in use by another program: stop it, or set another address with --listen" in done.stderr
 
 
 def test_the_package_names_its_clients_and_its_version() -> None:

@@ -102,7 +102,7 @@ def test_a_title_stands_above_each_chunk() -> None:
     assert len(pieces) > 3
     assert all(text.startswith("The title\n") and len(ids) <= 64 for text, ids in pieces)
     assert pieces[0][1] == made.chunk(pieces[0][0])
-    with pytest.raises(InvalidArgument, match="leaves no room beside the template, a title of"):
+    with pytest.raises(InvalidArgument, match="leaves no room for text beside the template, a title of"):
         made.chunks(Document("text", title="word " * 30), 64, 0)
 
 

@@ -21,7 +21,7 @@ def told(response: pb.GenerateResponse) -> set[int]:
     return {
         replies._usage(summary)["prompt_tokens_details"]["cached_tokens"],
         chunk.message.usage_metadata["input_token_details"]["cache_read"],  # type: ignore[attr-defined]
-        genai.answered(response.summary, "m")["gen_ai.usage.cache_read.input_tokens"],  # type: ignore[arg-type]
+        genai.answer_attributes(response.summary, "m")["gen_ai.usage.cache_read.input_tokens"],  # type: ignore[arg-type]
     }
 
 

@@ -157,7 +157,7 @@ async def test_workers_that_are_away_or_late(
     told = await ask(client, PASSAGES, recipe="full_attention")
     worker.process.send_signal(signal.SIGSTOP)
     late = await ask(client, OTHER, recipe="full_attention")
-    assert late.summary.degraded_reason == "no worker has prefilled the prompt in time"
+    assert late.summary.degraded_reason == "no worker prefilled the prompt in time"
     worker.process.send_signal(signal.SIGCONT)
     worker.kill9()
     again = await ask(client, PASSAGES, recipe="full_attention")  # vLLM has had its KV
@@ -186,7 +186,7 @@ async def test_what_vllm_answers_wrong(worker: Any, decoder: Decoder, open_gatew
         with pytest.raises(error, match=f"vLLM at .* status {status}"):
             await ask(client, PASSAGES)
     decoder.status, decoder.early = 200, True
-    with pytest.raises(Unavailable, match="ended an answer early"):
+    with pytest.raises(Unavailable, match="ended the answer early"):
         await ask(client, PASSAGES)
     nobody = open_gateway(worker.address, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable, match="vLLM at http"):

@@ -147,7 +147,7 @@ def test_what_no_task_waits_for_is_logged_without_its_arguments(caplog: pytest.L
 
     asyncio.run(run())
     said = [record.getMessage() for record in caplog.records]
-    assert said.count("an error that nobody waited for") == 1
+    assert said.count("unhandled error in a task") == 1
     assert said.count("a connection failed: OSError: Too many open files") == 1
     assert "zq7secret" not in "".join(said)
 

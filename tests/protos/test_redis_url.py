@@ -22,7 +22,7 @@ FINE = [
 
 @pytest.mark.parametrize("url", MALFORMED)
 def test_an_error_quotes_nothing_of_the_url(url: str) -> None:
-    with pytest.raises(ValueError, match="it is no URL of a Redis") as raised:
+    with pytest.raises(ValueError, match="not a Redis URL") as raised:
         redis_url.connect(Redis, url)
     error: BaseException | None = raised.value
     while error is not None:
@@ -45,5 +45,5 @@ def test_the_command_prints_none_of_it(tmp_path: Path) -> None:
     done = run_python("-m", "fusionkv.kvcache_service", *own, status=None)
     said = done.stdout + done.stderr
     assert done.returncode != 0
-    assert "it is no URL of a Redis" in said
+    assert "not a Redis URL" in said
     assert "sesame" not in said

@@ -56,7 +56,7 @@ async def test_the_unforeseen_is_internal_and_the_log_says_where_but_not_its_tex
     error = await failure(stub_of(channel).Lookup(pb.LookupRequest(namespace=b"secret")))
     assert error.code() == grpc.StatusCode.INTERNAL
     assert error.details() == "internal error: ValueError"
-    server.wait_for_line("unforeseen error in Servicer.Lookup")
+    server.wait_for_line("unexpected error in Servicer.Lookup")
     server.wait_for(lambda: "ValueError" in server.lines(), 60)
     assert "in Lookup" in server.log
     assert "secret" not in server.log
@@ -173,7 +173,7 @@ async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> 
 
 
 def test_a_taken_port_is_refused_by_name(server: Any, launch: Any) -> None:
-    with pytest.raises(AssertionError, match=f"can't listen on {server.address}: is the address taken"):
+    with pytest.raises(AssertionError, match=f"can't listen on {server.address}: is the address in use"):
         launch(SERVER, "5", "0", server.address)
 
 

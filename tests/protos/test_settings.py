@@ -59,10 +59,10 @@ def test_flag_over_environment_over_file_over_default(toml: Any) -> None:
         ("[kvcache]\nratio = 1.01", r"ratio: 1.01 is outside 0..1"),
         ("[kvcache]\nratio = nan", "ratio: not a finite number"),
         ("[kvcache]\nmemory = 0", "outside 1"),
-        ("[kvcache]\nmemory = true", "memory: not a whole number"),
-        ("[kvcache]\nmemory = 1.5", "memory: not a whole number"),
+        ("[kvcache]\nmemory = true", "memory: not an integer"),
+        ("[kvcache]\nmemory = 1.5", "memory: not an integer"),
         ("[kvcache]\nmemory = '12 parsecs'", "memory: not a size"),
-        ("[kvcache]\nsync = 'perhaps'", "sync: not a truth value"),
+        ("[kvcache]\nsync = 'perhaps'", "sync: not a boolean"),
         ("[kvcache]\nremote = 'localhost:7100'", "remote is this service itself"),
     ],
 )

@@ -98,9 +98,9 @@ async def test_a_server_keeps_the_old_certificate_while_the_new_one_is_half_writ
     first = await shown(server.address)
     fresh = [file.read_bytes() for file in ours.issue("next")]
     cert.write_bytes(fresh[0])
-    while "the last good state stays" not in server.log:
+    while "keeping the last valid state" not in server.log:
         assert await shown(server.address) == first
-    assert "is not that of the certificate" in server.log
+    assert "does not belong to the certificate" in server.log
     assert await answers(server.address, ClientTLS(ours.ca))
     key.write_bytes(fresh[1])
 
@@ -180,20 +180,20 @@ def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: P
     for given, message in [
         ((tmp_path / "none", key), f"can't read the certificate {tmp_path}/none: No such file or directory"),
         ((cert, tmp_path / "none"), f"can't read the key {tmp_path}/none: No such file or directory"),
-        ((cert, foreign), f"the key {foreign} is not that of the certificate {cert}"),
-        ((text, key), f"the certificate {text}: no PEM certificate in it that can be read"),
-        ((cert, text), f"the key {text} is no private key in PEM form without a password"),
-        ((cert, key, text), f"the CA certificates {text}: no PEM certificate in it that can be read"),
+        ((cert, foreign), f"the key {foreign} does not belong to the certificate {cert}"),
+        ((text, key), f"the certificate {text}: contains no valid PEM certificate"),
+        ((cert, text), f"the key {text} is not a PEM private key without a password"),
+        ((cert, key, text), f"the CA certificates {text}: contains no valid PEM certificate"),
     ]:
         with pytest.raises(BadFile) as raised:
             ServerTLS(*given).credentials()
         assert str(raised.value) == message
-    with pytest.raises(AssertionError, match="is not that of the certificate"):
+    with pytest.raises(AssertionError, match="does not belong to the certificate"):
         serve(launch, cert, foreign)
     for half in ((cert, None, None), (None, key, None), (None, None, ours.ca)):
         with pytest.raises(ValueError, match="tls_key"):
             ServerTLS.of(*half)
-    with pytest.raises(ValueError, match="give both"):
+    with pytest.raises(ValueError, match="must be given together"):
         ClientTLS(ours.ca, cert)
     assert read_identity(cert, key).key == key.read_bytes()
 

@@ -93,6 +93,6 @@ def test_quotas_are_of_minutes_that_pass(launch: Any, tmp_path: Path, wall: Cloc
             client.list()
         for jump in (DAY, -DAY, 0):
             wall.jump(jump)
-            with pytest.raises(errors.ResourceExhausted, match="2 requests a minute") as refused:
+            with pytest.raises(errors.ResourceExhausted, match="2 requests per minute") as refused:
                 client.list()
             assert 0 < (refused.value.retry_after or 0) <= 30

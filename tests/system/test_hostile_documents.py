@@ -105,7 +105,7 @@ def test_its_sender_is_refused_in_time_and_pays(launch: Launch, flags: list[str]
         with pytest.raises(InvalidArgument, match="parsing took longer than 3 s"):
             acme.ingest("c", "long.txt", LONG)
         assert time.monotonic() - began < 20
-        with pytest.raises(ResourceExhausted, match="100 tokens a minute") as raised:
+        with pytest.raises(ResourceExhausted, match="100 tokens per minute") as raised:
             acme.list()
         # 10,000 tokens for each CPU second, of which others may have had most.
         assert raised.value.retry_after is not None

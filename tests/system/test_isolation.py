@@ -97,7 +97,7 @@ def test_a_tenant_sees_and_deletes_nothing_of_another(services: Services) -> Non
                 with pytest.raises(NotFound) as raised:
                     call(corpus)
                 assert str(raised.value) in {
-                    f"gateway: no corpus {corpus!r}: ingest a document to make it",
+                    f"gateway: no corpus {corpus!r}: ingest a document to create it",
                     f"gateway: no corpus {corpus!r}",
                 }
         for guess in ("acme/private", "../acme/private", "tenants/acme", "..", "acme\0private"):

@@ -75,9 +75,9 @@ def test_a_service_can_be_named(told: Callable[..., Receiver], name: str) -> Non
 @pytest.mark.parametrize(
     ("env", "says"),
     [
-        ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "only grpc is spoken"),
+        ({"EXPORTER_OTLP_PROTOCOL": "http/protobuf"}, "only grpc is supported"),
         ({"EXPORTER_OTLP_METRICS_PROTOCOL": "http/json"}, "'http/json' for metrics"),
-        ({"TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER is 'console': otlp or none"),
+        ({"TRACES_EXPORTER": "console"}, "OTEL_TRACES_EXPORTER must be otlp or none, not 'console'"),
     ],
 )
 def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env: dict[str, str], says: str) -> None:
@@ -91,7 +91,7 @@ def test_what_would_be_sent_nowhere_is_refused(launch: Any, tmp_path: Path, env:
 def test_headers_that_cannot_be_sent_are_refused(launch: Any, tmp_path: Path, name: str, header: str) -> None:
     """And not quoted, as the SDK and gRPC would do in the log."""
     env = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1", name: header}
-    with pytest.raises(AssertionError, match="what is no header") as refused:
+    with pytest.raises(AssertionError, match="an invalid header") as refused:
         start_cache(launch, tmp_path, env=env)
     assert "ush" not in str(refused.value)
 

@@ -241,6 +241,6 @@ def test_unknown_options_are_refused(reference_model: Path) -> None:
     wrong = {"kv_connector_extra_config": {"cash": "x"}}
     with (
         servers(reference_model) as started,
-        pytest.raises(RuntimeError, match="cash is none of cache, chunk_tokens"),
+        pytest.raises(RuntimeError, match="cash is not one of cache, chunk_tokens"),
     ):
         started.vllm({**started.fusionkv(""), **wrong})

@@ -46,8 +46,8 @@ def test_a_prompt_that_fits() -> None:
         ({"layers": 31}, "vLLM's is"),
         ({"dtype": "float16"}, "vLLM's is"),
         ({"model_fingerprint": "00" * 32}, "the KV is of model 0000000000000000"),
-        ({"tokens": 20}, "the KV is of 20 tokens, the prompt has 20"),
-        ({"tokens": 0}, "the KV is of 0 tokens"),
+        ({"tokens": 20}, "the KV has 20 tokens, but the prompt has 20"),
+        ({"tokens": 0}, "the KV has 0 tokens"),
         ({"tokens": 18}, "the KV is of another prompt"),
     ],
 )
@@ -163,7 +163,7 @@ def test_pages_of_any_layout(write: Write, dtype: torch.dtype) -> None:
 
 def test_pages_that_can_not_be_used() -> None:
     layers = {"l.0": Layer(strided)}
-    with pytest.raises(ValueError, match="use kv_cache_dtype auto"):
+    with pytest.raises(ValueError, match="set kv_cache_dtype to auto"):
         Pages({"l.0": torch.zeros(4, 3, 16, 40, dtype=torch.uint8)}, layers, 4)
     with pytest.raises(ValueError, match="which dimension"):
         Pages({"l.0": torch.zeros(3, 3, 16, 40)}, layers, 3)
