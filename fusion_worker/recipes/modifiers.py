@@ -79,7 +79,7 @@ def _layers(recipe: Recipe, percent: int) -> Recipe:
         raise InvalidArgument(f"layers({percent}): the percentage is at most 100")
     if recipe.fixed or recipe.links:
         raise InvalidArgument(
-            f"{recipe.name} has no chosen tokens, or link tokens beside them: it takes no layers(N)"
+            f"{recipe.name} chooses no tokens, or has link tokens beside them: it takes no layers(N)"
         )
     return replace(recipe, depth=percent / 100)
 

@@ -11,13 +11,15 @@ import torch
 from tests.fusion_worker.oracle import error, network, oracle, random_ids
 
 CLOSE = 1e-4
+# Chosen tokens run through 3, 3, 3, 2 and 1 of 3 layers.
+RECIPES = ("prophetkv", "epic", "fusionrag", "midlayer", "prophetkv+layers(40)")
 
 
 async def test_several_at_once_give_what_each_gives_alone(family: str, start: Any) -> None:
     rig = await start(family)
     shared = [random_ids(n, n) for n in (9, 22, 5)]
     prompts = []
-    for i, (recipe, ratio) in enumerate(itertools.product(("prophetkv", "epic", "fusionrag"), (0.0, 0.3, 1.0))):
+    for i, (recipe, ratio) in enumerate(itertools.product(RECIPES, (0.0, 0.3, 1.0))):
         chunks = [shared[(i + j) % 3] for j in range(i % 4)] + [random_ids(1 + 7 * i, i)]
         question = random_ids(1 + (i * 13) % 90, 100 + i)
         prompts.append(((random_ids(4, i % 2), chunks, question), {"recipe": recipe, "ratio": ratio}))
@@ -87,7 +89,13 @@ async def test_a_chunk_several_times_in_one_prompt(kind: str, start: Any) -> Non
 async def test_a_prefill_split_over_steps(kind: str, start: Any) -> None:
     parts = (random_ids(9, 1), [random_ids(n, n) for n in (40, 70, 3, 55)], random_ids(30, 2))
     whole, split = await start(kind), await start(kind, max_step_tokens=16)
-    for recipe, ratio in (("full_attention", 1.0), ("epic", 1.0), ("prophetkv", 0.4), ("full_reuse", 0.0)):
+    for recipe, ratio in (
+        ("full_attention", 1.0),
+        ("epic", 1.0),
+        ("midlayer", 0.4),
+        ("prophetkv", 0.4),
+        ("full_reuse", 0.0),
+    ):
         one, two = [await rig.ask(*parts, recipe=recipe, ratio=ratio, max_tokens=3) for rig in (whole, split)]
         assert one.ids == two.ids
         assert error(two.logits[0], one.logits[0]) < CLOSE

@@ -206,7 +206,7 @@ async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, parts: Any) -> 
     """Whatever the worker has learned."""
     rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=1)
     await taught(rig, "faults")
-    for recipe in ("full_reuse+corrected", "prophetkv+corrected"):
+    for recipe in ("full_reuse+corrected", "midlayer+corrected"):
         answer = await rig.ask(*parts, recipe=recipe, tenant="faults")
         assert "lookup failed" in answer.summary.degraded_reason
         assert error(answer.logits[0], oracle("llama").logits(whole(parts))) < CLOSE

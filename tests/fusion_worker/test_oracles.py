@@ -12,7 +12,7 @@ CLOSE = 1e-4
 # bfloat16 keeps 8 bits, so two right computations differ by about 3% of the spread after three layers. What is held
 # is that ours lies hardly further from the same weights in float32 than plain transformers in bfloat16 does.
 AS_GOOD = 1.5
-RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "fusionrag")
+RECIPES = ("epic", "cacheblend", "kvshare", "cache_craft", "a3", "prophetkv", "midlayer", "fusionrag")
 
 
 async def test_all_recomputed_is_full_attention(family: str, start: Any, parts: Any) -> None:
@@ -46,21 +46,32 @@ async def test_a_third_recomputed(family: str, recipe: str, start: Any, parts: A
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
     context, fresh = plain.reused(system, chunks), plain.chosen(recipe, *parts, 0.3)
-    expected = plain.overlaid(whole(parts), context, fresh)
+    expected = plain.overlaid(whole(parts), context, fresh, recipe)
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3)
     assert answer.summary.tokens_recomputed == fresh.sum() == round(0.3 * sum(map(len, chunks)))
     assert error(answer.logits[0], expected) < CLOSE
     assert error(plain.after(context, question), expected) > 100 * CLOSE, "recomputing changed nothing"
 
 
-@pytest.mark.parametrize("recipe", ["a3", "prophetkv", "epic"])
+@pytest.mark.parametrize("recipe", ["a3", "prophetkv", "midlayer", "epic"])
 async def test_tokens_behind_the_first(recipe: str, start: Any, parts: Any) -> None:
     """Decoding over a context that was recomputed in part, whatever layer it was recomputed from."""
     rig, plain = await start("llama"), oracle("llama")
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=4)
     context, fresh = plain.reused(*parts[:2]), plain.chosen(recipe, *parts, 0.3)
     for at, logits in enumerate(answer.logits):
-        assert error(logits, plain.overlaid([*whole(parts), *answer.ids[:at]], context, fresh)) < CLOSE
+        assert error(logits, plain.overlaid([*whole(parts), *answer.ids[:at]], context, fresh, recipe)) < CLOSE
+
+
+@pytest.mark.parametrize("recipe", ["cacheblend+layers(70)", "prophetkv+layers(70)"])
+async def test_the_last_layer_keeps_reused_kv(family: str, recipe: str, start: Any, parts: Any) -> None:
+    """Whether the chosen tokens go on from layer 1 or not; 70% of 3 layers are 2, as of midlayer."""
+    rig, plain = await start(family), oracle(family)
+    context, fresh = plain.reused(*parts[:2]), plain.chosen(recipe.split("+")[0], *parts, 0.3)
+    answer = await rig.ask(*parts, recipe=recipe, ratio=0.3)
+    assert error(answer.logits[0], plain.overlaid(whole(parts), context, fresh, "midlayer")) < CLOSE
+    deeper = plain.overlaid(whole(parts), context, fresh)
+    assert error(answer.logits[0], deeper) > 10 * CLOSE, "the last layer changed nothing"
 
 
 async def test_windows_of_chosen_tokens(start: Any, parts: Any) -> None:

@@ -31,6 +31,7 @@ def test_modifiers_fill_one_slot_each() -> None:
     with pytest.raises(InvalidArgument, match=r"has the fixed ratio 0, not 0\.5: omit the ratio"):
         find("kvlink+linked(1)").ratio_for(0.5)
     assert find("prophetkv+adaptive").adapt == Adaptive(0.4, 0.999)
+    assert (find("midlayer").depth, find("a3+layers").depth, find("midlayer+layers(100)").depth) == (0.8, 0.8, 1.0)
     assert find("a3+window").choose == Window(8, 5)
     assert find("a3+window(16)").choose == Window(16, 5)
 
@@ -60,6 +61,11 @@ def test_modifiers_fill_one_slot_each() -> None:
         ("full_reuse+adaptive", "full_reuse has a fixed ratio"),
         ("prophetkv+adaptive(100)", "the numbers must be below 100 percent"),
         ("prophetkv+adaptive(10,1000)", "the numbers must be below 100 percent and 1000 per mille"),
+        ("a3+layers(0)", "layers takes 1 numbers"),
+        ("a3+layers(101)", "the percentage is at most 100"),
+        ("full_reuse+layers", "full_reuse chooses no tokens"),
+        ("a3+linked+layers", "a3 chooses no tokens, or has link tokens beside them"),
+        ("midlayer+linked", "midlayer recomputes tokens in its first layers only: it takes no link tokens"),
         ("prefix_cache+a3", "unknown modifier 'a3'"),
         (
             "prefix_cache+snapkv",

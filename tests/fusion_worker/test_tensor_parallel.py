@@ -146,7 +146,7 @@ async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any) -> None:
         await learns.settle()
     assert await learns.find("", "") is not None
     alone = await start("qwen2", replace=lambda _: models.load(ranks.directory, "cpu"))
-    for recipe, more in (("full_reuse+corrected", {}), ("prophetkv+corrected", {"ratio": 0.4})):
+    for recipe, more in (("full_reuse+corrected", {}), ("midlayer+corrected", {"ratio": 0.4})):
         found = await pair.ask(*parts, recipe=recipe, **more)
         expected = await alone.ask(*parts, recipe=recipe, **more)
         assert error(found.logits[0], expected.logits[0]) < CLOSE

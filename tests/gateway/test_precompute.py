@@ -27,12 +27,12 @@ def test_the_default_recipe_reuses_chunks_as_they_were_encoded(stack: Any) -> No
 
     for name in ("", "default"):
         summary = asked("near", name)
-        assert (summary.recipe, summary.ratio) == ("prophetkv+corrected+similarity_guided(2)", 0.15)
+        assert (summary.recipe, summary.ratio) == ("midlayer+corrected+similarity_guided(2)", 0.15)
         found = {hit.kind: hit.chunks for hit in summary.hits}
         # The first one stands where it was encoded as the others' neighbour: lossless, which is better still.
         assert (summary.chunks_missed, found) == (0, {"exact": 1, "alternative": 3})
         summary = asked("alone", name)
-        assert (summary.recipe, summary.ratio) == ("prophetkv+corrected", 0.15)
+        assert (summary.recipe, summary.ratio) == ("midlayer+corrected", 0.15)
     assert asked("near", "prophetkv").recipe == "prophetkv"
     assert asked("near", ratio=1.0).tokens_reused == 0
 
@@ -44,7 +44,7 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(stack: Any) -
         client.ingest("ahead", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
     assert [[*client.precompute("ahead")][-1].skipped for _ in range(2)] == [0, 27]
     summary = client.ask("ahead", "Name1, a2, b3 and c4?", max_tokens=1).summary
-    assert (summary.recipe, summary.chunks_missed, summary.tokens_encoded) == ("prophetkv+corrected", 0, 0)
+    assert (summary.recipe, summary.chunks_missed, summary.tokens_encoded) == ("midlayer+corrected", 0, 0)
     assert summary.chunks_corrected > 0
     with pytest.raises(InvalidArgument, match="recipe 'prefix_cache' reuses no chunks"):
         [*client.precompute("ahead", "prefix_cache")]

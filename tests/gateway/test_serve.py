@@ -92,7 +92,7 @@ def pages(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_ready_says_what_can_be_asked_where(all_services: tuple[Any, str], tiny_model: Path) -> None:
     (ready,) = [e for e in events(all_services[0]) if e["event"] == "ready"]
-    assert (ready["model"], ready["recipe"]) == (tiny_model.name, "prophetkv+corrected")
+    assert (ready["model"], ready["recipe"]) == (tiny_model.name, "midlayer+corrected")
     assert [*ready["endpoints"]] == ["grpc", "http", "pages"]
     assert ready["endpoints"]["grpc"] == [all_services[1]]
     assert httpx2.get(f"http://{ready['endpoints']['http'][0]}/health").status_code == 200

@@ -62,6 +62,6 @@ def test_the_demo(root: Path, reference_model: Path, tmp_path: Path) -> None:
             assert kinds[2] == counted["context_tokens"]
             assert row["right"]
         else:
-            assert counted["recipe"] == "prophetkv+corrected+similarity_guided(10)"
+            assert counted["recipe"] == "midlayer+corrected+similarity_guided(10)"
             assert 0 < kinds[2] < counted["context_tokens"]
             assert counted["chunks_missed"] == 0, "its chunks were encoded ahead of time"
