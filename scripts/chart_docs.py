@@ -50,7 +50,7 @@ tested outside a cluster.
 |---|---|
 | [laptop.yaml](../examples/laptop.yaml) | a node without a GPU, kind or minikube; a model from the Hugging Face hub |
 | [gpu.yaml](../examples/gpu.yaml) | one node with a GPU, a 7B model, scraped by the Prometheus operator |
-| [replicas.yaml](../examples/replicas.yaml) | a cache service on each node over a Redis Cluster, two to eight workers |
+| [replicas.yaml](../examples/replicas.yaml) | a cache service per node over a Redis Cluster, two to eight workers |
 | [tensor-parallel.yaml](../examples/tensor-parallel.yaml) | a 32B model over four GPUs of one node |
 | [vllm.yaml](../examples/vllm.yaml) | workers that prefill and a vLLM that decodes, each with a GPU |
 | [milvus.yaml](../examples/milvus.yaml) | two to six gateways that share a Milvus |
