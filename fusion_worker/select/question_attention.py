@@ -23,6 +23,6 @@ class QuestionAttention(Selector[torch.Tensor]):
         """The last layer or all layers."""
         return CachedAttention((-1,) if self.last_only else None)
 
-    def scores(self, seen: torch.Tensor) -> torch.Tensor:
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
         """The attention, unchanged."""
-        return seen
+        return inputs
