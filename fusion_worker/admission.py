@@ -34,18 +34,18 @@ class Admission:
         self.running = 0
 
     @asynccontextmanager
-    async def place(self, left: float | None) -> AsyncIterator[None]:
+    async def place(self, seconds_left: float | None) -> AsyncIterator[None]:
         """Waits for a free place in order of arrival, and holds it while the context is open.
 
         Args:
-            left: seconds until the caller's deadline; None without one.
+            seconds_left: seconds until the caller's deadline; None without one.
 
         Raises:
-            ResourceExhausted: the queue is full, or the first token is not expected within `left`. Never raised while
-                a place is free: a prediction that is too high is then corrected by the requests that run.
+            ResourceExhausted: the queue is full, or the first token is not expected within `seconds_left`. Never
+                raised while a place is free: a prediction that is too high is then corrected by running requests.
         """
         if self._free.locked():
-            self._check(left)
+            self._check(seconds_left)
         self.waiting += 1
         try:
             await self._free.acquire()
@@ -68,7 +68,7 @@ class Admission:
         """Records the time from admission to the first token."""
         self._first.add(seconds)
 
-    def _check(self, left: float | None) -> None:
+    def _check(self, seconds_left: float | None) -> None:
         # Mean seconds until the next place becomes free.
         each = self._held.value / self._places
         if self.waiting >= self._queue:
@@ -78,12 +78,12 @@ class Admission:
                 f"{self.waiting} requests are already waiting: try again later", retry_after=after
             )
         expected = (self.waiting + 1) * each + self._first.value
-        if left is not None and expected > left:
+        if seconds_left is not None and expected > seconds_left:
             meters.refused("deadline")
             raise ResourceExhausted(
                 f"{self.waiting} requests are already waiting: the first token is expected in {expected:.1f} s, "
-                f"and the deadline is in {left:.1f} s",
-                retry_after=max(_MIN_RETRY_SECONDS, expected - left),
+                f"and the deadline is in {seconds_left:.1f} s",
+                retry_after=max(_MIN_RETRY_SECONDS, expected - seconds_left),
             )
 
 

@@ -146,13 +146,13 @@ def cache_address(setting: str) -> str:
     """
     if setting:
         return "" if setting == "none" else setting
-    found = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
-    if found:
-        log.info("using the cache service on this machine, at %s", found)
+    address = next(filter(process.listens, (f"unix:{Path('.fusionkv/run/kvcache.sock').absolute()}", _CACHE)), "")
+    if address:
+        log.info("using the cache service on this machine, at %s", address)
     else:
         log.warning(
             "no cache service at %s: this worker keeps chunks only in its own pool, while there is room. Start one "
             "with `fusionkv serve kvcache`, set its address with --cache, or disable it with --cache none",
             _CACHE,
         )
-    return found
+    return address

@@ -11,9 +11,9 @@ def cores(cgroup: Path = _CGROUP) -> int:
 
     torch considers neither: 64 threads under a quota of 4 cores are throttled for most of every period.
     """
-    found = len(os.sched_getaffinity(0))
+    available = len(os.sched_getaffinity(0))
     quota, period = _quota(cgroup)
-    return max(1, min(found, -(-quota // period))) if quota > 0 and period > 0 else found
+    return max(1, min(available, -(-quota // period))) if quota > 0 and period > 0 else available
 
 
 def _quota(cgroup: Path) -> tuple[int, int]:

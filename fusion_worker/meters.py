@@ -89,10 +89,10 @@ def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
         requests: a bound method that returns the numbers (waiting, running).
         pool: the pool to observe.
     """
-    counting, kept = weakref.WeakMethod(requests), weakref.ref(pool)
+    requests_ref, pool_ref = weakref.WeakMethod(requests), weakref.ref(pool)
 
     def counted(_: CallbackOptions) -> Iterable[Observation]:
-        if (count := counting()) is None:
+        if (count := requests_ref()) is None:
             return []
         waiting, running = count()
         return [
@@ -101,7 +101,7 @@ def observe(requests: Callable[[], tuple[int, int]], pool: KVPool) -> None:
         ]
 
     def tokens(count: Callable[[KVPool], int]) -> Iterable[Observation]:
-        if (pool := kept()) is None:
+        if (pool := pool_ref()) is None:
             return []
         return [Observation(count(pool) * pool.shape.token_bytes, {"fusionkv.tier": "device"})]
 

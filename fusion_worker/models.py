@@ -286,10 +286,10 @@ def _anchors(tokenizer: Tokenizer) -> dict[int, tuple[int, ...]]:
 
 def _numbered(tokenizer: Tokenizer, name: str) -> tuple[int, ...]:
     """Ids of the tokens `<|NAME_1|>`, `<|NAME_2|>` and so on."""
-    found: list[int] = []
-    while (token := tokenizer.token_to_id(f"<|{name}_{len(found) + 1}|>")) is not None:
-        found.append(token)
-    return tuple(found)
+    ids: list[int] = []
+    while (token := tokenizer.token_to_id(f"<|{name}_{len(ids) + 1}|>")) is not None:
+        ids.append(token)
+    return tuple(ids)
 
 
 def check_supported(config: Any) -> None:

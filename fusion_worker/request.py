@@ -119,7 +119,7 @@ class Answerer:
         params: SamplingParams,
         corpus: str = "",
         explained: bool = False,
-        left: float | None = None,
+        seconds_left: float | None = None,
     ) -> AsyncGenerator[Explanation | Piece | Summary]:
         """Yields the answer's pieces as they are decoded, then one Summary. Closing the iterator frees everything.
 
@@ -130,14 +130,14 @@ class Answerer:
             params: sampling parameters.
             corpus: the chunks' origin; answer quality is tracked for each corpus separately.
             explained: yield an Explanation of the context first, as of the first token.
-            left: seconds until the caller's deadline; None without one.
+            seconds_left: seconds until the caller's deadline; None without one.
 
         Raises:
             ResourceExhausted: the queue is full, the deadline can't be met, or the prompt does not fit the pool.
             FailedPrecondition: the model can't follow the recipe.
         """
         answer: list[int] = []
-        async with self._prefilled(prompt, recipe, ratio, params, corpus, left) as prefilled:
+        async with self._prefilled(prompt, recipe, ratio, params, corpus, seconds_left) as prefilled:
             summary = prefilled.summary
             if explained:
                 yield self._explain(prefilled)
@@ -161,7 +161,7 @@ class Answerer:
         params: SamplingParams,
         corpus: str = "",
         explained: bool = False,
-        left: float | None = None,
+        seconds_left: float | None = None,
     ) -> AsyncGenerator[Explanation | FirstPiece | PrefilledKV | Summary]:
         """Yields the first piece of an answer, the KV of its prompt, and, once the KV is released, one Summary.
 
@@ -175,7 +175,7 @@ class Answerer:
             raise FailedPrecondition(f"only the fusion worker can decode an answer by {recipe.name}")
         max_tokens, params = params.max_tokens, replace(params, max_tokens=1)
         with self.handover.room(prompt.tokens) as held:
-            async with self._prefilled(prompt, recipe, ratio, params, corpus, left) as prefilled:
+            async with self._prefilled(prompt, recipe, ratio, params, corpus, seconds_left) as prefilled:
                 summary = prefilled.summary
                 if explained:
                     yield self._explain(prefilled)
@@ -201,7 +201,7 @@ class Answerer:
         ratio: float,
         params: SamplingParams,
         corpus: str,
-        left: float | None,
+        seconds_left: float | None,
     ) -> AsyncIterator[_Prefilled]:
         """Computes an answer's first token; frees what the request holds on exit. Raises as `answer` does."""
         self._planner.check(recipe, len(prompt.chunks))
@@ -213,7 +213,7 @@ class Answerer:
         async with AsyncExitStack() as stack:
             with tracer.start_as_current_span("fusionkv.queue"), stages.clock("queue"):
                 self._mark_busy(stack)
-                await stack.enter_async_context(self.admission.place(left))
+                await stack.enter_async_context(self.admission.place(seconds_left))
             plan = await self._prepare(stack, summary, params, corpus)
             stages = summary.stages  # replaced if the cache failed
             shadowed = self._shadowed(summary, params)

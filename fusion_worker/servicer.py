@@ -285,8 +285,8 @@ class FusionServicer:
 
 def _time_left(context: Any) -> float | None:
     """Seconds until the caller's deadline; None without one, as for a caller in this process."""
-    left: float | None = context.time_remaining() if context is not None else None
-    return left
+    seconds_left: float | None = context.time_remaining() if context is not None else None
+    return seconds_left
 
 
 class _Checked(NamedTuple):

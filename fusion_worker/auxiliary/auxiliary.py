@@ -44,8 +44,8 @@ class Auxiliary:
             CacheFault: the cache service failed.
             ResourceExhausted: a chunk and the question don't fit the auxiliary model's pool.
         """
-        found = await asyncio.gather(*(self._chunk(prompt, chunk) for chunk in prompt.chunks))
-        return torch.cat([torch.zeros(len(prompt.system)), *found])
+        scores = await asyncio.gather(*(self._chunk(prompt, chunk) for chunk in prompt.chunks))
+        return torch.cat([torch.zeros(len(prompt.system)), *scores])
 
     async def settle(self) -> None:
         """Waits until all chunks encoded so far are stored or dropped."""
@@ -66,20 +66,20 @@ class Auxiliary:
         if not ids:
             return torch.zeros(len(chunk))
         system, question = (self._retokenised(part)[0] for part in (prompt.system.ids, prompt.question))
-        asked = Prompt(Chunk(system), (Chunk(ids),), question, prompt.tenant)
+        chunk_prompt = Prompt(Chunk(system), (Chunk(ids),), question, prompt.tenant)
         if not question:
             return torch.zeros(len(chunk))
-        async with self._loader.prompt(asked, lambda _: len(question), Stages()) as placement:
+        async with self._loader.prompt(chunk_prompt, lambda _: len(question), Stages()) as placement:
             work = ForwardJob(
                 ids=torch.tensor(question),
-                positions=torch.arange(asked.question_start, asked.tokens),
+                positions=torch.arange(chunk_prompt.question_start, chunk_prompt.tokens),
                 runs=placement.fresh,
                 seen=placement.segments,
                 probe=frozenset({self._model.kv.layers - 1}),
             )
             result = await self._engine.run(work)
         assert result.scores is not None
-        return carry_over(result.scores[len(system) : asked.question_start], own, spans)
+        return carry_over(result.scores[len(system) : chunk_prompt.question_start], own, spans)
 
     def _retokenise(self, ids: tuple[int, ...]) -> tuple[tuple[int, ...], list[CharacterSpan], list[CharacterSpan]]:
         """Retokenises the main model's ids: the auxiliary model's ids, the main model's spans, and its own spans."""

@@ -94,9 +94,9 @@ class Scheduler:
             for queue in (self._prefills, self._background):
                 if left > 0:
                     # A background job is not taken whole when that would delay running answers.
-                    taken = self._share(queue, left, whole=queue is self._prefills or not parts)
-                    parts += taken
-                    left -= sum(part.stop - part.start for part in taken)
+                    slices = self._share(queue, left, whole=queue is self._prefills or not parts)
+                    parts += slices
+                    left -= sum(part.stop - part.start for part in slices)
             return parts
 
     def _share(self, queue: list[ForwardJob], rows: int, whole: bool) -> list[ScheduledSlice]:

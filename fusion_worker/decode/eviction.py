@@ -61,8 +61,8 @@ def copy_kept(span: QuerySpan, tokens: torch.Tensor, to: torch.Tensor, kv: torch
     """
     device, ranks = kv.device, model.ranks
     heads = torch.arange(kv.shape[3], device=device)
-    mine = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)
-    for pool, at, rotation in zip(kv, mine, model.rotations, strict=True):
+    rank_tokens = tokens.chunk(ranks.count, dim=1)[ranks.rank].transpose(1, 2).to(device)
+    for pool, at, rotation in zip(kv, rank_tokens, model.rotations, strict=True):
         slots, cos, sin = span.in_order(rotation)
         turned = rotation.apply(pool[0][slots[at], heads], cos[at], sin[at])
         pool[0].index_copy_(0, to.to(device), turned)

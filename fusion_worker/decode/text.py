@@ -19,10 +19,10 @@ class TextStream:
     def push(self, token: int) -> str:
         """Text that this token completes. Sets `stopped` at a stop string, before which the text ends."""
         self._held += self._decode.step(self._tokenizer, token) or ""
-        found = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
-        if found:
+        matches = [at for at in (self._held.find(s) for s in self._stop) if at >= 0]
+        if matches:
             self.stopped = True
-            text, self._held = self._held[: min(found)], ""
+            text, self._held = self._held[: min(matches)], ""
             return text
         keep = max((self._overlap(s) for s in self._stop), default=0)
         text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]

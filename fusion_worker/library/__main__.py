@@ -65,10 +65,10 @@ def _get(name: str, as_json: bool) -> int:
 
 def _list(as_json: bool) -> int:
     places = {name: cache.root() / name for name in KNOWN}
-    there = {name: place.is_dir() for name, place in places.items()}
+    fetched = {name: place.is_dir() for name, place in places.items()}
     if as_json:
         rows = (
-            {"name": name, "directory": str(places[name]) if there[name] else None, "download": model.download}
+            {"name": name, "directory": str(places[name]) if fetched[name] else None, "download": model.download}
             | {"description": model.description, "licence": model.licence}
             for name, model in KNOWN.items()
         )
@@ -77,7 +77,7 @@ def _list(as_json: bool) -> int:
     table = Table("name", "what it is", "download", "licence", "where", box=None)
     for name, model in KNOWN.items():
         size = f"{model.download / 1e6:.0f} MB"
-        place = str(places[name]) if there[name] else f"fusionkv model get {name}"
+        place = str(places[name]) if fetched[name] else f"fusionkv model get {name}"
         table.add_row(name, model.description, size, model.licence, place)
     Console(highlight=False).print(table)
     return 0

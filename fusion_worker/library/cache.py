@@ -46,18 +46,18 @@ def make(target: Path, fill: Callable[[Path, Path], None], on_wait: Callable[[],
         if target.is_dir():
             return target
         # Left by processes that were killed: with the lock held, no other process is filling this directory.
-        for left in target.parent.glob(f".{target.name}.partial-*"):
-            shutil.rmtree(left)
+        for leftover in target.parent.glob(f".{target.name}.partial-*"):
+            shutil.rmtree(leftover)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.partial-", dir=target.parent))
         try:
-            made = scratch / "model"
-            made.mkdir()
-            fill(scratch, made)
-            for file in made.rglob("*"):
+            model_folder = scratch / "model"
+            model_folder.mkdir()
+            fill(scratch, model_folder)
+            for file in model_folder.rglob("*"):
                 if file.is_file():
                     with file.open("rb") as written:
                         os.fsync(written.fileno())
-            made.rename(target)
+            model_folder.rename(target)
         finally:
             shutil.rmtree(scratch)
     return target

@@ -27,7 +27,7 @@ def fetch(model: KnownModel, report: Report) -> Path:
 
     Args:
         model: the model.
-        report: told of progress.
+        report: called with progress.
 
     Returns:
         The model's directory.

@@ -75,7 +75,7 @@ class Lookups:
         prompt: Prompt,
         namespace: bytes,
         encode: Encode = ISOLATED,
-        most: float = math.inf,
+        max_seconds: float = math.inf,
         stages: Stages | None = None,
         correction: Correction | None = None,
     ) -> AsyncIterator[list[ChunkSource]]:
@@ -88,7 +88,7 @@ class Lookups:
                 earlier chunk. `Anchored`: anchor tokens, which the prompt's chunks then are. Others use any hit.
                 Misses are encoded after all parts before them with `InPlace` and `Versions`, otherwise after the
                 system prompt only.
-            most: maximum seconds to wait, besides the timeout of all lookups.
+            max_seconds: maximum seconds to wait, besides the timeout of all lookups.
             stages: counts entries that were rejected because no worker signed them.
             correction: applied to chunks that were encoded after the system prompt only.
 
@@ -97,13 +97,13 @@ class Lookups:
         """
         if isinstance(encode, Anchored):
             variant = keys.anchors_variant(encode.percent)
-            async with self._anchored(prompt, namespace, variant, most, stages) as anchored:
+            async with self._anchored(prompt, namespace, variant, max_seconds, stages) as anchored:
                 yield anchored
             return
         versions = keys.versions_variant(encode.most) if isinstance(encode, Versions) else b""
         variants = [(versions,) if versions and i > 1 else p.variants for i, p in enumerate(prompt.parts)]
         async with self._lookup(
-            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], most, stages
+            namespace, [(p.digest, v) for p, v in zip(prompt.parts, variants, strict=True)], max_seconds, stages
         ) as hits:
             path = tuple(part.digest for part in prompt.parts)
             exact = keys.path_keys(namespace, path)
@@ -135,12 +135,12 @@ class Lookups:
 
     @asynccontextmanager
     async def _anchored(
-        self, prompt: Prompt, namespace: bytes, variant: bytes, most: float, stages: Stages | None
+        self, prompt: Prompt, namespace: bytes, variant: bytes, max_seconds: float, stages: Stages | None
     ) -> AsyncIterator[list[ChunkSource]]:
         """Looks up a prompt whose chunks are anchor tokens. Raises as `prompt` does."""
         # An exact hit would win over the variant. The variant's digest in the path prevents one: no chunk has it.
         path = [(prompt.system.digest, ()), (variant, ()), *((c.digest, (variant,)) for c in prompt.chunks)]
-        async with self._lookup(namespace, path, most, stages) as hits:
+        async with self._lookup(namespace, path, max_seconds, stages) as hits:
             wanted: list[ChunkSource] = []
             for i, (hit, start) in enumerate(zip((hits[0], *hits[2:]), prompt.starts, strict=True)):
                 own = self.alone(prompt, i, start, namespace)
@@ -218,12 +218,12 @@ class Lookups:
 
     @asynccontextmanager
     async def _lookup(
-        self, namespace: bytes, path: Path, most: float = math.inf, stages: Stages | None = None
+        self, namespace: bytes, path: Path, max_seconds: float = math.inf, stages: Stages | None = None
     ) -> AsyncIterator[Sequence[Hit]]:
         if self._cache is None:
             yield [_MISS] * len(path)
             return
-        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=min(self._timeout, most)))
+        asking = asyncio.create_task(self._cache.lookup(namespace, path, timeout=min(self._timeout, max_seconds)))
         try:
             found = await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -235,14 +235,14 @@ class Lookups:
         try:
             if len(found.hits) != len(path):
                 raise CacheFault(f"the cache service returned {len(found.hits)} hits for a path of {len(path)}")
-            yield await self._genuine(namespace, path, found.hits, most, stages)
+            yield await self._genuine(namespace, path, found.hits, max_seconds, stages)
         finally:
             if found.lease:
                 # In the background: a lease that is not released expires.
                 self._later(self._release(found.lease))
 
     async def _genuine(
-        self, namespace: bytes, path: Path, hits: Sequence[Hit], most: float, stages: Stages | None
+        self, namespace: bytes, path: Path, hits: Sequence[Hit], max_seconds: float, stages: Stages | None
     ) -> Sequence[Hit]:
         """Turns hits that no worker signed into misses, and deletes their entries.
 
@@ -255,7 +255,7 @@ class Lookups:
             if stages is not None:
                 stages.rejected += len(rejected)
             with suppress(ServiceError):
-                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(DELETE_SECONDS, most))
+                await self._cache.delete(list(dict.fromkeys(rejected)), timeout=min(DELETE_SECONDS, max_seconds))
         return genuine
 
     def _later(self, work: Coroutine[None, None, None]) -> None:

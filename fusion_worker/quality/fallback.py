@@ -46,15 +46,15 @@ class Fallback:
         self._floor = floor
         self._records: OrderedDict[_Key, _Record] = OrderedDict()
 
-    def ratio(self, recipe: Recipe, corpus: str, asked: float) -> Allowed:
-        """The ratio to use for a request that asks for `asked`."""
-        key = (recipe.name, corpus, asked < recipe.ratio)
+    def ratio(self, recipe: Recipe, corpus: str, requested: float) -> Allowed:
+        """The ratio to use for a request that asks for `requested`."""
+        key = (recipe.name, corpus, requested < recipe.ratio)
         record = self._records.get(key)
         if record is None or record.level == 0 or recipe.lossless:
-            return Allowed(asked, "", key, 0)
+            return Allowed(requested, "", key, 0)
         self._records.move_to_end(key)
         if record.level == 1 and not recipe.fixed:
-            raised = max(2 * asked, _MIN_RAISED)
+            raised = max(2 * requested, _MIN_RAISED)
             if raised < 1.0:
                 return Allowed(raised, record.why, key, record.level)
         return Allowed(1.0, record.why, key, record.level)

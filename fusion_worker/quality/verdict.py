@@ -75,8 +75,8 @@ class Verdict:
             name, judged = self._judged("full_reuse")
         if judged is None or judged.verdict != UNSAFE:
             return ""
-        asked = "" if recipe.name == name else f"recipe {recipe.name!r} at ratio {ratio:g} counts as {name!r}: "
-        return f"{asked}recipe {name!r} is unsafe on this model by `fusionkv check`: {judged.why}"
+        judged_as = "" if recipe.name == name else f"recipe {recipe.name!r} at ratio {ratio:g} counts as {name!r}: "
+        return f"{judged_as}recipe {name!r} is unsafe on this model by `fusionkv check`: {judged.why}"
 
     def lines(self) -> Iterator[str]:
         """The verdicts, one line for each recipe."""
@@ -111,9 +111,9 @@ def read(directory: Path, fingerprint: bytes, auxiliary: bytes = b"") -> Verdict
     if not path.exists():
         return Verdict(fingerprint.hex(), {})
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        judged = {name: Judged(**judged) for name, judged in found["recipes"].items()}
-        verdict = Verdict(found["fingerprint"], judged, found["auxiliary"])
+        data = json.loads(path.read_text(encoding="utf-8"))
+        judged = {name: Judged(**judged) for name, judged in data["recipes"].items()}
+        verdict = Verdict(data["fingerprint"], judged, data["auxiliary"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FailedPrecondition(f"can't read {path} ({error}): run `fusionkv check {directory}` again") from error
     if verdict.fingerprint != fingerprint.hex():

@@ -17,6 +17,6 @@ class AttendedDeviation(Selector[FreshStates]):
 
     needs = FreshLayer()
 
-    def scores(self, seen: FreshStates) -> torch.Tensor:
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
         """Distance summed over heads and channels, times attention summed over all rows and heads."""
-        return seen.placed(seen.values_away().abs().sum((1, 2))) * seen.attention()
+        return inputs.placed(inputs.values_away().abs().sum((1, 2))) * inputs.attention()

@@ -13,6 +13,6 @@ class AuxiliaryAttention(Selector[torch.Tensor]):
 
     needs = SecondModel()
 
-    def scores(self, seen: torch.Tensor) -> torch.Tensor:
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
         """The attention, unchanged."""
-        return seen
+        return inputs

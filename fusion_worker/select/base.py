@@ -71,10 +71,10 @@ class ChunkPlaces:
     length: int
 
 
-Seen = TypeVar("Seen")
+Inputs = TypeVar("Inputs")
 
 
-class Selector(ABC, Generic[Seen]):
+class Selector(ABC, Generic[Inputs]):
     """Scores stale tokens by how much recomputing them is worth. Implementations are frozen dataclasses.
 
     A new selector is a file of this package and a row of `recipes/recipes.py`: the worker computes what `needs` says
@@ -89,11 +89,11 @@ class Selector(ABC, Generic[Seen]):
         """The inputs to compute. Selectors with equal needs share one pass."""
 
     @abstractmethod
-    def scores(self, seen: Seen) -> torch.Tensor:
+    def scores(self, inputs: Inputs) -> torch.Tensor:
         """Scores of all positions; those of tokens that are not stale are ignored.
 
         Args:
-            seen: The input that the class of `needs` describes.
+            inputs: What the class of `needs` describes.
 
         Returns:
             float32, at least [question_start]: higher is more worth recomputing. No unit: only the order counts.

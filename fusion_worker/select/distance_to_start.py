@@ -13,9 +13,9 @@ class DistanceToStart(Selector[ChunkPlaces]):
 
     needs = Nothing()
 
-    def scores(self, seen: ChunkPlaces) -> torch.Tensor:
+    def scores(self, inputs: ChunkPlaces) -> torch.Tensor:
         """The negated distance of a token to its chunk's start, in tokens; -inf outside chunks."""
-        scores = torch.full((seen.length,), float("-inf"))
-        for start, stop in zip(seen.starts, seen.stops, strict=True):
+        scores = torch.full((inputs.length,), float("-inf"))
+        for start, stop in zip(inputs.starts, inputs.stops, strict=True):
             scores[start:stop] = -torch.arange(stop - start, dtype=torch.float32)
         return scores

@@ -19,27 +19,27 @@ class InterChunkAttention(Selector[FreshStates]):
 
     needs = FreshLayer()
 
-    def scores(self, seen: FreshStates) -> torch.Tensor:
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
         """The attention summed over heads: 0 to q_heads."""
-        return seen.placed(_to_other_chunks(seen)[: seen.stale])
+        return inputs.placed(_to_other_chunks(inputs)[: inputs.stale])
 
 
-def _to_other_chunks(seen: FreshStates) -> torch.Tensor:
+def _to_other_chunks(inputs: FreshStates) -> torch.Tensor:
     """float32 [rows]: attention to chunks other than the row's own, summed over this rank's heads.
 
     The values of an attention pass are one-hot vectors of a key's chunk, so the output is the attention by chunk.
     """
-    states, starts, keys = seen.states, seen.starts, seen.keys()
-    over = Spans([seen.over(keys)])
+    states, starts, keys = inputs.states, inputs.starts, inputs.keys()
+    over = Spans([inputs.over(keys)])
     # 0 is the system prompt, followed by one number for each chunk.
     chunk = torch.bucketize(torch.arange(len(keys), device=keys.device), starts, right=True)
-    own = chunk[seen.span.positions]
-    found = torch.zeros(seen.span.rows, device=keys.device)
+    own = chunk[inputs.span.positions]
+    found = torch.zeros(inputs.span.rows, device=keys.device)
     channels = keys.shape[2]
     for first in range(1, len(starts), channels):
         member = chunk[:, None] == torch.arange(first, first + channels, device=keys.device)
         values = member.to(keys.dtype)[:, None].expand(-1, keys.shape[1], -1).contiguous()
-        out = sparse_attention(states.q, keys, values, over, seen.rotation, states.scale, states.window)
+        out = sparse_attention(states.q, keys, values, over, inputs.rotation, states.scale, states.window)
         mass = out.float().sum(1)
         inside = (own >= first) & (own < first + channels)
         mass[inside, own[inside] - first] = 0.0

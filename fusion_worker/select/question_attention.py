@@ -18,6 +18,6 @@ class QuestionAttention(Selector[torch.Tensor]):
 
     needs: CachedAttention = ALL_LAYERS
 
-    def scores(self, seen: torch.Tensor) -> torch.Tensor:
+    def scores(self, inputs: torch.Tensor) -> torch.Tensor:
         """The attention, unchanged."""
-        return seen
+        return inputs

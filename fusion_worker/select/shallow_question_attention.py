@@ -14,6 +14,6 @@ class ShallowQuestionAttention(Selector[FreshStates]):
 
     needs = FreshLayer()
 
-    def scores(self, seen: FreshStates) -> torch.Tensor:
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
         """The attention summed over the question's rows and heads."""
-        return seen.attention(first_row=seen.stale)
+        return inputs.attention(first_row=inputs.stale)

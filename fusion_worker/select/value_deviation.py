@@ -14,6 +14,6 @@ class ValueDeviation(Selector[FreshStates]):
 
     needs = FreshLayer()
 
-    def scores(self, seen: FreshStates) -> torch.Tensor:
+    def scores(self, inputs: FreshStates) -> torch.Tensor:
         """The distance summed over heads and channels."""
-        return seen.placed(seen.values_away().square().sum((1, 2)))
+        return inputs.placed(inputs.values_away().square().sum((1, 2)))

@@ -100,7 +100,7 @@ class Signer:
         Returns:
             The hits, with misses in place of rejected entries, and the keys of those entries.
         """
-        system, kept, rejected = path[0][0], [], []
+        system, checked, rejected = path[0][0], [], []
         for i, (hit, (chunk, variants)) in enumerate(zip(hits, path, strict=True)):
             if (entry := hit.entry) is not None:
                 fault = self.fault(namespace, system, chunk, i == 0, entry)
@@ -110,8 +110,8 @@ class Signer:
                     _reject(entry, fault)
                     rejected.append(entry.key)
                     hit = _MISS
-            kept.append(hit)
-        return kept, rejected
+            checked.append(hit)
+        return checked, rejected
 
     async def verify(self, cache: CacheClient, entry: Entry, data: memoryview) -> None:
         """Checks the bytes of a `genuine` entry against its seal. Takes 0.2 ms per MiB.

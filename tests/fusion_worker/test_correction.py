@@ -160,10 +160,11 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
     assert asked.summary.chunks_corrected == 2
     request.corpus = "other"
     del request.before[:]
-    with pytest.raises(InvalidArgument, match="two chunks or more"):
+    with pytest.raises(InvalidArgument, match="at least two different chunks"):
         await rig.servicer.Encode(request, None)
     request.before.append(pb.Tokens(ids=random_ids(400, 1)))
-    with pytest.raises(InvalidArgument, match="6 chunks may have 2405 tokens with the system prompt"):
+    too_long = "the system prompt and 6 chunks of the longest chunk's size have 2405 tokens"
+    with pytest.raises(InvalidArgument, match=too_long):
         await rig.servicer.Encode(request, None)
 
 
