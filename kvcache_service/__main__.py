@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from fusionkv.kvcache_service.config import Config
@@ -112,16 +112,16 @@ async def run(config: Config) -> None:
     for address in config.listen:
         remove_stale_socket(address)
     store = make_store(config)
-    await store.open()
+    loading = asyncio.create_task(store.open())
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    sweeper = asyncio.create_task(store.sweep())
+    sweeper = asyncio.create_task(_after(loading, store.sweep))
     doorways = open_doorways(config, store)
     sharing: Sharing | None = None
     writing: asyncio.Task[None] | None = None
     try:
         if config.remote_url:
             sharing = make_sharing(config, store)
-            writing = asyncio.create_task(sharing.run())
+            writing = asyncio.create_task(_after(loading, sharing.run))
         await rpc.serve(
             NAME,
             config.listen,
@@ -129,6 +129,7 @@ async def run(config: Config) -> None:
             drain_seconds=config.drain_seconds,
             on_stop=sharing.flush if sharing else None,
             tls=config.server_tls,
+            failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
         )
     finally:
         for doorway in doorways:
@@ -136,11 +137,19 @@ async def run(config: Config) -> None:
         for task in (sweeper, writing):
             if task is not None:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
                     await task
         if sharing is not None:
             await sharing.close()
-        await store.close()
+        # A store that is not loaded has changed nothing on the disk: it ends as by kill -9.
+        if store.ready.is_set():
+            await store.close()
+
+
+async def _after(loading: "asyncio.Task[None]", work: Callable[[], Awaitable[object]]) -> None:
+    """Works once the index is loaded. Raises OSError if it can't be."""
+    await asyncio.shield(loading)
+    await work()
 
 
 def open_doorways(config: Config, store: Store) -> list[ShmServer | FdServer]:

@@ -145,6 +145,7 @@ class KVCacheServicer:
         self._puts += 1
         writer = None
         try:
+            await self._store.opened()
             writer = self._store.write(record)
             stored = False
             if writer is not None:

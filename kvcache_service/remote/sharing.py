@@ -87,10 +87,11 @@ class Sharing:
     ) -> dict[int, tuple[HitKind, Record]]:
         """Entries of the remote tier that are better than what was `found` here, by the number of their element.
 
-        They are copied here from now on, as far as that keeps nobody waiting. Empty while the tier is out of reach.
+        They are copied here from now on, as far as that keeps nobody waiting. Empty while the tier is out of reach,
+        and while the store is loading, which takes no copies then.
         """
         wanted = [i for i, (kind, _) in enumerate(found) if kind is not HitKind.EXACT]
-        if not wanted or not self.reachable:
+        if not wanted or not self.reachable or not self._store.ready.is_set():
             return {}
         try:
             async with asyncio.timeout(self._lookup_seconds):

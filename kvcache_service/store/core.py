@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from fusionkv.kvcache_service.config import Config
@@ -17,8 +18,8 @@ from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import VERSIONS
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Residents, StoredEntry
-from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.protos.runtime.errors import ResourceExhausted
+from fusionkv.kvcache_service.tiers.base import Recovered, Tier
+from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -27,6 +28,10 @@ _IO_THREADS = 8
 _SWEEP_SECONDS = 1.0
 # Entries deleted at once: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
+# The longest wait of a Put or Delete. An index of a few hundred thousand entries is loaded by then.
+_OPEN_SECONDS = 10.0
+# Entries made visible at once at a start: about 3 ms on the event loop.
+_LOAD_BATCH = 256
 # As a logarithm: what is hotter was not asked for so often, but by a clock that was ahead.
 _MOST_ACCESSES = 40.0
 # Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
@@ -70,6 +75,8 @@ class StoreCore:
         self.tasks: set[asyncio.Task[Any]] = set()
         self._touched: set[int] = set()  # rows whose heat is not saved
         self.demand = FrequencySketch()
+        self.ready = asyncio.Event()
+        self.ready.set()
         self.watcher: Watcher | None = None
 
     @property
@@ -78,13 +85,39 @@ class StoreCore:
         return self._epoch + self._clock()
 
     async def open(self) -> None:
-        """Takes over what the home tier has from before. Nothing else may run meanwhile."""
+        """Makes visible what the home tier has from before: 20 s per million entries.
+
+        Lookups and reads work meanwhile: entries are found by key. What changes the home tier waits (`opened`).
+
+        Raises:
+            OSError: the home tier can't be used; nothing of it was changed.
+        """
         home = self.residents.home
-        await self.in_thread(self.residents.recover)
+        self.ready.clear()
+        self.residents.begin_recovery()
+        found, batch = home.recover(), list[Recovered]()
+        while batch := await self.in_thread(list, islice(found, _LOAD_BATCH)):
+            self.residents.recover(batch)
+        self.residents.end_recovery()
+        self.ready.set()
         hottest, half_life = self.residents.hottest(), self.config.half_life_seconds
         if hottest > self._wall() / half_life + _MOST_ACCESSES:
             self._epoch = hottest * half_life - self._clock()
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
+
+    async def opened(self) -> None:
+        """Waits until `open` has ended: before, it is not known which space of the home tier is free.
+
+        Raises:
+            Unavailable: that takes longer than 10 s.
+        """
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                await self.ready.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "the index is being loaded; until then nothing is stored or deleted: try again"
+            ) from None
 
     async def sweep(self) -> None:
         """Ends leases whose time is over, makes room and saves heat, until it is cancelled."""
@@ -204,7 +237,9 @@ class StoreCore:
 
         Raises:
             ResourceExhausted: it can't be recorded; they are gone until the next start.
+            Unavailable: as `opened`.
         """
+        await self.opened()
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, len(names), _DELETE_BATCH):
             batch = names[at : at + _DELETE_BATCH]
@@ -218,8 +253,9 @@ class StoreCore:
 
     async def drop(self, entry: StoredEntry) -> None:
         """Deletes a damaged entry; never raises."""
-        if entry.visible:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Unavailable):  # then the next read tries again
+            await self.opened()
+            if entry.visible:
                 await self.to_the_end(self.withdraw([entry]))
 
     def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:

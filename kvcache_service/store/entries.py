@@ -5,15 +5,16 @@ import heapq
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import aligned
 
 
@@ -61,6 +62,8 @@ class Residents:
         self._counters = counters
         self._seen: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._leaving: set[StoredEntry] = set()
+        self._finder: Callable[[bytes], Recovered | None] | None = None
+        self._early: set[int] = set()  # rows of entries that the finder found and `recover` did not yet
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
         """Invisible entries in whose place another serves; whoever has a lease on one may still fetch it."""
         self._reserved: dict[tuple[str, int], int] = {}
@@ -79,13 +82,22 @@ class Residents:
         return map(self._resident, self.index.rows)
 
     def get(self, key: bytes) -> StoredEntry | None:
-        row = self.index.row(key)
+        row = self._row(key)
         return None if row is None else self._resident(row)
 
     def find(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, StoredEntry | None, bytes]]:
-        """As `Index.find`: how each element was found, its entry, and the key of an exact one."""
+        """As `Index.find`: how each element was found, its entry, and the key of an exact one.
+
+        Until all entries are recovered, those not yet there are looked up in the home tier: by the exact path, or as
+        encoded right behind the system prompt.
+        """
+        if self._finder is not None:
+            for i, key in enumerate(path_keys(namespace, path)):
+                if self._row(key) is None and i:
+                    alone = [path[0], path[i]]
+                    any(self._row(entry_key(namespace, alone, v)) is not None for v in (*variants[i], b""))
         return [
             (kind, None if row is None else self._resident(row), key)
             for kind, row, key in self.index.find(namespace, path, variants)
@@ -168,10 +180,28 @@ class Residents:
         if entry.row is not None:
             self._enter(entry.row, tier.name, place)
 
-    def recover(self) -> None:
-        """Takes over what the home tier has from before."""
-        for found in self.home.recover():
-            self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
+    def begin_recovery(self) -> None:
+        """From here to `end_recovery`, entries of the home tier are found by key before `recover` gets to them."""
+        self._finder = self.home.finder()
+
+    def recover(self, found: Iterable[Recovered]) -> None:
+        """Makes entries visible that the home tier has from before."""
+        for one in found:
+            try:
+                self._enter(self.index.add(one.record, one.heat), self.home.name, one.place)
+            except KeyError:  # it was found by key before
+                row = self.index.row(one.record.key)
+                if row is not None and self._places[self.home.name][row] == one.place.offset:
+                    self._early.discard(row)
+
+    def end_recovery(self) -> None:
+        """Drops entries found by key that were not recovered: the index is damaged, or another has their bytes."""
+        self._finder = None
+        for entry in map(self._resident, self._early):
+            if not self.home.claim(entry.places[self.home.name]):
+                self._leave(entry, self.home)
+            self.withdraw(entry)
+        self._early.clear()
 
     def publish(self, entry: StoredEntry) -> None:
         """Makes an entry visible; its bytes are in the home tier."""
@@ -210,6 +240,14 @@ class Residents:
     def all(self) -> Iterator[StoredEntry]:
         """Visible entries, and invisible ones that somebody still holds."""
         return itertools.chain(self, self._leaving)
+
+    def _row(self, key: bytes) -> int | None:
+        row = self.index.row(key)
+        if row is None and self._finder is not None and (found := self._finder(key)) is not None:
+            row = self.index.add(found.record, found.heat)
+            self._enter(row, self.home.name, found.place)
+            self._early.add(row)
+        return row
 
     def _resident(self, row: int) -> StoredEntry:
         entry = self._seen.get(row)

@@ -57,6 +57,7 @@ class Store(StoreCore):
                 f"an entry of {record.size} bytes is over the limit of {self.config.max_entry_bytes}: "
                 "raise max_entry_bytes in [kvcache]"
             )
+        assert self.ready.is_set(), "before `opened`"
         self.leases.expire()
         home = self.residents.home
         try:

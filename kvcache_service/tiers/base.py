@@ -1,7 +1,7 @@
 """The contract of a tier: a bounded place for bytes, that may outlive the process."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionkv.kvcache_service.index.record import Record
@@ -113,7 +113,19 @@ class Tier(ABC):
 
     @abstractmethod
     def recover(self) -> Iterator[Recovered]:
-        """What is there at start, each at a place that is reserved now. Called once, first of all, to its end."""
+        """What is there at start, each at a place that is reserved now. Called once, before any change, to its end.
+
+        Raises:
+            OSError: it can't be used.
+        """
+
+    def finder(self) -> Callable[[bytes], Recovered | None]:
+        """Finds single entries by key until `recover` ends, which it precedes. Their places are not reserved."""
+        return lambda key: None
+
+    def claim(self, place: Place) -> bool:
+        """Reserves a place that the finder gave, after `recover`; False where another entry has some of its bytes."""
+        return self._extents.claim(place.offset, place.size)
 
     @abstractmethod
     def close(self) -> None:

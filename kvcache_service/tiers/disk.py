@@ -14,16 +14,20 @@ import fcntl
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index import heat as heats
+from fusionkv.kvcache_service.index.record import Record, decode
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
 from fusionkv.kvcache_service.tiers.extents import Extents
+from fusionkv.kvcache_service.tiers.index_reader import IndexReader
+from fusionkv.kvcache_service.tiers.index_rewrite import HEATS, RECORDS
 from fusionkv.protos.runtime.checksum import Checksum
 
 log = logging.getLogger(__name__)
@@ -56,15 +60,15 @@ class DiskTier(Tier):
         self._sync = sync
         (directory / "segments").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory / "lock")
-        try:
-            self._ledger = self._open_ledger(directory / "index")
-        except OSError:
-            os.close(self._lock)
-            raise
         self._files: dict[int, int] = {}  # segment -> file descriptor
 
-    def _open_ledger(self, index: Path) -> DiskIndex:
-        """The index, which starts empty where nothing of it can be used; that of a later version is not touched."""
+    @cached_property
+    def _ledger(self) -> DiskIndex:
+        """The index, checked and opened by the first use. It starts empty if it can't be used.
+
+        Raises:
+            OSError: a later version wrote it: then nothing is changed.
+        """
         trusted = self._trusted()
         if not trusted:
             log.warning(
@@ -73,7 +77,9 @@ class DiskTier(Tier):
         # The index of the smallest entries with long paths is about as large as they are; the map is only an
         # address range, the file grows with use.
         map_bytes = (64 << 20) + self.capacity_bytes
-        return DiskIndex(index, map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id()))
+        return DiskIndex(
+            self._directory / "index", map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id())
+        )
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._at(place, at)
@@ -143,6 +149,26 @@ class DiskTier(Tier):
             except OSError as error:
                 log.warning("can't drop them from the index: %s", error)
 
+    def finder(self) -> Callable[[bytes], Recovered | None]:
+        """As `recover` would, but for two records that claim the same bytes: there both are found."""
+        if not self._trusted():
+            return super().finder()
+        reader = IndexReader(self._directory / "index" / "data.mdb")
+
+        def find(key: bytes) -> Recovered | None:
+            value = reader.get(RECORDS, key)
+            try:
+                record, offset = decode(key, value or b"")
+                segment, at = divmod(offset, SEGMENT_BYTES)
+                whole = at + record.size <= self._path(segment, "kv").stat().st_size
+            except (ValueError, OSError):
+                return None
+            if not whole or not self._extents.fit(np.array([offset]), np.array([record.size])).all():
+                return None
+            return Recovered(record, Place(offset, record.size), heats.stored(reader.get(HEATS, key)))
+
+        return find
+
     def extent(self, place: Place) -> tuple[int, int]:
         """Number of the segment that a place is in, and the offset in its file."""
         return divmod(place.offset, SEGMENT_BYTES)
@@ -156,8 +182,9 @@ class DiskTier(Tier):
             os.fsync(file)
             os.close(file)
         self._files.clear()
-        self._ledger.close()
-        self._mark("")
+        if "_ledger" in self.__dict__:
+            self._ledger.close()
+            self._mark("")
         os.close(self._lock)
 
     def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:

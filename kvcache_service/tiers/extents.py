@@ -49,6 +49,11 @@ class Holes:
             self.ends.insert(i, end)
         return start, end
 
+    def cover(self, start: int, end: int) -> bool:
+        """Whether an interval lies within one hole."""
+        i = bisect_left(self.starts, start + 1) - 1
+        return i >= 0 and end <= self.ends[i]
+
     def take(self, start: int, end: int) -> None:
         """Removes an interval that lies within one hole."""
         i = bisect_left(self.starts, start + 1) - 1
@@ -98,6 +103,15 @@ class Extents:
         self._holes.take(start, start + length)
         self.used += length
         return start, [victim for victim, _ in freed]
+
+    def claim(self, start: int, size: int) -> bool:
+        """Takes this very extent if all of it is free."""
+        end = start + aligned(size)
+        if not self._holes.cover(start, end):
+            return False
+        self._holes.take(start, end)
+        self.used += end - start
+        return True
 
     def free(self, start: int, size: int) -> None:
         """Gives an extent back, under the size that it was taken with."""

@@ -16,6 +16,7 @@ from typing import Any
 import lmdb
 
 from fusionkv.kvcache_service.index import record
+from fusionkv.protos.runtime import process
 
 DAMAGED, LATER = 3, 4
 RECORDS, HEATS = b"records", b"heat"
@@ -28,7 +29,7 @@ _TOGETHER = 100_000
 # Behind a page's head: what LMDB is known by, the format of its file, an address, a size; and the bytes of a page,
 # which say where the second such page is.
 _META = struct.Struct("=16xIIQQI")
-_MAGIC, _FORMAT = 0xBEEFC0DE, 1
+MAGIC, FORMAT = 0xBEEFC0DE, 1
 
 
 class Later(Exception):
@@ -92,10 +93,11 @@ def _later_format(path: str) -> bool:
     if len(second) < _META.size:
         return False
     magic, form, *_ = _META.unpack(first)
-    return (magic, form) == _META.unpack(second)[:2] and magic == _MAGIC and form > _FORMAT
+    return (magic, form) == _META.unpack(second)[:2] and magic == MAGIC and form > FORMAT
 
 
 def main() -> None:
+    process.end_with_parent()  # or two such processes might write one file after a kill -9
     signal.alarm(int(sys.argv[4]))  # what takes longer goes round in circles
     try:
         rewrite(sys.argv[1], sys.argv[2], int(sys.argv[3]))
