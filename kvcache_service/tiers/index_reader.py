@@ -1,8 +1,7 @@
-"""A reader of single values from an LMDB file that may be damaged: damage is a miss.
+"""A read-only LMDB lookup that treats damage as a miss, for an index that has not been checked.
 
-LMDB itself trusts what it reads and ends the process at a damaged page (index_rewrite.py), so it can't be used before
-the file is checked, which takes 2 s per million entries. This reader takes about 20 us per value and writes nothing.
-The layout is that of `mdb.c` in LMDB 0.9: `MDB_meta`, `MDB_page`, `MDB_node`, `MDB_db`, in the machine's byte order.
+LMDB itself may terminate the process at a damaged page (index_rewrite.py), and a check takes 2 s per million entries.
+The file layout is that of `mdb.c` in LMDB 0.9 (`MDB_meta`, `MDB_page`, `MDB_node`, `MDB_db`), in native byte order.
 """
 
 import contextlib
@@ -17,17 +16,17 @@ _META = struct.Struct("=16xIIQQI44x40xQ8xQ")
 _PAGE, _NODE, _NUMBER = struct.Struct("=10xHHxx"), struct.Struct("=HHHH"), struct.Struct("=H")
 _LEAF, _BIG = 2, 1
 _ROOT_OFFSET, _ROOT = 40, struct.Struct("=Q")
-# LMDB's own limit (CURSOR_STACK). A damaged tree may have circles.
+# LMDB's own limit (CURSOR_STACK). A damaged tree may contain a cycle.
 _MAX_DEPTH = 32
-# Above the largest record, whose path has 65,535 digests of 32 bytes.
+# Above the largest record: a path of 65,535 digests of 32 bytes.
 _MAX_VALUE_BYTES = 4 << 20
 
 
 class IndexReader:
-    """The newest committed state of an LMDB file when it was opened. Nothing may write to the file meanwhile."""
+    """The last committed state of an LMDB file, which must not be written to meanwhile."""
 
     def __init__(self, file: Path) -> None:
-        """Opens the file; nothing is found in one that is missing, or not of LMDB's present format."""
+        """Opens the file. A file that is missing or of another format counts as empty."""
         self._data: mmap.mmap | bytes = b""
         self._page_bytes, self._names = 0, 0
         with contextlib.suppress(OSError, ValueError, struct.error), file.open("rb") as opened:
@@ -39,7 +38,7 @@ class IndexReader:
                 self._names = max(first, second, key=lambda meta: int(meta[-1]))[-2]
 
     def get(self, database: bytes, key: bytes) -> bytes | None:
-        """The value of a key in a named database; None if there is none, or the way to it is damaged."""
+        """Value of a key in a named database; None if missing, or if a page on the path to it is damaged."""
         try:
             described = self._find(self._names, database)
             return described and self._find(_ROOT.unpack_from(described, _ROOT_OFFSET)[0], key)
@@ -51,7 +50,7 @@ class IndexReader:
         for _ in range(_MAX_DEPTH):
             start = page * self._page_bytes
             flags, lower = _PAGE.unpack_from(data, start)
-            # The last key that is not above `key`. The first of a branch page is empty: it stands for the lowest.
+            # Finds the last key <= `key`. The first key of a branch page is implicit: lower than all others.
             low, high = (0 if flags & _LEAF else 1), (lower - 16) // 2
             while low < high:
                 middle = (low + high) // 2
