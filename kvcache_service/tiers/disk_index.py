@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import struct
@@ -57,13 +58,15 @@ class DiskIndex:
         self._directory = directory
         new = directory.with_name(f"{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        damage = _rewrite(directory, new, map_bytes)
+        # A directory of its own: the process of a service that was killed may still be writing to another.
+        copy = new / secrets.token_hex(8)
+        damage = _rewrite(directory, copy, map_bytes)
         first()
         if damage and not anew:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
         if damage or anew:
             shutil.rmtree(directory, ignore_errors=anew)
-        elif (file := new / _FILE).exists():
+        elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
             if sync:  # otherwise a crash of the machine might restore the old file, without later entries
                 sync_directory(directory)

@@ -51,6 +51,7 @@ def rewrite(directory: str, new: str, map_bytes: int) -> None:
     # If one of the two known databases is missing, the names are damaged.
     if {RECORDS, HEATS} < set(names):
         raise Later(f"it has {len(names)} databases, and this version knows two")
+    os.makedirs(new, exist_ok=True)
     # Without a lock file: it is written through a map, which raises SIGBUS on a full device.
     made = lmdb.open(new, map_size=map_bytes, max_dbs=_MAX_DATABASES, sync=False, lock=False)
     for name in names:
@@ -97,7 +98,7 @@ def _later_format(path: str) -> bool:
 
 
 def main() -> None:
-    process.end_with_parent()  # otherwise two of these might write one file after a kill -9
+    process.end_with_parent()
     signal.alarm(int(sys.argv[4]))  # a damaged tree may contain a cycle
     try:
         rewrite(sys.argv[1], sys.argv[2], int(sys.argv[3]))
