@@ -1,1 +1,1 @@
-"""The cache service: keeps every chunk's KV cache once and finds it whatever came before the chunk."""
+"""The cache service: stores each chunk's KV cache once, and finds it behind any prefix."""

@@ -1,4 +1,4 @@
-"""The process: `python -m fusionkv.kvcache_service`."""
+"""The process of the cache service: `python -m fusionkv.kvcache_service`."""
 
 import argparse
 import asyncio
@@ -8,7 +8,7 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from fusionkv.kvcache_service.config import Config
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_store(config: Config) -> Store:
-    """The store with the tiers that the configuration asks for.
+    """Creates the store with the configured tiers.
 
     Raises:
-        OSError: the data directory or its keys can't be used, or another process uses it.
+        OSError: The data directory or its keys cannot be used, or another process uses it.
     """
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
     if config.disk_bytes:
@@ -71,10 +71,10 @@ def make_store(config: Config) -> Store:
 
 
 def make_sharing(config: Config, store: Store) -> Sharing:
-    """The store's use of the remote tier that the configuration names; nothing is asked of it yet.
+    """Creates the access to the configured remote tier, without connecting yet.
 
     Raises:
-        OSError: the URL or a file can't be used, or a package is not installed.
+        OSError: The URL or a file cannot be used, or a package is not installed.
     """
     keys = DiskKeys(config.disk_keys) if config.disk_keys else None
     tier = RemoteTier(make_engine(config), keys)
@@ -85,7 +85,7 @@ def make_sharing(config: Config, store: Store) -> Sharing:
 
 
 def make_engine(config: Config) -> Engine:
-    """What the remote tier stands on. Raises OSError as `make_sharing` does."""
+    """Creates the engine of the remote tier. Raises OSError as `make_sharing` does."""
     try:
         if config.remote_url.startswith("mooncake://"):
             from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
@@ -104,24 +104,24 @@ def make_engine(config: Config) -> Engine:
 
 
 async def run(config: Config) -> None:
-    """Serves until SIGTERM, drains, closes the store.
+    """Serves until SIGTERM, drains, and closes the store.
 
     Raises:
-        OSError: an address or the data directory is in use, or can't be used.
+        OSError: An address or the data directory is in use, or cannot be used.
     """
     for address in config.listen:
         remove_stale_socket(address)
     store = make_store(config)
-    await store.open()
+    loading = asyncio.create_task(store.open())
     observe_tiers(lambda: [(tier.name, tier.used_bytes, tier.capacity_bytes) for tier in store.residents.tiers])
-    sweeper = asyncio.create_task(store.sweep())
-    doorways = open_doorways(config, store)
+    sweeper = asyncio.create_task(_after(loading, store.sweep))
+    file_servers = start_file_servers(config, store)
     sharing: Sharing | None = None
     writing: asyncio.Task[None] | None = None
     try:
         if config.remote_url:
             sharing = make_sharing(config, store)
-            writing = asyncio.create_task(sharing.run())
+            writing = asyncio.create_task(_after(loading, sharing.run))
         await rpc.serve(
             NAME,
             config.listen,
@@ -129,46 +129,55 @@ async def run(config: Config) -> None:
             drain_seconds=config.drain_seconds,
             on_stop=sharing.flush if sharing else None,
             tls=config.server_tls,
+            failure=asyncio.create_task(_after(loading, asyncio.Event().wait)),
         )
     finally:
-        for doorway in doorways:
-            doorway.close()
+        for file_server in file_servers:
+            file_server.close()
         for task in (sweeper, writing):
             if task is not None:
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
+                with contextlib.suppress(asyncio.CancelledError, OSError):  # `serve` raises what loading raised
                     await task
         if sharing is not None:
             await sharing.close()
-        await store.close()
+        # Until the index is loaded, nothing on the disk was changed, and nothing must be closed.
+        if store.ready.is_set():
+            await store.close()
 
 
-def open_doorways(config: Config, store: Store) -> list[ShmServer | FdServer]:
-    """Hands memory tier and segment files over beside every unix socket; where that can't be, bytes are streamed."""
-    doorways: list[ShmServer | FdServer] = []
+async def _after(loading: "asyncio.Task[None]", work: Callable[[], Awaitable[object]]) -> None:
+    """Runs `work` once the index is loaded. Raises OSError if it cannot be loaded."""
+    await asyncio.shield(loading)
+    await work()
+
+
+def start_file_servers(config: Config, store: Store) -> list[ShmServer | FdServer]:
+    """Shares memory tier and segment files beside every unix socket. If that fails, bytes are streamed."""
+    file_servers: list[ShmServer | FdServer] = []
     paths = [path for address in config.listen if (path := path_of(address)) is not None]
     for tier in store.residents.tiers:
         if not isinstance(tier, MemoryTier):
             continue
         for path in paths:
             try:
-                doorways.append(ShmServer(path, tier.arena, tier.capacity_bytes, tier.file))
+                file_servers.append(ShmServer(path, tier.arena, tier.capacity_bytes, tier.file))
             except OSError as error:
-                log.warning("can't hand memory over at %s, its bytes are streamed: %s", path, error)
+                log.warning("can't share memory at %s, its bytes are streamed: %s", path, error)
                 continue
             if (files := readable_files(store.residents.tiers)) is not None:
                 try:
-                    doorways.append(FdServer(segments_of(path), tier.arena, files))
+                    file_servers.append(FdServer(segments_of(path), tier.arena, files))
                 except OSError as error:
-                    log.warning("can't hand files over beside %s, their bytes are streamed: %s", path, error)
-    return doorways
+                    log.warning("can't share files beside %s, their bytes are streamed: %s", path, error)
+    return file_servers
 
 
 def remove_stale_socket(address: str) -> None:
-    """Removes the socket file of a process that is gone; gRPC would take over that of a live one unasked.
+    """Removes the socket file of a process that has ended; gRPC itself would also replace that of a live one.
 
     Raises:
-        OSError: a process answers there, or the file is something else.
+        OSError: A process accepts connections there, or the file is not a socket.
     """
     if not address.startswith("unix:"):
         return
@@ -192,6 +201,6 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not by way of the interpreter's end: it waits for threads, and those that call a remote tier which stands still
-    # would hold the process for minutes. All that has to be kept is on disk.
+    # Skips the interpreter's shutdown, which waits for threads: calls of a remote tier that hangs would block it for
+    # minutes. Everything persistent is on disk.
     os._exit(status)

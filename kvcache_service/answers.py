@@ -1,4 +1,4 @@
-"""What a service answers to a Lookup, as its callers see it."""
+"""The client's view of the response to a Lookup."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ _TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remot
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored chunk: `size` in bytes, `base` the position its keys were rotated for, `checksum` of the bytes."""
+    """One stored chunk; `size` in bytes, `base` is the RoPE position of its first token."""
 
     key: bytes
     size: int
@@ -18,16 +18,16 @@ class Entry:
     base: int
     checksum: bytes
     tier: str
-    """"memory", "disk", or "remote": in the tier that services share, and covered by no lease."""
+    """"memory", "disk" or "remote": in the shared tier, not covered by the lease."""
     variant: bytes
-    """Empty when the entry is full attention over its path."""
+    """Empty for full attention over the path."""
     shared: memoryview | None = field(default=None, compare=False, repr=False)
-    """The bytes where they lie, for as long as `lease` is held: on the service's machine, if they are in memory."""
+    """View of the bytes in the service's shared memory, valid while `lease` is held; None if not available."""
     lease: int = field(default=0, compare=False, repr=False)
     extent: tuple[int, int] | None = field(default=None, compare=False, repr=False)
-    """Segment and offset of the bytes on the service's disk, for as long as `lease` is held."""
+    """Segment and offset in the service's segment files, valid while `lease` is held; None if not available."""
     signature: bytes = field(default=b"", repr=False)
-    """As it was put."""
+    """As passed to `put`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """One hit for each element of the path; `lease` names the lease on all entries found, 0 when none was."""
+    """One hit per element of the path; `lease` covers all entries found, 0 if there is none."""
 
     hits: tuple[Hit, ...]
     lease: int
@@ -51,22 +51,27 @@ _KINDS = {
 }
 
 
-def hit(found: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
-    """One hit; `lease` is that of the reply, `arena` the service's memory if it is seen here.
+def hit(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
+    """Converts one hit of a response.
 
-    What can't be made sense of, since a later version of the service answered, is a miss.
+    Args:
+        lease: Lease of the response.
+        arena: The service's shared memory, if mapped.
+
+    Returns:
+        The hit; a miss if its kind or tier is unknown, as a later version of the service may send.
     """
-    e, kind, tier = found.entry, _KINDS.get(found.kind, HitKind.MISS), _TIERS.get(found.entry.tier)
-    if kind is HitKind.MISS or tier is None or not found.HasField("entry"):
+    e, kind, tier = message.entry, _KINDS.get(message.kind, HitKind.MISS), _TIERS.get(message.entry.tier)
+    if kind is HitKind.MISS or tier is None or not message.HasField("entry"):
         return Hit(HitKind.MISS, None)
-    there = None if arena is None else shared(e, arena, e.size_bytes)
+    view = None if arena is None else shared(e, arena, e.size_bytes)
     names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
     extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
     held = 0 if tier == "remote" else lease
-    return Hit(kind, Entry(*names, there, held, extent, e.signature))
+    return Hit(kind, Entry(*names, view, held, extent, e.signature))
 
 
 def shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
-    """An entry's bytes in the arena, if it is there."""
+    """View of an entry's bytes in the arena; None if it is not in memory."""
     inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
     return arena[at.arena_offset : at.arena_offset + size] if inside else None

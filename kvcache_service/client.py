@@ -1,4 +1,4 @@
-"""The cache service as its callers see it: look up a prompt, fetch and put KV bytes, release, delete, count."""
+"""The client of the cache service."""
 
 import asyncio
 import contextlib
@@ -35,22 +35,22 @@ __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
 tracer = trace.get_tracer(__name__)
 
-# Key in the server's initial metadata of a Put: the space is reserved, send the data.
+# Key in the initial metadata of a Put: space is reserved, and the client shall send the data.
 RESERVED = "fusionkv-reserved"
-# Below this a checksum (about 10 GB/s) takes less time than the hop to a thread and back.
+# Below this size, a checksum (about 10 GB/s) takes less time than a hop to a thread.
 _HASH_INLINE_BYTES = 1 << 20
-# A request waits while a damaged entry is deleted; a service that damages bytes may well be slow at that too.
+# Maximum time in which a request waits for the deletion of a damaged entry.
 _DELETE_DAMAGED_SECONDS = 0.5
-# For what nobody waits for.
+# Timeout of calls in the background.
 _RISE_SECONDS = 10.0
 
 
 class CacheClient:
-    """A connection to one cache service at `host:port` or `unix:/path`, made on first use.
+    """A client of one cache service at `host:port` or `unix:/path`. Connects on first use.
 
-    Safe for any number of concurrent calls within one event loop. Every error leaves it as one of
-    `fusionkv.protos.runtime.errors`; timeouts are seconds for the whole call. A name that stands for several services
-    leads to one of them, and to another one when that is out of reach.
+    Supports concurrent calls within one event loop. All errors are raised as `fusionkv.protos.runtime.errors`;
+    timeouts are in seconds and cover the whole call. A host name with several addresses connects to one of them, and
+    fails over to another.
     """
 
     def __init__(self, address: str, tls: ClientTLS | None = None) -> None:
@@ -71,24 +71,24 @@ class CacheClient:
         lease_ms: int = 0,
         timeout: float,
     ) -> Lookup:
-        """Finds and leases a prompt's entries; `path` is (digest, variants) of the system prompt, then of chunks."""
+        """Finds and leases a prompt's entries; `path` contains (digest, variants), system prompt first."""
         elements = [pb.PathElement(digest=digest, variants=variants) for digest, variants in path]
         request = pb.LookupRequest(namespace=namespace, path=elements, lease_ms=lease_ms)
-        asked = time.monotonic()
+        sent = time.monotonic()
         response = await self._call("Lookup", request, timeout)
-        # The service counts from when it was asked, or later.
-        self._window.leased(response.lease, asked + response.lease_ms / 1000)
+        # The service measures the lease from the arrival of the request, or later.
+        self._window.leased(response.lease, sent + response.lease_ms / 1000)
         shared = await self._window.open(response.arena)
         return Lookup(tuple(answers.hit(hit, response.lease, shared) for hit in response.hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
-        """Fills `into` (`entry.size` bytes): copied or read from where they lie if that can be, else streamed.
+        """Fills `into` (`entry.size` bytes) from shared memory or segment files if possible, otherwise by stream.
 
-        The service's memory is not verified, like any memory; what comes from a disk or over a connection is.
+        Bytes from disk or the network are verified by checksum; those from shared memory are not.
 
         Raises:
-            DataLoss: the bytes are not those of `entry`; the server has been asked to delete it.
-            NotFound: the entry is gone, or was in a remote tier that is out of reach now.
+            DataLoss: The checksum does not match. The service was requested to delete the entry.
+            NotFound: The entry is gone, or was in a remote tier that is unreachable.
         """
         into = into.cast("B")
         if len(into) != entry.size:
@@ -116,31 +116,34 @@ class CacheClient:
         finally:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
-            with contextlib.suppress(ServiceError):  # the damage is what the caller has to know
+            with contextlib.suppress(ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
             raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     def seen(self, entry: Entry) -> memoryview | None:
-        """The bytes of an entry in the service's memory on this machine; None if they are not there, or not leased.
+        """View of an entry in the service's shared memory; None if it is not there, or not leased.
 
-        What is made of them is right if the entry is `held` afterwards.
+        Results computed from it are valid if the entry is still `held` afterwards.
         """
         return entry.shared if self.held(entry) else None
 
     def held(self, entry: Entry) -> bool:
-        """Whether the lease of the lookup that found an entry is held now. For threads as well."""
+        """Whether the lease of the Lookup that found an entry is still held. Thread-safe."""
         return self._window.held(entry.lease)
 
     def on_disk(self, entry: Entry) -> bool:
-        """Whether an entry is to be read from a disk of this machine: it is there, and not in memory."""
+        """Whether an entry is in segment files of this machine, and not in shared memory."""
         return entry.shared is None and entry.extent is not None
 
     async def read(self, entry: Entry, reader: Callable[[int, int], bytes], *, timeout: float) -> bool:
-        """Lets a thread read an entry that is `on_disk`; False if that can't be, or what is there is not the entry.
+        """Reads an entry that is `on_disk` in a thread. The service then promotes it, if hot enough.
 
-        reader: takes a file's descriptor and an offset in it; gives the checksum (protos/runtime/checksum.py) of the
-        `entry.size` bytes there, or nothing.
-        The service then takes the entry up into memory, if it is hot enough, while nobody waits.
+        Args:
+            reader: Takes a file descriptor and an offset; returns the checksum (protos/runtime/checksum.py) of the
+                `entry.size` bytes read, or empty bytes on failure.
+
+        Returns:
+            False if it cannot be read, or does not have its checksum.
         """
         if entry.extent is None or not self._window.opened(entry.lease):
             return False
@@ -148,25 +151,27 @@ class CacheClient:
             async with asyncio.timeout(timeout):
                 digest = await self._segments.read(self._window.name, entry.extent, reader)
         except TimeoutError as error:
-            raise DeadlineExceeded(f"{timeout:g} s were not enough for the disk of {self.address}") from error
+            raise DeadlineExceeded(
+                f"reading segment files of {self.address} took longer than {timeout:g} s"
+            ) from error
         if digest != entry.checksum or not self._window.held(entry.lease):
             return False
         self._rise.soon(entry.key)
         return True
 
     async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
-        """The bytes of a leased entry after the service took them up into memory; None if they are not seen there."""
+        """Has a leased entry promoted; returns its view in shared memory, None if it is not there."""
         if not self._window.opened(entry.lease):
             return None
         try:
             response = await self._prefetch([entry.key], timeout)
         except ServiceError:
-            return None  # the stream, which comes next, says what is wrong
+            return None  # the stream, which is tried next, raises the error
         arena = await self._window.open(response.arena)
         return None if arena is None else answers.shared(response.entries[0], arena, entry.size)
 
     async def _prefetch(self, keys: Sequence[bytes], timeout: float = _RISE_SECONDS) -> pb.PrefetchResponse:
-        """Has the service take up into memory what is hot enough of these; where each is there afterwards."""
+        """Has entries promoted to memory, if hot enough; the response has their offsets."""
         response: pb.PrefetchResponse = await self._call("Prefetch", pb.PrefetchRequest(keys=keys), timeout)
         return response
 
@@ -183,10 +188,15 @@ class CacheClient:
         signature: bytes = b"",
         timeout: float,
     ) -> tuple[bytes, bool]:
-        """Stores one entry; gives its key and whether it was stored (False: it existed, nothing was done).
+        """Stores one entry.
 
-        An entry that is `offered`, not encoded on purpose, is stored only if there is a use for it (the contract says
-        when). `signature` is kept with it. `data` must not change until this returns.
+        Args:
+            data: The bytes, which must not change until this returns.
+            offered: Not precomputed: store it only if useful (see Put in protos/kvcache).
+            signature: Up to 63 bytes that are stored with the entry.
+
+        Returns:
+            The key, and whether the entry was stored. False if it exists or is superfluous.
         """
         data = data.cast("B")
         deadline = time.monotonic() + timeout
@@ -209,16 +219,20 @@ class CacheClient:
         return response.key, response.outcome == pb.PutResponse.OUTCOME_STORED
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
-        """Ends a lease; an unknown or expired one is no error."""
+        """Ends a lease; an unknown or expired one is ignored."""
         self._window.released(lease)
         await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
 
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
     ) -> int:
-        """Deletes entries by key or all of a namespace; gives the number of those at this service.
+        """Deletes entries by key, or all of a namespace.
 
-        here: leaves those of the remote tier.
+        Args:
+            here: Keep entries in the remote tier.
+
+        Returns:
+            Number of entries deleted in this service.
         """
         response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace, here=here), timeout)
         return int(response.deleted)
@@ -228,7 +242,7 @@ class CacheClient:
         return await self._call("Stats", pb.StatsRequest(), timeout)
 
     async def close(self) -> None:
-        """Ends the connection; calls still running fail."""
+        """Closes the connection; calls in progress fail."""
         self._rise.close()
         for channel in (self._channel, self._put_channel):
             if channel is not None:
@@ -238,7 +252,7 @@ class CacheClient:
         self._segments.close()
 
     async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
-        """One Put as the contract has it; `data` must not change until this returns."""
+        """Sends one Put."""
         doing = "put at"
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
         name = "/kvcache.v1.KVCacheService/Put"
@@ -252,7 +266,7 @@ class CacheClient:
                 except grpc.RpcError as error:
                     if error.code() is not grpc.StatusCode.INTERNAL:
                         raise
-                    # What grpc.aio says of a write on a connection that broke.
+                    # grpc.aio raises INTERNAL for a write on a broken connection.
                     raise self._lost(doing) from error
                 return await call
             except grpc.RpcError as error:
@@ -267,9 +281,9 @@ class CacheClient:
             raise self._error(error, f"{method.lower()} at") from error
 
     def _begin(self, method: str, request: Any, timeout: float, **more: Any) -> Any:
-        """Starts a call. The channel binds to the event loop that runs now, hence it is not made in __init__."""
+        """Starts a call. The channel is created here, since it binds to the running event loop."""
         if timeout <= 0:
-            # gRPC takes 0 for "no deadline".
+            # gRPC would interpret 0 as no deadline.
             raise DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._channel is None:
             frames.keep_freed_memory()
@@ -282,17 +296,17 @@ class CacheClient:
         return from_rpc(error, f"{doing} the cache service at {self.address}")
 
     def _lost(self, doing: str) -> Unavailable:
-        """The server went away; one that is past its drain time cancels what is left."""
+        """Error of a call that ended with the server, which cancels calls after its drain time."""
         return Unavailable(f"{doing} the cache service at {self.address}: it stopped during the call")
 
 
 async def _write(call: Any, header: pb.PutHeader, data: memoryview) -> None:
-    """Sends the header, waits until the server has reserved the space, then sends the data.
+    """Sends the header, waits until the server has reserved space, then sends the data.
 
-    A server that has no use for the data answers instead. Sending it unasked would cost the bytes, and the answer: a
-    write that meets the end of its call makes grpc.aio report INTERNAL, whatever the server's status was.
+    If the server does not need the data, it responds at once. Sending data anyway would waste bandwidth and lose the
+    status: grpc.aio reports INTERNAL for a write after the end of its call.
     """
-    # The call has ended, and its status says why. InternalError: it did so right before the half-close.
+    # The call has ended, and its status has the reason. InternalError: it ended directly before the half-close.
     with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
         await call.write(pb.PutRequest(header=header))
         if RESERVED in await call.initial_metadata():

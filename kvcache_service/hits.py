@@ -1,10 +1,10 @@
-"""How a chunk was found: what Lookup says of every element of a path."""
+"""Kinds of hits, one for each element of a path in a Lookup."""
 
 import enum
 
 
 class HitKind(enum.Enum):
-    """By its exact prefix path, encoded behind other chunks or as a variant, or not at all."""
+    """EXACT: found by its exact path. ALTERNATIVE: encoded behind other chunks, or as a variant. MISS: not found."""
 
     EXACT = "exact"
     ALTERNATIVE = "alternative"

@@ -1,4 +1,4 @@
-"""What a stopped cache service left on its disk, checked: `python -m fusionkv.kvcache_service.integrity`."""
+"""An integrity check of a stopped cache service's data: `python -m fusionkv.kvcache_service.integrity`."""
 
 import argparse
 import asyncio
@@ -13,11 +13,14 @@ from fusionkv.kvcache_service.tiers.memory import MemoryTier
 
 
 async def check(data_dir: Path, disk_bytes: int) -> int:
-    """Opens a disk tier as a start does; gives the number of its entries.
+    """Opens a disk tier as a start does, and checks it.
+
+    Returns:
+        Number of entries.
 
     Raises:
-        OSError: the directory can't be used, or a service uses it.
-        AssertionError: index, entries and places do not agree, or something is held.
+        OSError: The directory cannot be used, or a service is using it.
+        AssertionError: Index, entries and places disagree, or something is held.
     """
     store = Store(
         Config(data_dir=data_dir, disk_bytes=disk_bytes), [MemoryTier(1 << 20), DiskTier(data_dir, disk_bytes)]
@@ -34,7 +37,9 @@ async def check(data_dir: Path, disk_bytes: int) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.kvcache_service.integrity", description=__doc__)
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--disk-bytes", type=int, required=True, help="of the disk tier, as the service had it")
+    parser.add_argument(
+        "--disk-bytes", type=int, required=True, help="size of the disk tier, as configured in the service"
+    )
     options = parser.parse_args(argv)
     print(asyncio.run(check(options.data_dir, options.disk_bytes)))
     return 0

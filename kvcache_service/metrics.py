@@ -1,4 +1,4 @@
-"""What the service counts, once for Stats and once for OpenTelemetry."""
+"""Counters and gauges of the service, for Stats and OpenTelemetry."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -39,14 +39,14 @@ class Counters:
         self._exported[name].add(n, attributes)
 
     def get(self, name: str, attribute: str | None = None) -> int:
-        """The count of one attribute, or of all."""
+        """Count for one attribute, or the sum over all."""
         if attribute is not None:
             return self._counts[name, attribute]
         return sum(n for (counted, _), n in self._counts.items() if counted == name)
 
 
 def observe_tiers(tiers: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
-    """Exports the bytes taken in each tier and those that it may take, from (tier, used, capacity)."""
+    """Exports used and maximum bytes of each tier, from (tier, used, capacity)."""
 
     def used(_: CallbackOptions) -> Iterable[Observation]:
         return [Observation(n, {"fusionkv.tier": tier}) for tier, n, _ in tiers()]
@@ -60,7 +60,7 @@ def observe_tiers(tiers: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
 
 
 def observe_remote(state: Callable[[], tuple[bool, int]]) -> None:
-    """Exports what a service knows of its remote tier: whether it answers, and how many entries wait for it."""
+    """Exports the state of the remote tier: reachability, and number of entries waiting to be written back."""
     meter = metrics.get_meter(__name__)
     meter.create_observable_gauge(
         "fusionkv.kvcache.remote.reachable",

@@ -1,4 +1,4 @@
-"""The RPCs: requests checked, handed to the store, answered."""
+"""The service's RPC handlers."""
 
 import asyncio
 import contextlib
@@ -39,13 +39,13 @@ _OUTCOMES = {
     "superfluous": pb.PutResponse.OUTCOME_SUPERFLUOUS,
 }
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
-# Lookups are answered on the event loop; this many variants of one chunk keep one under a millisecond.
+# Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
 _MAX_VARIANTS = 64
 _MAX_KEYS = 65536
 
 
 def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
-    """The service for `rpc.serve`; KV bytes go round protobuf (frames.py)."""
+    """RPC handler for `rpc.serve`, in which KV bytes bypass protobuf (frames.py)."""
     return rpc.handlers(
         SERVICE,
         servicer,
@@ -55,10 +55,10 @@ def handler(servicer: "KVCacheServicer") -> grpc.GenericRpcHandler:
 
 
 class KVCacheServicer:
-    """KVCacheService over one store; the proto says what each RPC does."""
+    """Implements KVCacheService (protos/kvcache) with one store."""
 
     def __init__(self, store: Store, config: Config, sharing: Sharing | None = None) -> None:
-        """sharing: the store's use of a remote tier; None without one."""
+        """sharing: access to a remote tier; None without one."""
         self._store = store
         self._config = config
         self._sharing = sharing
@@ -77,18 +77,18 @@ class KVCacheServicer:
                 raise InvalidArgument(f"{len(element.variants)} variants of one chunk; at most {_MAX_VARIANTS}")
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
         variants = [list(element.variants) for element in request.path]
-        found, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
-        remote = await self._sharing.find(request.namespace, path, variants, found) if self._sharing else {}
-        kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(found)]
+        local, lease = self._store.lookup(request.namespace, path, variants, lease_ms / 1000)
+        remote = await self._sharing.find(request.namespace, path, variants, local) if self._sharing else {}
+        kinds = [remote[i][0] if i in remote else kind for i, (kind, _) in enumerate(local)]
         for kind, n in Counter(kinds).items():
             self._store.counters.add("lookups", n, kind=kind.value)
         hits = [
             pb.Hit(kind=_KINDS[kinds[i]], entry=_entry_of(remote[i][1], pb.TIER_REMOTE))
             if i in remote
             else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
-            for i, (kind, entry) in enumerate(found)
+            for i, (kind, entry) in enumerate(local)
         ]
-        own = (entry for i, (_, entry) in enumerate(found) if entry is not None and i not in remote)
+        own = (entry for i, (_, entry) in enumerate(local) if entry is not None and i not in remote)
         files_read = self._files is not None and context.peer().startswith("unix:")
         self._store.prefetcher.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
@@ -105,7 +105,7 @@ class KVCacheServicer:
                 reader.close()
             self._fetches -= 1
 
-        # gRPC calls it however the call ends; a cancelled generator's own `finally` waits for the garbage collector.
+        # gRPC calls this at any end of the call; the `finally` of a cancelled generator waits for garbage collection.
         context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
         reader = await self._read(request.key)
         async for frame in reader.frames():
@@ -122,8 +122,8 @@ class KVCacheServicer:
             await asyncio.gather(*map(self._rise, request.keys))
         finally:
             self._fetches -= 1
-        found = map(self._store.residents.get, request.keys)
-        entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in found]
+        residents = map(self._store.residents.get, request.keys)
+        entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in residents]
         return pb.PrefetchResponse(entries=entries, arena=self._arena)
 
     async def Put(
@@ -145,6 +145,7 @@ class KVCacheServicer:
         self._puts += 1
         writer = None
         try:
+            await self._store.opened()
             writer = self._store.write(record)
             stored = False
             if writer is not None:
@@ -205,7 +206,7 @@ class KVCacheServicer:
         )
 
     async def _read(self, key: bytes) -> Reader:
-        """The entry, copied from the remote tier if it is not here. Raises NotFound as `Store.read` does."""
+        """Opens an entry, copied from the remote tier if it is not local. Raises NotFound as `Store.read` does."""
         if self._store.residents.get(key) is None and self._sharing is not None:
             await self._sharing.bring(key)
         return self._store.read(key)
@@ -214,7 +215,7 @@ class KVCacheServicer:
         if self._store.residents.get(key) is not None:
             await self._store.rise(key)
         elif self._sharing is not None:
-            with contextlib.suppress(ResourceExhausted):  # then it is not in memory
+            with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.bring(key)
 
     def _tier_stats(self) -> Iterator[pb.TierStats]:
@@ -236,7 +237,7 @@ class KVCacheServicer:
         return _entry_of(entry.record, _TIERS[fastest.name], **local)
 
     def _slow(self, entry: StoredEntry, files_read: bool) -> bool:
-        """Whether an entry is in slow tiers alone; files_read: its caller reads what is on disk by itself."""
+        """Whether an entry is only in slow tiers; files_read: the caller reads the disk tier's files itself."""
         fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
         return fastest.blocking and not (files_read and DiskTier.name in entry.places)
 
@@ -276,9 +277,9 @@ async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: 
 
 
 async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int) -> None:
-    """Reads up to `limit` bytes that are still on their way.
+    """Reads up to `limit` bytes of a refused Put.
 
-    Some clients report an answer that meets their write as a broken connection, and lose its status.
+    Otherwise some clients report a broken connection in place of the status, if the response arrives during a write.
     """
     async for part in requests:
         limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()

@@ -1,4 +1,4 @@
-"""The RPCs of a cache service on a channel, as its client calls them: KV bytes go round protobuf (frames.py)."""
+"""The client's RPC stubs, in which KV bytes bypass protobuf (frames.py)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ _SERVICE = "/kvcache.v1.KVCacheService/"
 
 
 def bind(channel: grpc.aio.Channel, put_channel: grpc.aio.Channel) -> dict[str, Callable[..., Any]]:
-    """Each RPC on a channel; KV bytes go round protobuf (frames.py)."""
+    """Stubs by name of RPC; Put uses a channel of its own."""
     stubs: dict[str, Callable[..., Any]] = {
         name: channel.unary_unary(
             _SERVICE + name,

@@ -1,1 +1,1 @@
-"""From a prompt's path to the entries that serve it, and what is known of each entry."""
+"""The in-memory index: from a prompt's path to entries, with their records, heat and leases."""

@@ -1,10 +1,10 @@
-"""Which exact paths were asked for more than once of late."""
+"""Approximate counts of recent lookups by exact path."""
 
 
 class FrequencySketch:
-    """Counts names approximately in bounded memory: the last `limit` to twice `limit` different names are known.
+    """Counts the last `limit` to 2 * `limit` distinct names, in about 150 bytes per name.
 
-    About 150 bytes a name. A name is kept by its first 8 bytes: of 65,536 names, two agree once in 4 billion times.
+    Names are truncated to 8 bytes: among 65,536 names, two collide with a probability of 1 in 4 billion.
     """
 
     def __init__(self, limit: int = 32_768) -> None:
@@ -12,13 +12,13 @@ class FrequencySketch:
         self._young: dict[bytes, int] = {}
         self._old: dict[bytes, int] = {}
 
-    def ask(self, name: bytes) -> None:
+    def add(self, name: bytes) -> None:
         short = name[:8]
         self._young[short] = self.count(name) + 1
         if len(self._young) >= self._limit:
             self._young, self._old = {}, self._young
 
     def count(self, name: bytes) -> int:
-        """How often it was asked for, as far as is known."""
+        """Number of recent calls of `add` for a name; 0 if forgotten."""
         short = name[:8]
         return self._young.get(short) or self._old.get(short, 0)

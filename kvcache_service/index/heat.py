@@ -1,4 +1,4 @@
-"""Heat: how often an entry was asked for, older accesses counting less, and the queue of the coldest."""
+"""Heat, the exponentially decayed access frequency of an entry, and a queue of the coldest entries."""
 
 import heapq
 import math
@@ -12,16 +12,16 @@ _ROW = (1 << _ROW_BITS) - 1
 
 
 def first(now: float, half_life: float) -> float:
-    """Heat after one access at `now`, seconds since any fixed time."""
+    """Heat after a first access at `now`, in seconds since a fixed time."""
     return now / half_life
 
 
 def again(heat: float, now: float, half_life: float) -> float:
-    """Heat after one more access.
+    """Heat after another access.
 
     With accesses at times t, the decayed frequency at time s is the sum of 2^((t - s) / half_life). Its logarithm
-    is log2(sum 2^(t / half_life)) - s / half_life, and the second part is the same for all entries. So the first
-    part alone orders them at any time: nothing has to be decayed, and heat never falls.
+    is log2(sum 2^(t / half_life)) - s / half_life, whose second term is the same for all entries. So heat is the
+    first term: it orders entries at any time, needs no decay, and never falls.
     """
     t = now / half_life
     high, low = max(heat, t), min(heat, t)
@@ -29,69 +29,68 @@ def again(heat: float, now: float, half_life: float) -> float:
 
 
 def stored(value: bytes | None) -> float:
-    """Heat as a tier keeps it, a little-endian double; the coldest for what is none.
+    """Decodes persisted heat, a little-endian double; 0, the coldest, if it is invalid.
 
-    No checksum covers it, and the queue below orders heats by their bits: one below zero, or none, would never go.
+    It has no checksum, and ColdQueue orders heats by their bits: a negative heat or NaN would never be evicted.
     """
-    found: float = _FLOAT.unpack(value)[0] if value is not None and len(value) == _FLOAT.size else 0.0
-    return found if 0.0 < found < math.inf else 0.0
+    heat: float = _FLOAT.unpack(value)[0] if value is not None and len(value) == _FLOAT.size else 0.0
+    return heat if 0.0 < heat < math.inf else 0.0
 
 
 class ColdQueue:
-    """The rows of one tier, the coldest first. A row is in the tier when it has a place there.
+    """Priority queue of one tier's rows by heat, updated lazily. A row is in the tier if it has a place there.
 
-    Heat never falls while an entry lives, so the heat noted at the last visit is a lower bound, and a row is only
-    moved when it comes to the front with an old note: an access costs nothing here. A note is one integer (48 bytes
-    with its place in the heap): the bits of the heat, which order non-negative floats as their values do, and the
-    row.
+    Heat never falls, so the heat in a heap item is a lower bound. An item is refreshed only when it reaches the
+    front, and an access costs nothing here. An item is one integer (48 bytes with its heap slot): the bits of the
+    heat, which order non-negative floats as their values, and the row.
     """
 
     def __init__(self, heats: "array[float]", places: "array[int]") -> None:
         self._heats = heats
         self._places = places
-        self._notes: list[int] = []
+        self._heap: list[int] = []
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
     def add(self, row: int) -> None:
-        """Adds a row that got its place."""
-        heapq.heappush(self._notes, self._note(row))
+        """Adds a row that was given a place."""
+        heapq.heappush(self._heap, self._item(row))
         self._count += 1
 
     def remove(self, row: int) -> None:
-        """Called when a row lost its place; its note stays until it comes to the front."""
+        """Removes a row that lost its place. Its item stays until it reaches the front."""
         self._count -= 1
-        # More than half of the notes being such, all are dropped.
-        if len(self._notes) > 2 * self._count + 64:
-            rows = {note & _ROW for note in self._notes}
-            self._notes = [self._note(row) for row in rows if self._places[row] >= 0]
-            heapq.heapify(self._notes)
+        # The heap is rebuilt when more than half of its items are stale.
+        if len(self._heap) > 2 * self._count + 64:
+            rows = {item & _ROW for item in self._heap}
+            self._heap = [self._item(row) for row in rows if self._places[row] >= 0]
+            heapq.heapify(self._heap)
 
     def coldest(self, may_go: Callable[[int], bool]) -> Generator[int]:
-        """The rows that `may_go`, the coldest first; all of them are members still afterwards."""
+        """Yields rows for which `may_go` is true, coldest first. They remain members."""
         seen: list[int] = []
         try:
-            while self._notes:
-                note = heapq.heappop(self._notes)
-                row = note & _ROW
-                now = self._note(row)
-                # The row has left, or its number is another entry's now: that one has a note of its own, which the
-                # old one is above or becomes equal to.
-                if self._places[row] < 0 or note > now or (seen and seen[-1] == note):
+            while self._heap:
+                item = heapq.heappop(self._heap)
+                row = item & _ROW
+                now = self._item(row)
+                # The row was removed, or its number was reused: the new entry has an item of its own, which is not
+                # above the stale one.
+                if self._places[row] < 0 or item > now or (seen and seen[-1] == item):
                     continue
-                if now != note:
-                    heapq.heappush(self._notes, now)
+                if now != item:
+                    heapq.heappush(self._heap, now)
                     continue
-                seen.append(note)
+                seen.append(item)
                 if may_go(row):
                     yield row
         finally:
-            for note in seen:
-                heapq.heappush(self._notes, note)
+            for item in seen:
+                heapq.heappush(self._heap, item)
 
-    def _note(self, row: int) -> int:
+    def _item(self, row: int) -> int:
         bits: int = _INT.unpack(_FLOAT.pack(self._heats[row]))[0]
         return bits << _ROW_BITS | row
 
@@ -99,6 +98,6 @@ class ColdQueue:
         members = {row for row, place in enumerate(self._places) if place >= 0}
         assert len(members) == self._count
         lowest: dict[int, int] = {}
-        for note in self._notes:
-            lowest[note & _ROW] = min(note, lowest.get(note & _ROW, note))
-        assert all(row in lowest and lowest[row] <= self._note(row) for row in members)
+        for item in self._heap:
+            lowest[item & _ROW] = min(item, lowest.get(item & _ROW, item))
+        assert all(row in lowest and lowest[row] <= self._item(row) for row in members)

@@ -1,4 +1,4 @@
-"""The index: from a prompt's path to the entries that serve it, exact, alternative or none."""
+"""The in-memory index: finds entries for a prompt's path, exact or alternative."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -11,22 +11,21 @@ from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, path_keys, rep
 
 
 class Index:
-    """All visible entries, by row. In memory, one thread; the disk tier's index refills it at start.
+    """All visible entries, by row number. Not thread-safe. Refilled from the disk tier's index at start.
 
-    The alternative path of the paper drops the earlier chunks of a path one at a time until an entry is found: n
-    hashes for the n-th chunk, and only entries stored behind a suffix of the present path are found. Here all entries
-    of one chunk behind one system prompt, encoded in one way (plain, or as one variant), form a group, found by one
-    hash whatever path they were stored with.
+    FusionRAG's alternative path drops the earlier chunks of a path one at a time until an entry is found: n hashes
+    for the n-th chunk, and only entries stored behind a suffix of the path are found. Here all entries of one chunk
+    behind one system prompt, with the same encoding (plain, or one variant), form a group with one hash, independent
+    of the chunks between.
 
-    Nearly all groups have one member, which a table finds. A group of several is sorted by its members' paths read
-    backwards: the member with the longest common beginning is a neighbour of the place where the present path would
-    stand, so two comparisons find the entry that shares the longest suffix, at any depth.
+    Nearly all groups have one member, stored in a hash table. Larger groups are sorted by reversed path: the member
+    that shares the longest suffix with a path is adjacent to that path's insertion point, so two comparisons find it.
     """
 
     def __init__(self, tiers: int = 0) -> None:
         self.rows = Rows(tiers)
         self._keys = Table()
-        # Groups of one: the row by the group's digest. Groups of several: (trail, row), sorted.
+        # Groups of one member: row by group digest. Larger groups: sorted (trail, row).
         self._single = Table()
         self._crowds: dict[bytes, list[tuple[bytes, int]]] = {}
 
@@ -47,7 +46,7 @@ class Index:
         return [self.rows.key(row) for row in self.rows.in_namespace(namespace)]
 
     def add(self, record: Record, heat: float = 0.0) -> int:
-        """Makes an entry visible and gives its row; its key must not be there yet."""
+        """Adds an entry and returns its row. Raises KeyError if the key exists."""
         if self.row(record.key) is not None:
             raise KeyError(record.key.hex())
         row = self.rows.add(record, heat)
@@ -65,7 +64,7 @@ class Index:
         return row
 
     def remove(self, key: bytes) -> None:
-        """Makes an entry invisible; it must be there."""
+        """Removes an entry. Raises KeyError if it does not exist."""
         row = self.row(key)
         if row is None:
             raise KeyError(key.hex())
@@ -86,25 +85,31 @@ class Index:
     def find(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, int | None, bytes]]:
-        """What there is for each element of `path`: how it was found, its row, and the key of an exact entry.
+        """Finds the best entry for each element of a path.
 
-        `variants[i]` are those preferred for element i, best first. An exact entry comes first, then the variants,
-        then the plain entry with the longest common suffix. Of versions, which are few, the one whose earlier chunks
-        are most alike is found, and none that shares no earlier chunk. The system prompt, element 0, is found exactly
-        or not at all.
+        An exact entry is preferred, then the variants in order, then the plain entry with the longest common suffix.
+        Of versions, the one with the most similar earlier chunks is chosen, if it shares any. The system prompt has
+        no alternatives.
+
+        Args:
+            path: Digests of the system prompt and the chunks.
+            variants: Variants wanted for each element, best first.
+
+        Returns:
+            For each element: kind of hit, row (None for a miss), and the key of an exact entry.
         """
-        found: list[tuple[HitKind, int | None, bytes]] = []
+        hits: list[tuple[HitKind, int | None, bytes]] = []
         for i, key in enumerate(path_keys(namespace, path)):
             row = self.row(key)
             if row is not None:
-                found.append((HitKind.EXACT, row, key))
+                hits.append((HitKind.EXACT, row, key))
                 continue
             other = self._alternative(namespace, path[: i + 1], variants[i]) if i else None
-            found.append((HitKind.MISS if other is None else HitKind.ALTERNATIVE, other, key))
-        return found
+            hits.append((HitKind.MISS if other is None else HitKind.ALTERNATIVE, other, key))
+        return hits
 
     def replicas(self, record: Record) -> list[int]:
-        """The rows of all entries of a record's chunk behind its system prompt, encoded in the same way."""
+        """Rows of all entries in a record's group: same chunk, system prompt and encoding."""
         group = group_key(record)
         if group in self._crowds:
             return [row for _, row in self._crowds[group]]
@@ -117,7 +122,7 @@ class Index:
             crowd = self._crowds.get(group)
             row = _nearest(crowd, path) if crowd else self._only(group, namespace, path[0], path[-1], variant)
             if row is not None and variant in VERSIONS:
-                row = _most_alike(crowd or [(self.rows.record(row).trail, row)], path)
+                row = _most_similar(crowd or [(self.rows.record(row).trail, row)], path)
             if row is not None:
                 return row
         return None
@@ -127,7 +132,7 @@ class Index:
         return next((row for row in rows if self.rows.belongs(row, namespace, system, chunk, variant)), None)
 
     def check_integrity(self) -> None:
-        """Every entry is found by its key, is in exactly the group that it belongs to, and no group holds more."""
+        """Asserts that every entry is found by its key and is in its group, and that groups contain nothing else."""
         for part in (self.rows, self._keys, self._single):
             part.check_integrity()
         records = {row: self.rows.record(row) for row in self.rows}
@@ -146,7 +151,7 @@ class Index:
 
 
 def group_key(record: Record) -> bytes:
-    """Names the group that a record's entry belongs to."""
+    """Digest of the group that a record belongs to."""
     return _group_of(record.namespace, record.system, record.chunk, record.variant)
 
 
@@ -155,10 +160,10 @@ def _group_of(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> 
 
 
 def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
-    """The row of a sorted group that shares the longest suffix with a path.
+    """Row of the member of a sorted group that shares the longest suffix with a path.
 
-    Where nothing but the chunk is shared, the entry encoded without other chunks before it comes first: it carries
-    nothing of theirs.
+    If only the chunk is shared, an entry encoded without other chunks before it is preferred, since it does not
+    depend on any.
     """
     near = b"".join(reversed(path))
     at = bisect_left(crowd, (near, -1))
@@ -171,25 +176,25 @@ def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
     return row
 
 
-def _most_alike(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
+def _most_similar(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int | None:
     near = b"".join(reversed(path))
-    (shared, _), row = max((likeness(trail, near), row) for trail, row in versions)
+    (shared, _), row = max((similarity(trail, near), row) for trail, row in versions)
     return row if shared else None
 
 
-def likeness(a: bytes, b: bytes) -> tuple[float, int]:
-    """How alike the chunks before the last are in two trails: the share of all that are in both, and `common`."""
+def similarity(a: bytes, b: bytes) -> tuple[float, int]:
+    """Similarity of the chunks between two trails' ends: their Jaccard index, then the length of `common`."""
     one, other = ({trail[i : i + DIGEST_BYTES] for i in _between(trail)} for trail in (a, b))
     return len(one & other) / max(1, len(one | other)), common(a, b)
 
 
 def _between(trail: bytes) -> range:
-    """Where digests begin that are neither the chunk's nor the system prompt's."""
+    """Offsets of all digests but the chunk's and the system prompt's."""
     return range(DIGEST_BYTES, len(trail) - DIGEST_BYTES, DIGEST_BYTES)
 
 
 def common(a: bytes, b: bytes) -> int:
-    """Number of digests that two trails begin with in common."""
+    """Length of the common prefix of two trails, in digests."""
     limit = min(len(a), len(b))
     at = 0
     while at < limit and a[at : at + DIGEST_BYTES] == b[at : at + DIGEST_BYTES]:

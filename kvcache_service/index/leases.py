@@ -1,4 +1,4 @@
-"""Leases: which entries somebody is about to use, and until when."""
+"""Leases, which protect entries from eviction until they expire or are released."""
 
 import heapq
 import secrets
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Leasable)
 
 
 class Leases(Generic[T]):
-    """Live leases by id. `clock` is monotonic seconds; `ended` is called with an entry that lost its last lease."""
+    """Active leases by id. `clock` is monotonic, in seconds; `ended` is called when an entry loses its last lease."""
 
     def __init__(self, limit: int, clock: Callable[[], float], ended: Callable[[T], None]) -> None:
         self._limit = limit
@@ -29,17 +29,17 @@ class Leases(Generic[T]):
         return len(self._held)
 
     def grant(self, entries: Iterable[T], seconds: float) -> int:
-        """Leases entries (each named once) under a new id.
+        """Leases distinct entries and returns the id of the lease.
 
         Raises:
-            ResourceExhausted: there are as many leases as allowed.
+            ResourceExhausted: The limit of active leases is reached.
         """
         self.expire()
         if len(self._held) >= self._limit:
             raise ResourceExhausted(
-                f"{self._limit} leases are out: release leases when done, or raise max_leases in [kvcache]"
+                f"{self._limit} leases are active: release leases when done, or raise max_leases in [kvcache]"
             )
-        # Random, so that an id from before a restart is not somebody else's now; 0 says "no lease".
+        # Random, so that ids from before a restart are not reused; 0 means "no lease".
         lease = secrets.randbits(63) + 1
         self._held[lease] = list(entries)
         for entry in self._held[lease]:
@@ -48,24 +48,24 @@ class Leases(Generic[T]):
         return lease
 
     def release(self, lease: int) -> None:
-        """Ends a lease; an unknown id does nothing."""
+        """Ends a lease; an unknown id is ignored."""
         for entry in self._held.pop(lease, ()):
             entry.leases -= 1
             if entry.leases == 0:
                 self._ended(entry)
-        # Notes of released leases are dropped when they are the majority.
+        # The heap is rebuilt when most of its leases are released.
         if len(self._expiry) > 2 * len(self._held) + 64:
-            self._expiry = [note for note in self._expiry if note[1] in self._held]
+            self._expiry = [item for item in self._expiry if item[1] in self._held]
             heapq.heapify(self._expiry)
 
     def expire(self) -> None:
-        """Ends the leases whose time is over."""
+        """Ends expired leases."""
         now = self._clock()
         while self._expiry and self._expiry[0][0] <= now:
             self.release(heapq.heappop(self._expiry)[1])
 
     def check_integrity(self, entries: Iterable[T]) -> None:
-        """Every entry counts as many leases as hold it, and every lease will expire."""
+        """Asserts that entries' lease counts match the leases, and that every lease will expire."""
         counts: dict[int, int] = {}
         for held in self._held.values():
             for entry in held:

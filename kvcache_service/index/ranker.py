@@ -1,9 +1,9 @@
-"""Judges entries of elsewhere for an element of a path, in the order in which `Index.find` prefers its own."""
+"""Ranks entries of the remote tier in the order of preference of `Index.find`."""
 
 from collections.abc import Iterable, Sequence
 
 from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index.index import common, likeness
+from fusionkv.kvcache_service.index.index import common, similarity
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, entry_key, path_keys
 
@@ -11,7 +11,7 @@ Rank = tuple[float, ...]
 
 
 class HitRanker:
-    """Ranks entries for the element at the end of a path."""
+    """Ranks entries for the last element of a path."""
 
     def __init__(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> None:
         self._namespace = namespace
@@ -22,7 +22,7 @@ class HitRanker:
         self._variants = {variant: -i for i, variant in reversed(list(enumerate(variants)))}
 
     def rank(self, record: Record) -> Rank:
-        """Higher is better: exact, then the first variant asked for, then the longest common suffix; () is no use."""
+        """Rank of an entry, higher is better: exact, then by variant, then by common suffix; () if not usable."""
         if record.key == self._exact:
             return (2,)
         if self._first or record.depth == 1:
@@ -30,10 +30,10 @@ class HitRanker:
         if record.variant and record.variant not in self._variants:
             return ()
         if record.variant in VERSIONS:
-            alike, shared = likeness(record.trail, self._near)
-            return (True, self._variants[record.variant], alike, shared) if alike else ()
+            similar, shared = similarity(record.trail, self._near)
+            return (True, self._variants[record.variant], similar, shared) if similar else ()
         shared = common(record.trail, self._near)
-        # Where nothing but the chunk is shared, one encoded without other chunks before it carries nothing of theirs.
+        # If only the chunk is shared, an entry encoded without other chunks before it is preferred.
         alone = shared == 1 and record.depth == 2
         return (bool(record.variant), self._variants.get(record.variant, 0), shared, alone)
 
@@ -41,17 +41,17 @@ class HitRanker:
         return HitKind.EXACT if record.key == self._exact else HitKind.ALTERNATIVE
 
     def best(self, own: Record | None, others: Iterable[Record]) -> Record | None:
-        """The best of `others`, if it is better than `own`."""
-        least = self.rank(own) if own is not None else ()
+        """The highest-ranked of `others`, if it ranks above `own`."""
+        floor = self.rank(own) if own is not None else ()
         for record in sorted(others, key=self.rank, reverse=True):
-            if self.rank(record) <= least:
+            if self.rank(record) <= floor:
                 return None
             if self._genuine(record):
                 return record
         return None
 
     def _genuine(self, record: Record) -> bool:
-        """Whether an entry is what its key says: what others wrote never leads to another tenant's KV."""
+        """Whether a record matches its key, so that other services' records never lead to another tenant's KV."""
         trail, end = record.trail, len(record.trail)
         path = [trail[at - DIGEST_BYTES : at] for at in range(end, 0, -DIGEST_BYTES)]
         names = (record.chunk, record.system) == self._ends and record.namespace == self._namespace

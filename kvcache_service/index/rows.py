@@ -1,6 +1,4 @@
-"""What is known of every visible entry, in columns: 160 bytes an entry instead of a kilobyte of objects, and 64 more
-where entries are signed.
-"""
+"""Columnar storage of all visible entries: 160 bytes per entry, 64 more if signed, against 1 KB as objects."""
 
 import struct
 from array import array
@@ -8,21 +6,21 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from fusionkv.kvcache_service.index.record import MOST_SIGNATURE_BYTES, Record
+from fusionkv.kvcache_service.index.record import MAX_SIGNATURE_BYTES, Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 
 # key, chunk, variant, checksum, size, tokens, base, flags
 _FIXED = struct.Struct("<32s32s32s16sIIIB3x")
-# Its length, then its bytes.
-_SIGNATURE = struct.Struct(f"{1 + MOST_SIGNATURE_BYTES}p")
+# Length and bytes.
+_SIGNATURE = struct.Struct(f"{1 + MAX_SIGNATURE_BYTES}p")
 _VARIANT, _OFFERED = 1, 2
 _NOWHERE = -1
 
 
 class PrefixTable:
-    """What entries share: a namespace and what stands before the chunk, numbered from 1, counted.
+    """Interned (namespace, preceding digests) pairs of entries, numbered from 1, with reference counts.
 
-    Nearly all entries are encoded right after a system prompt, so there are few.
+    Nearly all entries are encoded directly after a system prompt, so there are few.
     """
 
     def __init__(self) -> None:
@@ -32,7 +30,7 @@ class PrefixTable:
         self._free: list[int] = []
 
     def __getitem__(self, number: int) -> tuple[bytes, bytes]:
-        """Namespace, and digests from the chunk before to the system prompt."""
+        """Namespace, and digests from the preceding chunk back to the system prompt."""
         return self._values[number]
 
     def take(self, namespace: bytes, trail: bytes) -> int:
@@ -68,16 +66,16 @@ class PrefixTable:
 
 
 class Rows:
-    """Records, heats and places by row number. A removed row's number is given to a later one.
+    """Records, heats and places by row number. Numbers of removed rows are reused.
 
-    `heats` and `places` (one column a tier, offset or -1) are written by their owner, all else here.
+    `heats` and `places` (one column per tier, offset or -1) are written by the owner.
     """
 
     def __init__(self, tiers: int) -> None:
         self.heats = array("d")
         self.places = tuple(array("q") for _ in range(tiers))
         self._fixed = bytearray()
-        self._signatures = bytearray()  # as far as the last row that ever had one
+        self._signatures = bytearray()  # up to the last row that was ever signed
         self._behind = array("I")  # 0: no row
         self._behinds = PrefixTable()
         self._free = array("I")
@@ -90,7 +88,7 @@ class Rows:
 
     @property
     def end(self) -> int:
-        """Rows have numbers below this."""
+        """Upper bound of row numbers, exclusive."""
         return len(self._behind)
 
     def __contains__(self, row: int) -> bool:
@@ -126,8 +124,8 @@ class Rows:
 
     def _signature(self, row: int) -> bytes:
         at = row * _SIGNATURE.size
-        found: bytes = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
-        return found
+        signature: bytes = _SIGNATURE.unpack_from(self._signatures, at)[0] if at < len(self._signatures) else b""
+        return signature
 
     def remove(self, row: int) -> None:
         self._behinds.drop(self._behind[row])
@@ -152,20 +150,20 @@ class Rows:
         )  # fmt: skip
 
     def belongs(self, row: int, namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> bool:
-        """Whether a row is of this chunk behind this system prompt, encoded in this way."""
+        """Whether a row has this namespace, system prompt, chunk and variant."""
         at = row * _FIXED.size + DIGEST_BYTES
         names, (known, behind) = self._fixed[at : at + 2 * DIGEST_BYTES], self._behinds[self._behind[row]]
         wanted = chunk + (variant or bytes(DIGEST_BYTES))
         return names == wanted and known == namespace and behind.endswith(system)
 
     def in_namespace(self, namespace: bytes) -> list[int]:
-        """The rows of a namespace; 10 ms at 10 million rows."""
+        """Rows of a namespace; takes 10 ms at 10 million rows."""
         numbers = self._behinds.of(namespace)
         rows = np.flatnonzero(np.isin(np.frombuffer(self._behind, np.uint32), np.array(numbers, np.uint32)))
         return [int(row) for row in rows]
 
     def check_integrity(self) -> None:
-        """Free rows are free, columns are of one length, and what is shared is counted right."""
+        """Asserts that free rows are unused, columns have one length, and reference counts are right."""
         assert len(set(self._free)) == len(self._free)
         assert all(self._behind[row] == 0 for row in self._free)
         assert all(len(column) == len(self._behind) for column in self.places)

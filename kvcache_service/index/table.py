@@ -1,4 +1,4 @@
-"""A hash table from digests to row numbers, 14 bytes a row: the rows themselves hold the digests."""
+"""A hash table from digests to row numbers, 14 bytes per row; digests are stored in the rows."""
 
 from array import array
 from collections.abc import Iterator
@@ -6,19 +6,19 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-# A row's slot holds 32 bits of its digest and the row + 1; an empty slot is 0.
+# A slot contains 32 bits of the digest and the row + 1; 0 is an empty slot.
 _ROW_BITS = 32
 _ROW_MASK = (1 << _ROW_BITS) - 1
 MAX_ROWS = _ROW_MASK - 1
-# Each shard grows alone: at 10 million rows that is 40 thousand slots moved in 2 ms, not 10 million in 1 s.
+# Shards grow one at a time: at 10 million rows, 40 thousand slots move in 2 ms, not 10 million in 1 s.
 _SHARDS = 256
 _FIRST_SLOTS = 8
 
 
 class Table:
-    """Rows by digest, open addressing with linear probing; digests must be spread evenly over their first 5 bytes.
+    """Rows by digest: open addressing with linear probing. The first 5 bytes of digests must be uniform.
 
-    Two digests that agree in those 40 bits are told apart by the caller, who knows the rows.
+    Digests that agree in those 40 bits must be distinguished by the caller, from the rows.
     """
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Table:
         return sum(self._counts)
 
     def rows(self, digest: bytes) -> Iterator[int]:
-        """The rows that may be this digest's."""
+        """Candidate rows of a digest."""
         slots = self._shards[digest[0]]
         mask, tag = len(slots) - 1, int.from_bytes(digest[1:5])
         at = tag & mask
@@ -39,10 +39,10 @@ class Table:
             at = (at + 1) & mask
 
     def add(self, digest: bytes, row: int) -> None:
-        """Adds a row, which must not be there under this digest yet."""
+        """Adds a row, which must not exist under this digest."""
         shard = digest[0]
         slots = self._shards[shard]
-        # Up to 3/4 full: a find looks at 1.5 slots on average, 2.5 when full.
+        # The load factor is at most 3/4: a find probes 1.5 slots on average, 2.5 at the maximum.
         if 4 * (self._counts[shard] + 1) > 3 * len(slots):
             slots = self._shards[shard] = _grown(slots)
         mask, tag = len(slots) - 1, int.from_bytes(digest[1:5])
@@ -53,7 +53,7 @@ class Table:
         self._counts[shard] += 1
 
     def remove(self, digest: bytes, row: int) -> None:
-        """Removes a row, which must be there under this digest."""
+        """Removes a row. Raises KeyError if it does not exist under this digest."""
         shard = digest[0]
         slots = self._shards[shard]
         mask, tag = len(slots) - 1, int.from_bytes(digest[1:5])
@@ -62,7 +62,7 @@ class Table:
             if not slots[at]:
                 raise KeyError(row)
             at = (at + 1) & mask
-        # Whatever stands behind it, and may stand here, moves up, so that no probe ends too early.
+        # Later slots of the same probe sequence move up: a gap would end probes too early.
         gap, at = at, (at + 1) & mask
         while slots[at]:
             home = (slots[at] >> _ROW_BITS) & mask
@@ -74,7 +74,7 @@ class Table:
         self._counts[shard] -= 1
 
     def check_integrity(self) -> None:
-        """Every row is found from where its digest says, and they are as many as counted."""
+        """Asserts that every row is reachable from its home slot, and that counts are right."""
         for slots, count in zip(self._shards, self._counts, strict=True):
             mask = len(slots) - 1
             taken = [at for at, slot in enumerate(slots) if slot]
@@ -86,16 +86,16 @@ class Table:
 
 
 def _grown(slots: "array[int]") -> "array[int]":
-    """The same rows in twice as many slots."""
+    """Rehashes into twice as many slots."""
     old: npt.NDArray[np.uint64] = np.frombuffer(slots, np.uint64)
     moving = old[old != 0]
     new = array("Q", bytes(16 * len(slots)))
     to, mask = np.frombuffer(new, np.uint64), 2 * len(slots) - 1
     at = (moving >> np.uint64(_ROW_BITS)).astype(np.int64) & mask
     while len(moving):
-        # All at once: of those that want one empty slot the last gets it, and the others go on to the next slot.
+        # Vectorised: of all rows that target one empty slot, the last gets it, and the others probe the next slot.
         empty = to[at] == 0
         to[at[empty]] = moving[empty]
-        left = to[at] != moving
-        moving, at = moving[left], (at[left] + 1) & mask
+        displaced = to[at] != moving
+        moving, at = moving[displaced], (at[displaced] + 1) & mask
     return new

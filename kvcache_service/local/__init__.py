@@ -1,1 +1,1 @@
-"""Entries for processes on the same machine, by shared memory and files."""
+"""Access to entries for processes on the same machine, by shared memory and files."""

@@ -1,7 +1,7 @@
-"""The memory tier for processes on the same machine: handed over as a file once, its bytes read where they lie.
+"""Shared access to the memory tier for processes on the same machine, by a file descriptor.
 
-gRPC passes no file descriptors, so a service that listens on unix:/path also listens on /path.arena. Whoever connects
-there may read all that is in the memory tier: who may is decided by the permissions of the directory, as for gRPC.
+gRPC cannot pass file descriptors, so a service that listens on unix:/path also listens on /path.arena. Any process
+that can connect may read the whole memory tier: access is controlled by the directory's permissions, as for gRPC.
 """
 
 import asyncio
@@ -25,22 +25,22 @@ _faults = logs.RateLimitedLog(log)
 _HEAD = struct.Struct("<16sQ")  # name, size
 _TIMEOUT_SECONDS = 2.0
 _ACCEPT_AGAIN_SECONDS = 0.1
-# Above this a copy (5 to 20 GB/s) would hold up the event loop; below it is not worth the hop to a thread.
+# Above this size, a copy (5 to 20 GB/s) would block the event loop; below it, a hop to a thread takes longer.
 _COPY_INLINE_BYTES = 8 << 20
-# A caller that releases what it is given holds as many leases as it has requests.
+# Number of leases above which expired ones are dropped. A client that releases leases has one per request.
 _MANY_LEASES = 4096
 
 
 def path_of(address: str) -> Path | None:
-    """Where the arena of a service at `unix:/path` is handed over; None for other addresses."""
+    """Path of the socket that shares the arena of a service at `unix:/path`; None for other addresses."""
     return Path(address.removeprefix("unix:") + ".arena") if address.startswith("unix:") else None
 
 
 class FileServer(ABC):
-    """Hands a file to whoever connects to a unix socket. Belongs to the running event loop."""
+    """Sends a file descriptor to each client of a unix socket, on the running event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError when the socket can't be bound. One that is there belongs to a process that is gone."""
+        """Replaces an existing socket, which is stale. Raises OSError if it cannot be bound."""
         self._path = path
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX)
@@ -62,8 +62,8 @@ class FileServer(ABC):
             try:
                 caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
             except OSError as error:
-                # No descriptor left, for one: there will be some again.
-                _faults.warning("can't hand over a file", error)
+                # Transient, such as too many open files.
+                _faults.warning("can't share a file", error)
                 await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
                 continue
             task = asyncio.create_task(self._answer(caller))
@@ -71,20 +71,20 @@ class FileServer(ABC):
             task.add_done_callback(self._answering.discard)
 
     async def _answer(self, caller: socket.socket) -> None:
-        # A caller that is gone, says nothing, or asks for a file that is not there gets nothing.
+        # A client that is gone, sends nothing, or requests a missing file gets no response.
         with caller, contextlib.suppress(OSError, TimeoutError, struct.error):
             await self.hand_over(caller)
 
     @abstractmethod
     async def hand_over(self, caller: socket.socket) -> None:
-        """Sends a caller, whose socket does not block, its file. On OSError, TimeoutError or struct.error none."""
+        """Sends the file over a non-blocking socket. May raise OSError, TimeoutError or struct.error."""
 
 
 class ShmServer(FileServer):
-    """Hands over a read-only file of `size` bytes."""
+    """Shares a read-only file of `size` bytes."""
 
     def __init__(self, path: Path, name: bytes, size: int, file: int) -> None:
-        """Raises OSError as FileServer does."""
+        """See FileServer."""
         self._head = _HEAD.pack(name, size)
         self._file = file
         super().__init__(path)
@@ -94,9 +94,9 @@ class ShmServer(FileServer):
 
 
 class ShmView:
-    """A client's view of the memory tier of a service on the same machine, and the leases under which it may be read.
+    """A client's mapping of a local service's memory tier, and the client's leases.
 
-    What is read is right if the lease was held until the reading ended: nothing moves while it is.
+    Bytes read are valid if the lease was held until the end of the read: leased entries do not move.
     """
 
     def __init__(self, address: str) -> None:
@@ -107,7 +107,7 @@ class ShmView:
         self._leases: dict[int, float] = {}
 
     def leased(self, lease: int, until: float) -> None:
-        """Notes a lease (0: none) that is held until `until`, as time.monotonic says, which all processes share."""
+        """Records a lease (0: none) until a time of time.monotonic, which is the same in all processes."""
         if lease:
             self._leases[lease] = until
         if len(self._leases) > _MANY_LEASES:
@@ -118,31 +118,31 @@ class ShmView:
         self._leases.pop(lease, None)
 
     async def open(self, name: bytes) -> memoryview | None:
-        """The memory tier of this name; None when it is elsewhere or not handed over. Mapped while views are used."""
+        """Maps the memory tier of this name; None if it is not local or not shared. Unmapped with the last view."""
         if self._path is None or not name:
             return None
         if self._name != name:
             self._name, self._bytes = name, None
             try:
-                handed, view = await asyncio.to_thread(receive, self._path)
+                received, view = await asyncio.to_thread(receive, self._path)
             except OSError as error:
                 log.warning("bytes of the cache service at %s are streamed: %s", self._address, error)
             else:
-                # Another name: the service was started anew since it answered. The next answer says so.
-                self._name, self._bytes = handed, view
+                # With another name, the service was restarted since its response. The next one has the new name.
+                self._name, self._bytes = received, view
         return self._bytes if self._name == name else None
 
     def opened(self, lease: int) -> bool:
-        """Whether a memory tier is seen, and a lease is held."""
+        """Whether a memory tier is mapped, and a lease is held."""
         return self._bytes is not None and self.held(lease)
 
     @property
     def name(self) -> bytes:
-        """Of the memory tier that is seen; empty when none is."""
+        """Name of the mapped memory tier; empty if there is none."""
         return b"" if self._bytes is None else self._name
 
     async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
-        """Copies bytes of the memory tier; False when the lease was not held until the end of that."""
+        """Copies bytes of the memory tier; False if the lease was not held until the end of the copy."""
         if not self.held(lease):
             return False
         if len(data) > _COPY_INLINE_BYTES:
@@ -152,15 +152,15 @@ class ShmView:
         return self.held(lease)
 
     def held(self, lease: int) -> bool:
-        """Whether a lease is held now."""
+        """Whether a lease is active."""
         return time.monotonic() < self._leases.get(lease, 0.0)
 
 
 def receive(path: Path) -> tuple[bytes, memoryview]:
-    """Maps what a service hands over: its name, and its bytes, read-only. Blocks for milliseconds.
+    """Maps a service's memory tier read-only; returns its name and bytes. Blocks for milliseconds.
 
     Raises:
-        OSError: nobody hands anything over there.
+        OSError: No memory tier is shared there.
     """
     with socket.socket(socket.AF_UNIX) as service:
         service.settimeout(_TIMEOUT_SECONDS)
@@ -168,7 +168,7 @@ def receive(path: Path) -> tuple[bytes, memoryview]:
         head, files, _, _ = socket.recv_fds(service, _HEAD.size, 1)
     try:
         if len(head) != _HEAD.size or len(files) != 1:
-            raise OSError(f"{path} handed over {len(head)} bytes and {len(files)} files")
+            raise OSError(f"{path} sent {len(head)} bytes and {len(files)} files")
         name, size = _HEAD.unpack(head)
         return name, memoryview(mmap.mmap(files[0], size, prot=mmap.PROT_READ))
     finally:

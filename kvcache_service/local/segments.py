@@ -1,6 +1,6 @@
-"""The disk tier's segment files for processes on the same machine: handed over one by one, read where the bytes lie.
+"""Shared access to the disk tier's segment files for processes on the same machine, by file descriptors.
 
-As the memory tier (arena.py), and to the same callers: whoever may connect may read all that is on the disk tier.
+As for the memory tier (arena.py), any process that can connect may read the whole disk tier.
 """
 
 import asyncio
@@ -17,44 +17,44 @@ from typing import TYPE_CHECKING
 from fusionkv.kvcache_service.local.arena import FileServer, path_of
 from fusionkv.protos.runtime.checksum import Checksum
 
-if TYPE_CHECKING:  # it needs lmdb, which a client has not
+if TYPE_CHECKING:  # needs lmdb, which clients do not install
     from fusionkv.kvcache_service.tiers.base import Tier
     from fusionkv.kvcache_service.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
 
-_ASKED = struct.Struct("<I")
+_REQUEST = struct.Struct("<I")
 _NAME_BYTES = 16
 _TIMEOUT_SECONDS = 2.0
-# Of a GiB each. A descriptor costs a caller one of the 1024 that a process usually may have.
-_MOST_FILES = 128
-# Read and hashed in turn: of that much, the second finds the first one's bytes in the processor's cache.
+# Maximum number of open segment files, of 1 GiB each. A process may usually open 1024 files.
+_MAX_FILES = 128
+# Pieces are read and then hashed from the processor's cache.
 _PIECE_BYTES = 1 << 20
 
 
 def segments_of(arena: Path) -> Path:
-    """Where segment files are handed over by a service that hands its memory over at `arena`."""
+    """Path of the socket that shares segment files, given that of the arena."""
     return arena.with_suffix(".segments")
 
 
 def readable_files(tiers: "Sequence[Tier]") -> "DiskTier | None":
-    """The disk tier among these, if its files hold the bytes as they are."""
+    """The disk tier, if there is one and its files are not encrypted."""
     return next((tier for tier in tiers if getattr(tier, "readable", False)), None)  # type: ignore[return-value]
 
 
 class FdServer(FileServer):
-    """Hands over the file of the segment whose number a caller says."""
+    """Shares the segment file whose number a client sends."""
 
     def __init__(self, path: Path, name: bytes, files: "DiskTier") -> None:
-        """Raises OSError as FileServer does."""
+        """See FileServer."""
         self._name = name
         self._files = files
         super().__init__(path)
 
     async def hand_over(self, caller: socket.socket) -> None:
         async with asyncio.timeout(_TIMEOUT_SECONDS):
-            asked = await asyncio.get_running_loop().sock_recv(caller, _ASKED.size)
-        file = self._files.open_segment(*_ASKED.unpack(asked))
+            request = await asyncio.get_running_loop().sock_recv(caller, _REQUEST.size)
+        file = self._files.open_segment(*_REQUEST.unpack(request))
         try:
             socket.send_fds(caller, [self._name], [file])
         finally:
@@ -62,7 +62,7 @@ class FdServer(FileServer):
 
 
 class Segments:
-    """A client's view of the segment files of a service on the same machine."""
+    """A client's access to the segment files of a local service."""
 
     def __init__(self, address: str) -> None:
         arena = path_of(address)
@@ -72,14 +72,19 @@ class Segments:
         self._files: OrderedDict[int, int] = OrderedDict()
 
     async def read(self, name: bytes, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
-        """Lets a thread read at (segment, offset) of the service of this name; the checksum, or nothing.
+        """Runs a reader in a thread at (segment, offset). The caller must hold a lease on the entry.
 
-        reader: as for `CacheClient.read`. The caller holds a lease on what is there, and compares the checksum.
+        Args:
+            name: Name of the service's memory tier, which changes with a restart.
+            reader: As for `CacheClient.read`.
+
+        Returns:
+            Checksum of the bytes read, which the caller compares; empty if they cannot be read.
         """
         if self._path is None or not name:
             return b""
         if self._name != name:
-            # Started anew: what it says and hands over counts from here on.
+            # The service was restarted: its old files are closed.
             self.close()
             self._name, self._refused = name, False
         if self._refused:
@@ -88,13 +93,13 @@ class Segments:
         try:
             file = await self._file(segment)
         except OSError as error:
-            log.warning("what is on the disk of the cache service is not read there: %s", error)
+            log.warning("segment files of the cache service are not read locally: %s", error)
             self._refused = True
             return b""
         return b"" if file is None else await asyncio.to_thread(_within, file, reader, offset)
 
     async def _file(self, segment: int) -> FileIO | None:
-        """A segment's file, for the caller to close; None of a service that was started anew."""
+        """Segment file, to be closed by the caller; None if the service was restarted."""
         assert self._path is not None
         if segment not in self._files:
             name, file = await asyncio.to_thread(_receive, self._path, segment)
@@ -105,9 +110,9 @@ class Segments:
         if segment not in self._files:
             return None
         self._files.move_to_end(segment)
-        while len(self._files) > _MOST_FILES:
+        while len(self._files) > _MAX_FILES:
             os.close(self._files.popitem(last=False)[1])
-        # A second descriptor, since another caller may push the first out while it is used.
+        # A duplicate, since a concurrent call may evict and close the original.
         return FileIO(os.dup(self._files[segment]))
 
     def close(self) -> None:
@@ -117,16 +122,16 @@ class Segments:
 
 
 def _receive(path: Path, segment: int) -> tuple[bytes, int]:
-    """The name of the service, and a descriptor of a segment's file. Raises OSError when it is not handed over."""
+    """Receives name and segment file descriptor of the service. Raises OSError if it is not shared."""
     with socket.socket(socket.AF_UNIX) as service:
         service.settimeout(_TIMEOUT_SECONDS)
         service.connect(str(path))
-        service.sendall(_ASKED.pack(segment))
+        service.sendall(_REQUEST.pack(segment))
         name, files, _, _ = socket.recv_fds(service, _NAME_BYTES, 1)
     if len(name) != _NAME_BYTES or len(files) != 1:
         for file in files:
             os.close(file)
-        raise OSError(f"{path} handed over no file of segment {segment}")
+        raise OSError(f"{path} sent no file of segment {segment}")
     return name, files[0]
 
 
@@ -136,11 +141,11 @@ def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> b
 
 
 def read_into(into: memoryview, file: int, offset: int) -> bytes:
-    """Fills `into` from a file; the checksum of that, or nothing when the file ends before."""
+    """Fills `into` from a file; returns the checksum, or empty bytes on failure."""
     hasher = Checksum()
     try:
-        # By pieces alone the kernel reads ahead in steps that grow: 8 MiB came from a device at 0.62 GB/s, and at 1.0
-        # with this (bench/cache/bench.py, "fetch cold").
+        # Without this, read-ahead grows only step by step: 8 MiB from a device took 0.62 GB/s, against 1.0 with it
+        # (bench/cache/bench.py, "fetch cold").
         os.posix_fadvise(file, offset, len(into), os.POSIX_FADV_WILLNEED)
         for at in range(0, len(into), _PIECE_BYTES):
             piece = into[at : at + _PIECE_BYTES]
@@ -148,6 +153,6 @@ def read_into(into: memoryview, file: int, offset: int) -> bytes:
                 return b""
             hasher.update(piece)
     except OSError as error:
-        log.warning("the disk tier's bytes can't be read where they lie: %s", error)
+        log.warning("can't read a segment file: %s", error)
         return b""
     return hasher.digest()

@@ -1,1 +1,1 @@
-"""What cache services share: a distributed store that somebody else keeps, below the tiers of each."""
+"""The remote tier, an external distributed store shared by cache services."""

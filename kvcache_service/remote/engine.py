@@ -1,42 +1,41 @@
-"""The contract of a distributed key-value store that a remote tier stands on."""
+"""The interface of a distributed key-value store, as backend of the remote tier."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-# Of one value: a larger one holds up a Redis's other callers, a smaller one costs more calls.
+# Size of a value: larger ones block other clients of a Redis, smaller ones need more calls.
 BLOCK_BYTES = 1 << 20
 
 
 class Engine(ABC):
-    """Values of up to BLOCK_BYTES and a little more, by name. It forgets what was not touched for long, or for room.
+    """Stores values of slightly more than BLOCK_BYTES by name. Values expire, or are evicted.
 
-    Methods block, and any thread may call them. No connection is made before the first call, and a lost one is made
-    anew. All of them raise
+    Methods block and are thread-safe. They connect on first use, and reconnect after a loss. All of them raise
 
-        Unreachable: the store does not answer in time.
-        OSError: it refuses.
+        Unreachable: The store does not respond in time.
+        OSError: The store returns an error.
     """
 
     @abstractmethod
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """The value of each name, None without one; in one round trip."""
+        """Values by name, None if missing, in one round trip."""
 
     @abstractmethod
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        """Stores values under their names; a value that is there is replaced, or stays where it is the same."""
+        """Stores (name, value) pairs. Existing values are replaced, or kept if equal."""
 
     @abstractmethod
     def touch(self, names: Sequence[str]) -> list[bool]:
-        """Whether there is a value for each name; its time begins anew."""
+        """Renews the time to live of values; returns whether each exists."""
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:
-        """Removes values; names without one are no error."""
+        """Removes values; missing ones are ignored."""
 
     @abstractmethod
     def remove_all(self, prefix: str) -> None:
-        """Removes all values whose names begin so. It takes as long as the store is large."""
+        """Removes all values whose names have a prefix. Takes time proportional to the size of the store."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""

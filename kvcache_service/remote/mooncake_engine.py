@@ -1,4 +1,4 @@
-"""A Mooncake Store that a remote tier stands on."""
+"""Mooncake Store as backend of the remote tier."""
 
 import contextlib
 import ctypes
@@ -12,33 +12,33 @@ from urllib.parse import parse_qsl, urlsplit
 from fusionkv.kvcache_service.remote.engine import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 
-# Through which values come and go: a batch of 8 MiB for each of eight threads, and as much again.
+# Transfer buffer: twice a batch of 8 MiB for each of eight threads.
 _BUFFER_BYTES = 128 << 20
 _ANSWER_SECONDS = 2.0
-# What Mooncake answers for a name without a value, and for a value that is there already.
-_NOT_THERE, _THERE = -704, -705
+# Mooncake's error code for a missing value.
+_NOT_FOUND = -704
 _DEFAULTS = {"host": "127.0.0.1", "metadata": "P2PHANDSHAKE", "protocol": "tcp", "device": ""}
 
 
 class MooncakeEngine(Engine):
-    """A client of a store's master, which also lends memory to the store.
+    """A client of a store's master, which also contributes memory to the store.
 
-    Values are in the memory that all clients lend, and are gone with the client that lent it. The store evicts for
-    room what was not used for longest, and knows no time to live. A client's calls have time limits of their own.
+    Values are in memory contributed by clients, and vanish with the client. The store evicts the least recently used
+    values; there is no time to live. Mooncake applies its own timeouts to calls.
     """
 
     def __init__(self, url: str, segment_bytes: int) -> None:
         """url: mooncake://MASTER:PORT?host=OWN&protocol=tcp|rdma&device=NAMES&metadata=URL, the last four optional.
 
         Raises:
-            ImportError: the package, or a library that it needs, is not there.
-            ValueError: the URL is malformed.
+            ImportError: The package, or a library that it needs, is not installed.
+            ValueError: The URL is malformed.
         """
         self._make = _store_class()
         parts = urlsplit(url)
         settings = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
         if not parts.hostname or not parts.port or parts.path or settings.keys() - _DEFAULTS:
-            raise ValueError(f"it is not mooncake://MASTER:PORT, with any of {', '.join(_DEFAULTS)} as a query")
+            raise ValueError(f"expected mooncake://MASTER:PORT, optionally with {', '.join(_DEFAULTS)} in the query")
         own = _DEFAULTS | settings
         self._setup = (
             own["host"], own["metadata"], segment_bytes, _BUFFER_BYTES, own["protocol"], own["device"], parts.netloc,
@@ -48,11 +48,11 @@ class MooncakeEngine(Engine):
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         store = self._connected()
-        found = [value or None for value in store.get_batch(list(names))] if names else []
-        if not any(found):
-            # An empty answer also stands for one that did not come.
+        values = [value or None for value in store.get_batch(list(names))] if names else []
+        if not any(values):
+            # An empty response may also mean that there was none.
             self.touch(["fusionkv:probe"])
-        return found
+        return values
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
         store = self._connected()
@@ -61,12 +61,12 @@ class MooncakeEngine(Engine):
     def touch(self, names: Sequence[str]) -> list[bool]:
         answers = self._connected().batch_is_exist(list(names)) if names else []
         if any(answer < 0 for answer in answers):
-            raise Unreachable(f"the Mooncake Store is out of reach: {min(answers)}")
+            raise Unreachable(f"the Mooncake Store is unreachable: {min(answers)}")
         return [answer == 1 for answer in answers]
 
     def remove(self, names: Sequence[str]) -> None:
         for answer in self._connected().batch_remove(list(names), True) if names else []:
-            if answer != _NOT_THERE:
+            if answer != _NOT_FOUND:
                 _done(answer)
 
     def remove_all(self, prefix: str) -> None:
@@ -75,8 +75,8 @@ class MooncakeEngine(Engine):
 
     def close(self) -> None:
         if self._store is not None:
-            # Without an answer of the master, the client's own end takes a minute, in which no other thread runs
-            # Python (62 s, 0.3.13). A client that is gone is forgotten by the master anyway.
+            # Without a reachable master, closing the client holds the GIL for a minute (62 s in 0.3.13). The master
+            # drops clients that vanish anyway.
             answered = threading.Event()
             threading.Thread(target=self._probe, args=(answered,), daemon=True).start()
             if answered.wait(_ANSWER_SECONDS):
@@ -101,16 +101,16 @@ class MooncakeEngine(Engine):
 
 
 def _done(answer: int) -> None:
-    """Raises for an answer that is an error."""
+    """Raises an OSError for an error code."""
     if answer <= -900:
-        raise Unreachable(f"the Mooncake Store is out of reach: {answer}")
+        raise Unreachable(f"the Mooncake Store is unreachable: {answer}")
     if answer < 0:
-        raise OSError(f"the Mooncake Store refuses: {answer}")
+        raise OSError(f"the Mooncake Store returned an error: {answer}")
 
 
 def _store_class() -> Any:
-    """Raises ImportError when it is not installed."""
-    # The package for machines without CUDA is linked against its runtime, which comes with a package of its own.
+    """Imports the store's class. Raises ImportError if it is not installed."""
+    # Even the package for machines without CUDA links to the CUDA runtime, which is in another package.
     runtime = importlib.util.find_spec("nvidia.cuda_runtime") if importlib.util.find_spec("nvidia") else None
     for folder in runtime.submodule_search_locations or () if runtime is not None else ():
         for library in Path(folder, "lib").glob("libcudart.so.*"):

@@ -1,4 +1,4 @@
-"""A Redis, or a Redis Cluster, that a remote tier stands on."""
+"""Redis and Redis Cluster as backends of the remote tier."""
 
 import contextlib
 import re
@@ -18,38 +18,42 @@ from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime import redis_url
 
 _SCAN = 1000
-_AWAY = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
+_CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
 
 
 class RedisEngine(Engine):
-    """Values expire `ttl` seconds after they were written or touched; Redis's own `maxmemory` bounds them all."""
+    """Values expire `ttl` seconds after the last write or touch; Redis's `maxmemory` limits their size."""
 
     def __init__(self, url: str, *, ttl: float, timeout: float, password: str | None = None) -> None:
-        """timeout: seconds for one answer.
+        """Creates the clients, without connecting.
+
+        Args:
+            ttl: Time to live in seconds.
+            timeout: Seconds for one response.
 
         Raises:
-            ValueError: the URL is malformed.
+            ValueError: The URL is malformed.
         """
         self._ttl = int(1000 * ttl)
         self._url = url
         self._options: dict[str, Any] = {
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
-            # A server that went away is met on the first try; a Cluster's client learns by it where a slot is now.
+            # The first try detects a lost connection; a Cluster client also learns a slot's new node from it.
             "retry": Retry(NoBackoff(), 1),
             **({"password": password} if password else {}),
         }
         self._node: Any = redis_url.connect(redis.Redis, url, **self._options)
         self._cluster: Any = None
-        self._asked = False
+        self._checked = False
         self._connecting = threading.Lock()
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         with self._client() as client:
             if not names:
                 return []
-            found: list[bytes | None] = client.mget_nonatomic(names) if self._cluster else client.mget(names)
-            return found
+            values: list[bytes | None] = client.mget_nonatomic(names) if self._cluster else client.mget(names)
+            return values
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
         with self._client() as client, client.pipeline(transaction=False) as pipe:
@@ -81,20 +85,20 @@ class RedisEngine(Engine):
 
     @contextlib.contextmanager
     def _client(self) -> Iterator[Any]:
-        """The client of the one server, or of the Cluster that it is a node of."""
+        """Client of the server, or of its Cluster. Translates Redis errors."""
         try:
             with self._connecting:
-                if not self._asked:
+                if not self._checked:
                     if self._node.info("cluster").get("cluster_enabled"):
                         self._cluster = redis_url.connect(redis.RedisCluster, self._url, **self._options)
-                    self._asked = True
+                    self._checked = True
             yield self._cluster or self._node
-        except _AWAY as error:
-            raise Unreachable(f"Redis is out of reach: {_said(error)}") from error
+        except _CONNECTION_ERRORS as error:
+            raise Unreachable(f"Redis is unreachable: {_message(error)}") from error
         except RedisError as error:
-            raise OSError(f"Redis refuses: {_said(error)}") from error
+            raise OSError(f"Redis returned an error: {_message(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    """What an error says, without the password of a URL that may be in it."""
+def _message(error: Exception) -> str:
+    """Message of an error, without the password of a URL in it."""
     return re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())

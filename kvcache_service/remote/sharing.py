@@ -1,4 +1,4 @@
-"""A store's use of the remote tier: entries found there, copied here when they are read, and written back there."""
+"""Connects a store to the remote tier: finds entries there, copies them here on reads, and writes back new ones."""
 
 import asyncio
 import contextlib
@@ -24,33 +24,33 @@ from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ServiceErr
 log = logging.getLogger(__name__)
 _faults = logs.RateLimitedLog(log)
 T = TypeVar("T")
-Found = Sequence[tuple[HitKind, StoredEntry | None]]
+LocalHits = Sequence[tuple[HitKind, StoredEntry | None]]
 
 _THREADS = 8
-# Blocks of one round trip, 8 MiB: at 1 GB/s the round trip itself is 1% of it.
+# Blocks per round trip: at 1 GB/s, latency is 1% of the time for 8 MiB.
 _BATCH = 8
-# Entries copied here at once, and entries written back at once: each has a batch in memory.
+# Maximum numbers of concurrent copies and write-backs, each with a batch in memory.
 _PULLS, _WRITES = 4, 4
-# Entries that wait to be written back or kept alive, and records that a Lookup found: the oldest are forgotten.
-_MOST = 65_536
-_MOST_FOUND = 16_384
-# Entries that are looked for in the remote tier at a start: half a millisecond each.
-_MOST_DOUBTFUL = 4096
+# Limits of entries to be written back or renewed, and of records found by Lookups. The oldest are dropped.
+_MAX_ENTRIES = 65_536
+_MAX_FOUND = 16_384
+# Entries checked in the remote tier at start, which takes 0.5 ms each.
+_MAX_CHECKED = 4096
 _BEAT_SECONDS = 1.0
-# An entry that is used here is kept alive there, and written anew if it is gone, this often.
+# Interval in which used entries are renewed in the remote tier, or written again if missing.
 _ALIVE_SECONDS = 60.0
-_TOUCHED_AT_ONCE = 256
+_TOUCH_BATCH = 256
 
 
 class Sharing:
-    """Belongs to the store's event loop. A remote tier that fails is a miss to all, and is asked again by `run`.
+    """Runs on the store's event loop. Errors of the remote tier are misses, until `run` finds it reachable again.
 
-    An entry that is put here is acknowledged first and written back afterwards. One that a Lookup finds there is
-    copied here as if it were put, when it is fetched or a moment before.
+    A Put is acknowledged before its entry is written back. An entry found in the remote tier is copied to the store
+    when it is fetched, or in advance.
     """
 
     def __init__(self, store: Store, tier: RemoteTier, *, lookup_seconds: float, ttl: float) -> None:
-        """lookup_seconds: longest wait of a Lookup. ttl: seconds after which the tier forgets what nobody touches."""
+        """lookup_seconds: maximum wait of a Lookup. ttl: time to live in the remote tier, in seconds."""
         self._store = store
         self._tier = tier
         self._lookup_seconds = lookup_seconds
@@ -62,7 +62,7 @@ class Sharing:
         self._waiting: dict[bytes, None] = {}
         self._used: dict[bytes, None] = {}
         self._confirmed: dict[bytes, float] = {}
-        """When an entry was last known to be in the remote tier."""
+        """Time at which an entry was last known to be in the remote tier."""
         self._wake = asyncio.Event()
         self._kept_alive = time.monotonic()
         self.reachable = True
@@ -70,7 +70,7 @@ class Sharing:
 
     @property
     def waiting(self) -> int:
-        """Entries that are not written back yet."""
+        """Number of entries waiting to be written back."""
         return len(self._waiting)
 
     def stats(self) -> pb.RemoteStats:
@@ -83,34 +83,39 @@ class Sharing:
         )
 
     async def find(
-        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], found: Found
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], local: LocalHits
     ) -> dict[int, tuple[HitKind, Record]]:
-        """Entries of the remote tier that are better than what was `found` here, by the number of their element.
+        """Finds entries of the remote tier that rank above those found locally, and starts to copy some of them.
 
-        They are copied here from now on, as far as that keeps nobody waiting. Empty while the tier is out of reach.
+        Args:
+            local: Result of `Store.lookup` for the same path.
+
+        Returns:
+            Kind of hit and record by element number. Empty while the tier is unreachable, or the store loads its
+            index.
         """
-        wanted = [i for i, (kind, _) in enumerate(found) if kind is not HitKind.EXACT]
-        if not wanted or not self.reachable:
+        wanted = [i for i, (kind, _) in enumerate(local) if kind is not HitKind.EXACT]
+        if not wanted or not self.reachable or not self._store.ready.is_set():
             return {}
         try:
             async with asyncio.timeout(self._lookup_seconds):
                 offers = await self._call(self._tier.find, namespace, path, variants, wanted)
         except TimeoutError:
-            self._failed(Unreachable(f"no answer within {self._lookup_seconds:g} s"))
+            self._failed(Unreachable(f"no response within {self._lookup_seconds:g} s"))
             return {}
         except OSError as error:
             self._failed(error)
             return {}
         better = {}
         for i, offered in zip(wanted, offers, strict=True):
-            own = found[i][1]
+            own = local[i][1]
             ranker = HitRanker(namespace, path[: i + 1], variants[i])
             best = ranker.best(own.record if own is not None else None, offered)
             if best is not None:
                 better[i] = ranker.kind(best), best
                 self._found.pop(best.key, None)
                 self._found[best.key] = best
-        _cut(self._found, _MOST_FOUND)
+        _cut(self._found, _MAX_FOUND)
         for kind, n in Counter(kind for kind, _ in better.values()).items():
             self._store.counters.add("lookups.remote", n, kind=kind.value)
         for _, record in better.values():
@@ -119,10 +124,10 @@ class Sharing:
         return better
 
     async def bring(self, key: bytes) -> bool:
-        """Copies an entry here that a Lookup found in the remote tier; whether it is here then.
+        """Copies an entry that a Lookup found in the remote tier; returns whether it is in the store afterwards.
 
         Raises:
-            ResourceExhausted: there is no room here.
+            ResourceExhausted: The store has no room.
         """
         pull = self._pulls.get(key)
         if pull is None:
@@ -133,35 +138,35 @@ class Sharing:
         return await asyncio.shield(pull)
 
     def stored(self, record: Record) -> None:
-        """An entry was put here, and is to be written back."""
+        """Schedules the write-back of a stored entry."""
         self._waiting[record.key] = None
-        _cut(self._waiting, _MOST)
+        _cut(self._waiting, _MAX_ENTRIES)
         if self.reachable:
             self._wake.set()
 
     def used(self, key: bytes) -> None:
-        """An entry that is here was looked up, or put again."""
-        if self._confirmed.get(key, 0.0) + self._alive_seconds < time.monotonic() and len(self._used) < _MOST:
+        """Schedules the renewal of an entry that was looked up, or put again."""
+        if self._confirmed.get(key, 0.0) + self._alive_seconds < time.monotonic() and len(self._used) < _MAX_ENTRIES:
             self._used[key] = None
 
     async def known(self, keys: Sequence[bytes], namespace: bytes) -> list[Record]:
-        """The records of those keys that are here, or were found in the remote tier of late.
+        """Records of keys that are local, or were recently found in the remote tier.
 
-        Nothing of these, or of the namespace, is being copied here any more.
+        Waits until none of these, or of the namespace, is being copied.
         """
         named = set(keys)
-        found = {key: record for key, record in self._found.items() if key in named or record.namespace == namespace}
-        if pulls := [pull for key in found if (pull := self._pulls.get(key)) is not None]:
+        remote = {key: record for key, record in self._found.items() if key in named or record.namespace == namespace}
+        if pulls := [pull for key in remote if (pull := self._pulls.get(key)) is not None]:
             await asyncio.wait(pulls)
-        here = [(key, self._store.residents.get(key)) for key in keys]
-        records = (found.get(key) if entry is None else entry.record for key, entry in here)
+        local = [(key, self._store.residents.get(key)) for key in keys]
+        records = (remote.get(key) if entry is None else entry.record for key, entry in local)
         return [record for record in records if record is not None]
 
     async def delete(self, entries: Sequence[Record], namespace: bytes) -> None:
         """Deletes entries from the remote tier, or all of a namespace.
 
         Raises:
-            Unavailable: it can't be reached, or refuses.
+            Unavailable: The tier is unreachable, or returned an error.
         """
         for record in entries:
             self._found.pop(record.key, None)
@@ -175,9 +180,9 @@ class Sharing:
             raise Unavailable(f"can't delete in the remote tier: {error}") from error
 
     async def run(self) -> None:
-        """Writes back what is put, keeps alive what is used, looks whether a lost tier is back; until cancelled."""
-        # Those that were put last before a kill -9 may be here alone.
-        self._waiting.update(dict.fromkeys(self._store.residents.warmest(_MOST_DOUBTFUL)))
+        """Writes back stored entries, renews used ones, and probes an unreachable tier, until cancelled."""
+        # Entries stored shortly before a kill -9 may not have been written back.
+        self._waiting.update(dict.fromkeys(self._store.residents.warmest(_MAX_CHECKED)))
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_BEAT_SECONDS):
@@ -194,14 +199,14 @@ class Sharing:
                     break
 
     async def flush(self, seconds: float) -> None:
-        """Waits until all that was put here is written back, for so long at most."""
+        """Waits until all stored entries are written back, for at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._waiting and self.reachable:  # noqa: ASYNC110 - `run` writes
                     await asyncio.sleep(0.02)
 
     async def close(self) -> None:
-        """Ends what is under way. `run` has been cancelled."""
+        """Cancels copies in progress. `run` must be cancelled before."""
         pulls = list(self._pulls.values())
         for pull in pulls:
             pull.cancel()
@@ -217,16 +222,16 @@ class Sharing:
             def ended(done: "asyncio.Task[bool]") -> None:
                 del self._pulls[record.key]
                 if not done.cancelled():
-                    done.exception()  # whoever waits is told
+                    done.exception()  # marks it as retrieved; waiters receive it
 
             task.add_done_callback(ended)
         return task
 
     async def _in_turn(self, record: Record) -> bool:
         async with self._turns:
-            here = await self._copy_here(record)
+            local = await self._copy_here(record)
         self._found.pop(record.key, None)
-        return here
+        return local
 
     async def _copy_here(self, record: Record) -> bool:
         writer = self._store.copy(record)
@@ -259,9 +264,9 @@ class Sharing:
                 await self._copy_there(entry.record)
         except Unreachable as error:
             self._failed(error)
-            return  # it waits
+            return  # stays in the queue
         except (OSError, ServiceError) as error:
-            # Damaged here, or refused there; what is used again is tried again.
+            # Damaged here, or refused by the remote tier. The next use of the entry tries again.
             self._store.counters.add("remote.failures")
             _faults.warning(f"entry {key.hex()} is not written to the remote tier", error)
         else:
@@ -269,7 +274,7 @@ class Sharing:
         self._waiting.pop(key, None)
 
     async def _copy_there(self, record: Record) -> None:
-        """Raises NotFound if it is not here any more, DataLoss if it is damaged here, OSError as the tier does."""
+        """Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does."""
         first, batch = 0, list[bytes]()
         with contextlib.closing(self._store.read(record.key)) as reader:
             async for frame in reader.frames():
@@ -285,9 +290,9 @@ class Sharing:
             await self._call(self._tier.delete, [record])
 
     async def _keep_alive(self) -> None:
-        """Entries that were used here begin their time in the remote tier anew; those that it lost are written."""
+        """Renews entries used here in the remote tier, and schedules the write-back of missing ones."""
         while self._used:
-            keys = list(islice(self._used, _TOUCHED_AT_ONCE))
+            keys = list(islice(self._used, _TOUCH_BATCH))
             entries = [entry for key in keys if (entry := self._store.residents.get(key)) is not None]
             try:
                 there = await self._call(self._tier.touch, [entry.record for entry in entries])
@@ -305,7 +310,7 @@ class Sharing:
     def _confirm(self, key: bytes) -> None:
         self._confirmed.pop(key, None)
         self._confirmed[key] = time.monotonic()
-        _cut(self._confirmed, _MOST)
+        _cut(self._confirmed, _MAX_ENTRIES)
 
     async def _probe(self) -> None:
         try:
@@ -313,23 +318,23 @@ class Sharing:
                 await self._call(self._tier.probe)
         except OSError:
             return
-        log.info("the remote tier answers")
-        # It may be back empty.
+        log.info("the remote tier is reachable")
+        # It may have been restarted empty.
         self._confirmed.clear()
         self.reachable = True
 
     def _failed(self, error: OSError) -> None:
-        """Nobody asks until `run` has got an answer."""
+        """Stops use of the remote tier until `run` finds it reachable."""
         self._store.counters.add("remote.failures")
         if self.reachable:
-            _faults.warning("the remote tier is out of reach, only this service's own entries are found", error)
+            _faults.warning("the remote tier is unreachable, only this service's own entries are found", error)
         self.reachable = False
 
     def _call(self, function: Callable[..., T], *args: Any) -> "asyncio.Future[T]":
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
-def _cut(waiting: dict[bytes, Any], most: int) -> None:
-    """Forgets what came first."""
-    while len(waiting) > most:
-        del waiting[next(iter(waiting))]
+def _cut(entries: dict[bytes, Any], limit: int) -> None:
+    """Drops the oldest items above a limit."""
+    while len(entries) > limit:
+        del entries[next(iter(entries))]

@@ -1,12 +1,11 @@
-"""The remote tier: entries that any number of cache services share, and the index of their paths.
+"""The remote tier: entries shared by any number of cache services, and the index of their paths.
 
-An entry's bytes are values of 1 MiB, named by its key, its checksum and their number: two services that computed one
-entry with different bytes never mix them. The index is written once all bytes are there. It holds an entry's record
-twice: under its exact key, and, for whoever looks for the chunk behind another path, in one of SLOTS places of its
-chunk, which the key chooses. A later entry takes the place of an earlier one, so a chunk's index is bounded; a record
-expires with its entry's bytes, or with its place being taken.
+An entry's bytes are stored in values of 1 MiB, named by key, checksum and number, so that different bytes of two
+services for the same entry are never mixed. The record is written after all bytes, to two places: under the exact
+key, and, for lookups behind other paths, to one of SLOTS places per chunk, selected by the key. Later entries
+overwrite earlier ones there, which bounds a chunk's index.
 
-All of a chunk's index has one hash tag, so that a Redis Cluster has it in one slot.
+A chunk's index has a single hash tag, which keeps it in one slot of a Redis Cluster.
 """
 
 import os
@@ -27,67 +26,67 @@ _NONCE_BYTES = 12
 
 
 class RemoteTier:
-    """Methods block, and any thread may call them. All raise what those of an Engine do.
+    """Stores entries in an Engine. Methods block, are thread-safe, and raise the errors of an Engine.
 
-    What is read is the caller's to verify: records by `HitRanker`, bytes by their record's checksum.
+    The caller must verify the results: records with `HitRanker`, bytes with the record's checksum.
     """
 
     name = "remote"
 
     def __init__(self, engine: Engine, keys: DiskKeys | None = None) -> None:
-        """keys: encrypt every block with AES-256-GCM, the first one writes, all read. None: blocks are plain."""
+        """keys: encrypt blocks with AES-256-GCM; the first key encrypts, all decrypt. None: no encryption."""
         self._engine = engine
         self._keys = keys
 
     def find(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], wanted: Sequence[int]
     ) -> list[list[Record]]:
-        """Records that may serve the elements `wanted` of a path, in one round trip; the rest as for `Index.find`."""
+        """Candidate records for the elements `wanted` of a path, in one round trip; see `Index.find`."""
         exact = path_keys(namespace, path)
-        asked: list[list[str]] = []
+        requested: list[list[str]] = []
         for i in wanted:
             tag = _tag(namespace, path[0], path[i])
             places = [_place(tag, kind, n) for kind in (b"", *variants[i]) for n in range(SLOTS)] if i else []
-            asked.append([_exact(tag, exact[i]), *places])
-        values = iter(self._engine.get([name for names in asked for name in names]))
-        return [_decoded(islice(values, len(names))) for names in asked]
+            requested.append([_exact(tag, exact[i]), *places])
+        values = iter(self._engine.get([name for names in requested for name in names]))
+        return [_decoded(islice(values, len(names))) for names in requested]
 
     def read(self, record: Record, first: int, count: int) -> list[bytes]:
-        """Up to `count` blocks of an entry from the `first` one on.
+        """Reads up to `count` blocks of an entry, starting at block `first`.
 
         Raises:
-            FileNotFoundError: one of them is not there any more, or can't be decrypted.
+            FileNotFoundError: A block has expired, or cannot be decrypted.
         """
         names = _blocks(record)[first : first + count]
         return [self._opened(name, value) for name, value in zip(names, self._engine.get(names), strict=True)]
 
     def write(self, record: Record, first: int, blocks: Sequence[bytes]) -> None:
-        """Writes some of an entry's blocks, each of BLOCK_BYTES but the last one."""
+        """Writes consecutive blocks of an entry, all of BLOCK_BYTES but the last."""
         names = _blocks(record)[first : first + len(blocks)]
         self._engine.put([(name, self._sealed(name, block)) for name, block in zip(names, blocks, strict=True)])
 
     def commit(self, record: Record) -> None:
-        """Makes an entry visible to `find`; all its blocks are written."""
+        """Makes an entry visible to `find`. All its blocks must be written before."""
         value = record.key + records.encode(record, 0)
         self._engine.put([(name, value) for name in _index(record)])
 
     def touch(self, entries: Sequence[Record]) -> list[bool]:
-        """Whether each entry is there as a whole; its time begins anew."""
-        asked = [[*_blocks(entry), *_index(entry)] for entry in entries]
-        there = iter(self._engine.touch([name for names in asked for name in names]))
-        return [all(list(islice(there, len(names)))) for names in asked]
+        """Renews entries' time to live; returns whether each is complete."""
+        requested = [[*_blocks(entry), *_index(entry)] for entry in entries]
+        present = iter(self._engine.touch([name for names in requested for name in names]))
+        return [all(list(islice(present, len(names)))) for names in requested]
 
     def delete(self, entries: Sequence[Record]) -> None:
-        """Deletes entries: from the index first."""
+        """Deletes entries, index records first."""
         self._engine.remove([name for entry in entries for name in _index(entry)])
         self._engine.remove([name for entry in entries for name in _blocks(entry)])
 
     def delete_all(self, namespace: bytes) -> None:
-        """Deletes all entries of a namespace. It takes as long as the tier is large."""
+        """Deletes all entries of a namespace. Takes time proportional to the size of the tier."""
         self._engine.remove_all(_prefix(namespace))
 
     def probe(self) -> None:
-        """Returns if the tier answers."""
+        """Returns if the tier is reachable."""
         self._engine.touch(["fusionkv:probe"])
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class RemoteTier:
             return value
         key = self._keys.find(value[:ID_BYTES])
         if key is None:
-            raise FileNotFoundError(f"{name} is not encrypted, or with a key that is not known")
+            raise FileNotFoundError(f"{name} is not encrypted, or its key is unknown")
         nonce, sealed = value[ID_BYTES : ID_BYTES + _NONCE_BYTES], value[ID_BYTES + _NONCE_BYTES :]
         try:
             return key.value.decrypt(nonce, sealed, name.encode())
@@ -125,7 +124,7 @@ def _blocks(record: Record) -> list[str]:
 
 
 def _index(record: Record) -> list[str]:
-    """The names of an entry's record: its own, unless it is a variant, then that which it shares with others."""
+    """Names of an entry's record: the exact one, unless it is a variant, and that of its slot."""
     tag = _tag(record.namespace, record.system, record.chunk)
     own = [] if record.variant else [_exact(tag, record.key)]
     return own if record.depth == 1 else [*own, _place(tag, record.variant, record.key[0] % SLOTS)]
@@ -148,14 +147,14 @@ def _prefix(namespace: bytes) -> str:
 
 
 def _decoded(values: Iterable[bytes | None]) -> list[Record]:
-    """The records among values, each once."""
-    found = {}
+    """Distinct valid records among values."""
+    unique = {}
     for value in values:
         if value is not None:
             try:
                 record, _ = records.decode(value[:DIGEST_BYTES], value[DIGEST_BYTES:])
             except ValueError:
-                continue  # of a later version, or a stranger's
+                continue  # of a later version, or not ours
             if record.size and record.tokens:
-                found[record.key, record.checksum] = record
-    return list(found.values())
+                unique[record.key, record.checksum] = record
+    return list(unique.values())

@@ -1,1 +1,1 @@
-"""An entry's life: written, read, promoted, evicted."""
+"""The store: writes, reads, promotes and evicts entries."""

@@ -1,4 +1,4 @@
-"""What reading and writing an entry need of the store: entries, leases, heat, eviction, threads."""
+"""The base of the store: lookups, leases, heat, eviction, deletion, and I/O threads."""
 
 import asyncio
 import contextlib
@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 from fusionkv.kvcache_service.config import Config
@@ -17,24 +18,28 @@ from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import VERSIONS
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.store.entries import Residents, StoredEntry
-from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.protos.runtime.errors import ResourceExhausted
+from fusionkv.kvcache_service.tiers.base import Recovered, Tier
+from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _IO_THREADS = 8
 _SWEEP_SECONDS = 1.0
-# Entries deleted at once: about 5 ms on the event loop.
+# Entries deleted per batch: about 5 ms on the event loop.
 _DELETE_BATCH = 1024
-# As a logarithm: what is hotter was not asked for so often, but by a clock that was ahead.
-_MOST_ACCESSES = 40.0
-# Heat is saved this often: after a kill -9 the accesses of the last seconds are forgotten, the entries are not.
+# Maximum wait of a Put or Delete for the index, in which a few hundred thousand entries are loaded.
+_OPEN_SECONDS = 10.0
+# Entries that a thread reads per batch at start, and that become visible per slice: 0.3 ms on the event loop.
+_LOAD_BATCH, _LOAD_SLICE = 512, 32
+# Limit of plausible heat above that of the clock: log2 of accesses. Above it, the clock was ahead.
+_MAX_LOG_ACCESSES = 40.0
+# Interval in which heat is saved: kill -9 loses the accesses since, but no entries.
 _SAVE_HEAT_SECONDS = 10.0
 
 
 class Watcher(Protocol):
-    """Learns of every entry that is put, and of every entry that is there and looked up, or put again."""
+    """Observes every stored entry, and every access to an existing one by Lookup or Put."""
 
     def stored(self, record: Record) -> None: ...
 
@@ -42,11 +47,11 @@ class Watcher(Protocol):
 
 
 class StoreCore:
-    """All entries of one process. Its methods belong to one event loop; blocking work goes to its threads.
+    """All entries of one process. Methods must be called on one event loop; blocking work runs in threads.
 
-    `clock` is monotonic seconds and rules leases and heat. Heat is kept over restarts, so `wall`, seconds since the
-    epoch, is asked at the start alone: a clock that is set later makes no entry hot or cold. If it is far behind what
-    is stored, time goes on from there.
+    `clock` (monotonic seconds) determines leases and heat. Since heat persists, it is based on `wall` (seconds since
+    the epoch), which is read only at start: later changes of the system clock have no effect on heat. If `wall` is
+    far behind persisted heat, time continues from the hottest entry.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class StoreCore:
         self.config = config
         self.counters = Counters()
         self.residents = Residents(tiers, self.counters)
-        # By group (index.py).
+        # In-progress commits by group (index.py).
         self.committing: dict[bytes, asyncio.Event] = {}
         self.loading: dict[StoredEntry, asyncio.Task[bool]] = {}
         self.leases: Leases[StoredEntry] = Leases(config.max_leases, clock, self.residents.let_go)
@@ -68,26 +73,56 @@ class StoreCore:
         self._epoch = wall() - clock()
         self.threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
         self.tasks: set[asyncio.Task[Any]] = set()
-        self._touched: set[int] = set()  # rows whose heat is not saved
+        self._touched: set[int] = set()  # rows whose heat is to be saved
         self.demand = FrequencySketch()
+        self.ready = asyncio.Event()
+        self.ready.set()
         self.watcher: Watcher | None = None
 
     @property
     def now(self) -> float:
-        """Seconds since the epoch, by the clock that rules heat."""
+        """Seconds since the epoch, by `clock`."""
         return self._epoch + self._clock()
 
     async def open(self) -> None:
-        """Takes over what the home tier has from before. Nothing else may run meanwhile."""
+        """Loads the index of the home tier, in about 20 s per million entries.
+
+        Meanwhile, lookups find entries by key on the disk, and reads work. Changes of the home tier wait (`opened`).
+
+        Raises:
+            OSError: The home tier cannot be used. Nothing of it was changed.
+        """
         home = self.residents.home
-        await self.in_thread(self.residents.recover)
+        self.ready.clear()
+        self.residents.begin_recovery()
+        entries, batch = home.recover(), list[Recovered]()
+        while batch := await self.in_thread(list, islice(entries, _LOAD_BATCH)):
+            for at in range(0, len(batch), _LOAD_SLICE):
+                self.residents.recover(batch[at : at + _LOAD_SLICE])
+                await asyncio.sleep(0)  # serves calls, each of which takes several rounds of the event loop
+        self.residents.end_recovery()
+        self.ready.set()
         hottest, half_life = self.residents.hottest(), self.config.half_life_seconds
-        if hottest > self._wall() / half_life + _MOST_ACCESSES:
+        if hottest > self._wall() / half_life + _MAX_LOG_ACCESSES:
             self._epoch = hottest * half_life - self._clock()
         log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
 
+    async def opened(self) -> None:
+        """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
+
+        Raises:
+            Unavailable: `open` has not ended after 10 s.
+        """
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                await self.ready.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "the index is being loaded; until then nothing is stored or deleted: try again"
+            ) from None
+
     async def sweep(self) -> None:
-        """Ends leases whose time is over, makes room and saves heat, until it is cancelled."""
+        """Expires leases, evicts above the watermark and saves heat, until cancelled."""
         saved = time.monotonic()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
@@ -98,10 +133,10 @@ class StoreCore:
                 saved = time.monotonic()
 
     async def make_room(self) -> None:
-        """Evicts the coldest entries when the home tier is over its high watermark, down to the low one.
+        """Evicts the coldest entries of the home tier from the high watermark down to the low one.
 
-        A Put that has to evict waits until that is recorded; one that finds room does not, and a thousand evictions
-        recorded together cost what ten do alone. A faster tier needs none of this: a copy is dropped at once.
+        A Put that must evict waits for the deletion of index records, and a batch of a thousand deletions costs as
+        much as ten single ones. Faster tiers need no watermark: dropping a copy writes nothing.
         """
         home = self.residents.home
         if home.used_bytes <= self.config.high_watermark * home.capacity_bytes:
@@ -118,24 +153,27 @@ class StoreCore:
     def lookup(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
     ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
-        """Finds the entries of a path, leases those found and makes them hotter; the lease is 0 when none was.
+        """Finds and leases the best entry for each element of a path, and increases their heat.
 
-        It notes which exact paths are asked for, behind at least one other chunk (`wanted`).
+        Exact paths behind at least one other chunk are counted, for `wanted`.
+
+        Returns:
+            Kind of hit and entry for each element, and the lease: 0 if nothing was found.
 
         Raises:
-            ResourceExhausted: as many leases are out as allowed.
+            ResourceExhausted: The limit of active leases is reached.
         """
-        found = self.residents.find(namespace, path, variants)
-        entries = dict.fromkeys(entry for _, entry, _ in found if entry is not None)
+        hits = self.residents.find(namespace, path, variants)
+        entries = dict.fromkeys(entry for _, entry, _ in hits if entry is not None)
         lease = self.leases.grant(entries, lease_seconds) if entries else 0
         for entry in entries:
             self.touch(entry)
-        for _, _, key in found[2:]:
-            self.demand.ask(key)
-        return [(kind, entry) for kind, entry, _ in found], lease
+        for _, _, key in hits[2:]:
+            self.demand.add(key)
+        return [(kind, entry) for kind, entry, _ in hits], lease
 
     def touch(self, entry: StoredEntry) -> None:
-        """Counts an access to a visible entry."""
+        """Records an access to a visible entry."""
         self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds))
         if entry.row is not None:
             self._touched.add(entry.row)
@@ -146,12 +184,11 @@ class StoreCore:
             self.watcher.used(key)
 
     def wanted(self, record: Record) -> bool:
-        """Whether an entry is kept: one replica of a chunk serves every path, unless there is a reason for a second.
+        """Whether to store an entry. One replica of a chunk serves every path, so others need a reason.
 
-        What was encoded on purpose always is. What a request happened to compute is kept if it is the chunk's first
-        entry, if it has fewer chunks before it than every other one (it carries less of theirs, so it serves other
-        paths better), or if its own path was asked for before the request that computed it, since there it is
-        lossless.
+        Precomputed entries are always stored. An offered entry is stored if it is the first of its chunk, if it has
+        fewer preceding chunks than all others (it depends on fewer, so it serves other paths better), or if its exact
+        path was looked up before the request that computed it, since it is lossless there.
         """
         if not record.offered or record.depth == 1 or record.variant:
             return True
@@ -159,10 +196,7 @@ class StoreCore:
         return all(record.depth < other.record.depth for other in others) or self.demand.count(record.key) > 1
 
     def replaced_by(self, entry: StoredEntry) -> list[StoredEntry]:
-        """What goes when an entry is published: worse replicas, if they were offered and nobody asks for their path.
-
-        Worse is one with more chunks before it. What was encoded on purpose never goes this way.
-        """
+        """Replicas to delete on publication: offered, deeper, and without recent lookups of their exact path."""
         if entry.record.depth == 1 or entry.record.variant:
             return []
         return [
@@ -174,18 +208,18 @@ class StoreCore:
         ]
 
     def crowded_out(self, entry: StoredEntry) -> list[StoredEntry]:
-        """The coldest versions, above what their variant allows once `entry`, one of them, is published."""
-        most = VERSIONS.get(entry.record.variant)
-        if most is None:
+        """The coldest versions beyond the limit of their variant, once `entry` is published as one of them."""
+        limit = VERSIONS.get(entry.record.variant)
+        if limit is None:
             return []
         others = sorted(self.residents.replicas(entry.record), key=lambda other: other.heat, reverse=True)
-        return others[most - 1 :]
+        return others[limit - 1 :]
 
     async def withdraw(self, entries: Sequence[StoredEntry]) -> None:
-        """Deletes entries: invisible at once, the places free only after the home tier has forgotten who was there.
+        """Deletes entries. They become invisible at once; places are freed after their index records are deleted.
 
         Raises:
-            OSError: it can't be recorded; they are gone until the next start.
+            OSError: The deletion cannot be recorded. The entries reappear at the next start.
         """
         home = self.residents.home
         for entry in entries:
@@ -200,11 +234,13 @@ class StoreCore:
                 self.residents.let_go(entry)
 
     async def delete(self, keys: Sequence[bytes]) -> int:
-        """Deletes entries, also from what survives a restart, before it returns; gives how many there were.
+        """Deletes entries persistently, and returns their number.
 
         Raises:
-            ResourceExhausted: it can't be recorded; they are gone until the next start.
+            ResourceExhausted: The deletion cannot be recorded. The entries reappear at the next start.
+            Unavailable: The index is being loaded.
         """
+        await self.opened()
         deleted, names = 0, list(dict.fromkeys(keys))
         for at in range(0, len(names), _DELETE_BATCH):
             batch = names[at : at + _DELETE_BATCH]
@@ -218,8 +254,9 @@ class StoreCore:
 
     async def drop(self, entry: StoredEntry) -> None:
         """Deletes a damaged entry; never raises."""
-        if entry.visible:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, Unavailable):  # the next read tries again
+            await self.opened()
+            if entry.visible:
                 await self.to_the_end(self.withdraw([entry]))
 
     def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
@@ -241,7 +278,7 @@ class StoreCore:
                 log.warning("can't save the heat of %d entries: %s", len(heats), error)
 
     def check_integrity(self) -> None:
-        """Asserts that index, entries, tiers and leases agree; nothing may be under way in a thread."""
+        """Asserts that index, entries, tiers and leases agree. No thread may be working."""
         self.residents.check_integrity()
         self.leases.check_integrity(self.residents.all())
         assert not self.committing

@@ -1,35 +1,33 @@
-"""Who is where: the entries, the tiers that hold their bytes, and who has to go when room is needed."""
+"""Which entries live in which tier, and which to evict."""
 
 import contextlib
 import heapq
 import itertools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
-from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import aligned
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class StoredEntry:
-    """One entry that somebody looks at, and where its bytes are.
+    """An entry in use, with the places of its bytes by tier.
 
-    | held by      | meaning                             | may lose a copy or be evicted |
-    |--------------|-------------------------------------|-------------------------------|
-    | nobody       |                                     | yes                           |
-    | a lease      | somebody is about to fetch it       | no                            |
-    | a pin        | its bytes are read or moved now     | no                            |
+    An entry without holds may be evicted or lose a copy. A lease is held by a client that may fetch it; a pin, while
+    its bytes are being read or moved. An entry deleted while held becomes invisible at once, and its places are freed
+    with the last hold.
 
-    An entry that is deleted while it is held turns invisible at once and gives its places back with the last hold.
-    There is at most one such object for an entry, and none while nobody refers to one: the index's rows know all
-    that has to last. So heat and places are changed by `Residents` alone, in both.
+    There is at most one object per entry, created on demand from the index's rows. Only `Residents` changes heat and
+    places, in both.
     """
 
     record: Record
@@ -38,7 +36,7 @@ class StoredEntry:
     leases: int = 0
     pins: int = 0
     row: int | None = None
-    """In the index, while it is visible."""
+    """Row in the index; None if invisible."""
 
     @property
     def visible(self) -> bool:
@@ -50,9 +48,9 @@ class StoredEntry:
 
 
 class Residents:
-    """Entries in tiers, the fastest first. The last tier is the home: an entry is there or nowhere.
+    """Entries and their places in the tiers, fastest first. The last tier is the home: every entry is in it.
 
-    For the event loop's thread alone; moves no bytes.
+    Must be used on the event loop's thread. Moves no bytes.
     """
 
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
@@ -61,8 +59,10 @@ class Residents:
         self._counters = counters
         self._seen: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._leaving: set[StoredEntry] = set()
+        self._finder: Callable[[bytes], Recovered | None] | None = None
+        self._early: set[int] = set()  # rows found by key that were not recovered yet
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
-        """Invisible entries in whose place another serves; whoever has a lease on one may still fetch it."""
+        """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
         self._reserved: dict[tuple[str, int], int] = {}
         rows = self.index.rows
         self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
@@ -79,102 +79,130 @@ class Residents:
         return map(self._resident, self.index.rows)
 
     def get(self, key: bytes) -> StoredEntry | None:
-        row = self.index.row(key)
+        row = self._row(key)
         return None if row is None else self._resident(row)
 
     def find(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]]
     ) -> list[tuple[HitKind, StoredEntry | None, bytes]]:
-        """As `Index.find`: how each element was found, its entry, and the key of an exact one."""
+        """As `Index.find`, with entries in place of rows.
+
+        During recovery, missing entries are searched in the home tier: by exact path, or encoded directly after the
+        system prompt.
+        """
+        if self._finder is not None:
+            for i, key in enumerate(path_keys(namespace, path)):
+                if self._row(key) is None and i:
+                    alone = [path[0], path[i]]
+                    any(self._row(entry_key(namespace, alone, v)) is not None for v in (*variants[i], b""))
         return [
             (kind, None if row is None else self._resident(row), key)
             for kind, row, key in self.index.find(namespace, path, variants)
         ]
 
     def replicas(self, record: Record) -> list[StoredEntry]:
-        """All entries of a record's chunk behind its system prompt, encoded in the same way."""
+        """All entries of a record's group: same chunk, system prompt and encoding."""
         return [self._resident(row) for row in self.index.replicas(record)]
 
     def count(self, tier: Tier) -> int:
-        """Entries in a tier."""
+        """Number of entries in a tier."""
         return len(self._cold[tier.name])
 
     def hottest(self) -> float:
-        """The highest heat of all entries, when none has left yet; 0 without any."""
+        """The highest heat, before any entry was removed; 0 if there is none."""
         return max(self.index.rows.heats, default=0.0)
 
-    def warmest(self, most: int) -> list[bytes]:
-        """The keys of the hottest entries."""
+    def warmest(self, count: int) -> list[bytes]:
+        """Keys of the `count` hottest entries."""
         rows = self.index.rows
-        return [rows.key(row) for row in heapq.nlargest(most, rows, rows.heats.__getitem__)]
+        return [rows.key(row) for row in heapq.nlargest(count, rows, rows.heats.__getitem__)]
 
     def saved(self, row: int) -> tuple[bytes, float] | None:
-        """Key and heat of the entry in a row, if there is one."""
+        """Key and heat of the entry in a row; None if the row is unused."""
         rows = self.index.rows
         return (rows.key(row), rows.heats[row]) if row in rows else None
 
     def reserve(
         self, tier: Tier, size: int, colder_than: float = math.inf
     ) -> tuple[Place, list[tuple[bytes, Place]]]:
-        """A place in a tier, at the cost of entries that nobody holds and that are colder than `colder_than`.
+        """Reserves a place, if needed by evicting entries that are not held and are colder than `colder_than`.
 
-        The keys and places of those that it took the place of in the home tier are returned: the entries are gone,
-        and the tier has to forget them before the place is written to.
+        Returns:
+            The place, and key and place of entries evicted from the home tier. `Tier.forget` must be called for these
+            before the place is written.
 
         Raises:
-            NoSpace: these entries together don't make room; none was touched.
+            NoSpace: Evicting all these entries is not enough. Nothing was changed.
         """
         rows, places = self.index.rows, self._places[tier.name]
-        looked_at: dict[int, int] = {}
+        candidates: dict[int, int] = {}
         with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
 
             def victims() -> Iterator[Place]:
                 for row in itertools.takewhile(lambda row: rows.heats[row] < colder_than, coldest):
-                    looked_at[places[row]] = row
+                    candidates[places[row]] = row
                     yield Place(places[row], rows.size(row))
 
             place, freed = tier.reserve(size, victims())
         evicted: list[tuple[bytes, Place]] = []
-        for entry in (self._resident(looked_at[offset]) for offset in freed):
-            left = self._leave(entry, tier)
+        for entry in (self._resident(candidates[offset]) for offset in freed):
+            vacated = self._leave(entry, tier)
             if tier is self.home:
                 self._counters.add("evictions", tier=tier.name)
-                evicted.append((entry.record.key, left))
+                evicted.append((entry.record.key, vacated))
                 self.withdraw(entry)
             else:
                 self._counters.add("demotions", tier=tier.name)
         self._reserved[tier.name, place.offset] = place.size
         return place, evicted
 
-    def surplus(self, tier: Tier, limit_bytes: int, most: int) -> list[StoredEntry]:
-        """The coldest entries that nobody holds, at most `most`, without which a tier uses up to `limit_bytes`."""
+    def surplus(self, tier: Tier, limit_bytes: int, limit: int) -> list[StoredEntry]:
+        """The coldest entries without holds to delete for a tier to use `limit_bytes`; at most `limit` entries."""
         rows: list[int] = []
         excess = tier.used_bytes - limit_bytes
         with contextlib.closing(self._cold[tier.name].coldest(self._free_to_go)) as coldest:
-            while excess > 0 and len(rows) < most and (row := next(coldest, None)) is not None:
+            while excess > 0 and len(rows) < limit and (row := next(coldest, None)) is not None:
                 rows.append(row)
                 excess -= aligned(self.index.rows.size(row))
         return [self._resident(row) for row in rows]
 
     def cancel(self, tier: Tier, place: Place) -> None:
-        """Gives a reserved place back."""
+        """Frees a reserved place."""
         del self._reserved[tier.name, place.offset]
         tier.free(place)
 
     def settle(self, entry: StoredEntry, tier: Tier, place: Place) -> None:
-        """Turns a reserved place into a copy of an entry."""
+        """Makes a reserved place a copy of an entry."""
         del self._reserved[tier.name, place.offset]
         entry.places[tier.name] = place
         if entry.row is not None:
             self._enter(entry.row, tier.name, place)
 
-    def recover(self) -> None:
-        """Takes over what the home tier has from before."""
-        for found in self.home.recover():
-            self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
+    def begin_recovery(self) -> None:
+        """Enables lookups by key in the home tier, until `end_recovery`."""
+        self._finder = self.home.finder()
+
+    def recover(self, entries: Iterable[Recovered]) -> None:
+        """Makes persisted entries of the home tier visible."""
+        for found in entries:
+            try:
+                self._enter(self.index.add(found.record, found.heat), self.home.name, found.place)
+            except KeyError:  # already found by key
+                row = self.index.row(found.record.key)
+                if row is not None and self._places[self.home.name][row] == found.place.offset:
+                    self._early.discard(row)
+
+    def end_recovery(self) -> None:
+        """Deletes entries found by key but not recovered: the index is damaged, or their place overlaps another."""
+        self._finder = None
+        for entry in map(self._resident, self._early):
+            if not self.home.claim(entry.places[self.home.name]):
+                self._leave(entry, self.home)
+            self.withdraw(entry)
+        self._early.clear()
 
     def publish(self, entry: StoredEntry) -> None:
-        """Makes an entry visible; its bytes are in the home tier."""
+        """Makes an entry visible. Its bytes must be in the home tier."""
         assert self.home.name in entry.places
         entry.row = self.index.add(entry.record, entry.heat)
         self._seen[entry.row] = entry
@@ -182,12 +210,12 @@ class Residents:
             self._enter(entry.row, name, place)
 
     def warm(self, entry: StoredEntry, heat: float) -> None:
-        """Gives a visible entry a heat that is not below the one it has."""
+        """Raises the heat of a visible entry."""
         assert entry.row is not None
         entry.heat = self.index.rows.heats[entry.row] = heat
 
     def withdraw(self, entry: StoredEntry) -> None:
-        """Makes a visible entry invisible, and frees its places unless somebody holds it."""
+        """Makes a visible entry invisible, and frees its places unless it is held."""
         assert entry.row is not None
         row, entry.row = entry.row, None
         self.index.remove(entry.record.key)
@@ -198,7 +226,7 @@ class Residents:
         self.let_go(entry)
 
     def let_go(self, entry: StoredEntry) -> None:
-        """Called when a hold on an entry ended: an invisible one that nobody holds gives its places back."""
+        """Frees the places of an entry that is invisible and no longer held. Called when a hold ends."""
         if entry.visible or entry.held:
             return
         self._leaving.remove(entry)
@@ -208,8 +236,16 @@ class Residents:
                 tier.free(place)
 
     def all(self) -> Iterator[StoredEntry]:
-        """Visible entries, and invisible ones that somebody still holds."""
+        """Visible entries, and invisible ones that are still held."""
         return itertools.chain(self, self._leaving)
+
+    def _row(self, key: bytes) -> int | None:
+        row = self.index.row(key)
+        if row is None and self._finder is not None and (found := self._finder(key)) is not None:
+            row = self.index.add(found.record, found.heat)
+            self._enter(row, self.home.name, found.place)
+            self._early.add(row)
+        return row
 
     def _resident(self, row: int) -> StoredEntry:
         entry = self._seen.get(row)
@@ -231,14 +267,14 @@ class Residents:
         self._cold[name].add(row)
 
     def _leave(self, entry: StoredEntry, tier: Tier) -> Place:
-        """Takes a copy from a visible entry; the place is the caller's."""
+        """Removes a visible entry from a tier; returns the place, for the caller to free."""
         assert entry.row is not None
         self._places[tier.name][entry.row] = -1
         self._cold[tier.name].remove(entry.row)
         return entry.places.pop(tier.name)
 
     def check_integrity(self) -> None:
-        """Index, entries and tiers agree; every place is somebody's; every entry is at home."""
+        """Asserts that index, entries and tiers agree, and that each place has one owner."""
         self.index.check_integrity()
         assert all(entry.visible and self.home.name in entry.places for entry in self)
         assert all(entry.held and not entry.visible for entry in self._leaving), "a deleted entry was not freed"
@@ -263,6 +299,6 @@ class Residents:
             assert len(self._cold[tier.name]) == sum(entry.visible for entry in owners)
 
     def check_idle(self) -> None:
-        """Nothing is reserved or pinned: asserted when no call is under way."""
+        """Asserts that nothing is reserved or pinned, when no call is in progress."""
         assert not self._reserved, "a reservation leaked"
         assert all(entry.pins == 0 for entry in self.all()), "a pin leaked"

@@ -1,4 +1,4 @@
-"""One Fetch: the entry pinned, verified when it comes from a slow tier, promoted when hot, read in frames."""
+"""Reads one entry: pinned, verified if in a slow tier, promoted if hot, and returned in frames."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 
 
 class Reader:
-    """A pinned entry. `close` must be called once it is not read any more, and may be called twice."""
+    """A pinned entry. `close` must be called after reading; further calls are no-ops."""
 
     def __init__(self, store: StoreCore, entry: StoredEntry) -> None:
         self._store = store
@@ -36,11 +36,11 @@ class Reader:
             self._store.residents.let_go(self.entry)
 
     async def frames(self) -> AsyncIterator[memoryview]:
-        """The bytes in pieces of 1 MiB, each valid until the next is asked for.
+        """Yields the bytes in frames of 1 MiB, each valid until the next one.
 
         Raises:
-            DataLoss: they don't have their checksum, or can't be read; the entry is deleted.
-            Unavailable: the tier that has them does not answer now.
+            DataLoss: The checksum does not match, or the bytes cannot be read. The entry is deleted.
+            Unavailable: The tier is temporarily unreachable.
         """
         tier = self._fastest()
         try:
@@ -70,7 +70,7 @@ class Reader:
         return next(tier for tier in self._store.residents.tiers if tier.name in self.entry.places)
 
     async def rise(self) -> bool:
-        """Brings the bytes up to a fast tier, verified; False when there is no room above, or they are damaged."""
+        """Verifies and promotes the entry to a fast tier; False if there is no room, or it is damaged."""
         if self._fastest().blocking and self.entry not in self._store.loading:
             copies = _room_above(self._store, self.entry)
             if not copies:
@@ -81,7 +81,7 @@ class Reader:
         return False
 
     async def _loaded(self) -> bool:
-        """Verifies the entry in its slow tier, once for all who fetch it now; goes on if the caller is cancelled."""
+        """Verifies the entry in its slow tier, shared between concurrent readers; not cancelled with the caller."""
         if not self._fastest().blocking:
             return True
         if self.entry not in self._store.loading:
@@ -95,7 +95,7 @@ class Reader:
 
 
 def _room_above(store: StoreCore, entry: StoredEntry) -> dict[Tier, Place]:
-    """A reservation in the fastest tier that has room for an entry, or colder copies to drop for it."""
+    """Reserves a place in the fastest tier with room for an entry, dropping colder copies; empty if there is none."""
     residents = store.residents
     for tier in residents.tiers:
         if tier.name in entry.places:
@@ -106,14 +106,18 @@ def _room_above(store: StoreCore, entry: StoredEntry) -> dict[Tier, Place]:
 
 
 async def load(store: StoreCore, entry: StoredEntry, copies: dict[Tier, Place]) -> bool:
-    """Verifies an entry's bytes in the fastest tier that has them, and writes them to the reserved places on the way.
+    """Verifies an entry's bytes in its fastest tier, and copies them to the reserved places.
 
-    False when they were damaged: the entry is deleted then. Raises Unreachable when the tier does not answer.
+    Returns:
+        False if they are damaged. The entry is deleted.
+
+    Raises:
+        Unreachable: The tier is temporarily unreachable.
     """
     residents, record = store.residents, entry.record
     tier = next(tier for tier in residents.tiers if tier.name in entry.places)
-    source, intact, silent = entry.places[tier.name], False, None
-    fault: Exception = DataLoss("its checksum is another one")
+    source, intact, unreachable = entry.places[tier.name], False, None
+    fault: Exception = DataLoss("checksum mismatch")
     entry.pins += 1
     try:
         with tracer.start_as_current_span("kvcache.read") as span:
@@ -121,7 +125,7 @@ async def load(store: StoreCore, entry: StoredEntry, copies: dict[Tier, Place]) 
             span.set_attribute("fusionkv.promoted", bool(copies))
             intact = await store.in_thread(_copy_verified, tier, source, copies, record.checksum)
     except Unreachable as error:
-        silent = error
+        unreachable = error
     except OSError as error:
         fault = error
     finally:
@@ -132,9 +136,9 @@ async def load(store: StoreCore, entry: StoredEntry, copies: dict[Tier, Place]) 
                 store.counters.add("promotions", tier=above.name)
             else:
                 residents.cancel(above, place)
-    if silent is not None:
+    if unreachable is not None:
         residents.let_go(entry)
-        raise silent
+        raise unreachable
     if not intact:
         store.counters.add("checksum.failures", tier=tier.name)
         _faults.warning(f"entry {record.key.hex()} was damaged in the {tier.name} tier and is deleted", fault)
@@ -144,7 +148,7 @@ async def load(store: StoreCore, entry: StoredEntry, copies: dict[Tier, Place]) 
 
 
 def _copy_verified(tier: Tier, source: Place, copies: dict[Tier, Place], checksum: bytes) -> bool:
-    """Reads a place piece by piece into its copies; whether the bytes have their checksum."""
+    """Copies a place to other tiers; returns whether its checksum matches."""
     hasher = Checksum()
     for at in range(0, source.size, FRAME_BYTES):
         piece = tier.read(source, at, min(FRAME_BYTES, source.size - at))

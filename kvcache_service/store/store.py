@@ -1,4 +1,4 @@
-"""The store: an entry's life, from reservation through lookups, leases and fetches to its end."""
+"""The store: reserves, reads and promotes entries."""
 
 import asyncio
 import contextlib
@@ -16,15 +16,15 @@ from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 
 
 class Store(StoreCore):
-    """All entries of one process, with readers, writers and a prefetcher."""
+    """A StoreCore with readers, writers and a prefetcher."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
-        """As `StoreCore`."""
+        """See StoreCore."""
         super().__init__(*args, **more)
         self.prefetcher = Prefetcher(self.rise)
 
     async def close(self) -> None:
-        """Waits for work under way, saves heat, closes the tiers."""
+        """Waits for work in progress, saves heat, and closes the tiers."""
         self.prefetcher.close()
         while pending := [*self.tasks, *self.loading.values(), *self.prefetcher.running]:
             await asyncio.gather(*pending, return_exceptions=True)
@@ -34,13 +34,15 @@ class Store(StoreCore):
             tier.close()
 
     def write(self, record: Record) -> Writer | None:
-        """Reserves the space of an entry; None when it exists already, or is offered and others of its chunk do.
+        """Reserves space for an entry. Must not be called before `opened`.
 
-        The home tier makes room by evicting what nobody holds, a faster tier only by dropping copies of entries that
-        are colder than the new one.
+        The home tier evicts entries that are not held; faster tiers drop copies of colder entries.
+
+        Returns:
+            None if the entry exists, or is offered and superfluous.
 
         Raises:
-            ResourceExhausted: there is no room, or the entry is over the limit.
+            ResourceExhausted: There is no room, or the entry exceeds the limit.
         """
         if self.residents.get(record.key) is not None:
             self.used(record.key)
@@ -48,23 +50,24 @@ class Store(StoreCore):
         return self._reserved(record) if self.wanted(record) else None
 
     def copy(self, record: Record) -> Writer | None:
-        """As `write`, for an entry of the remote tier: it is kept whatever else there is of its chunk."""
+        """As `write`, for an entry of the remote tier, which is never superfluous."""
         return None if self.residents.get(record.key) is not None else self._reserved(record, copied=True)
 
     def _reserved(self, record: Record, *, copied: bool = False) -> Writer:
         if record.size > self.config.max_entry_bytes:
             raise ResourceExhausted(
-                f"an entry of {record.size} bytes is over the limit of {self.config.max_entry_bytes}: "
+                f"an entry of {record.size} bytes exceeds the limit of {self.config.max_entry_bytes}: "
                 "raise max_entry_bytes in [kvcache]"
             )
+        assert self.ready.is_set(), "before `opened`"
         self.leases.expire()
         home = self.residents.home
         try:
             place, evicted = self.residents.reserve(home, record.size)
         except NoSpace:
             raise ResourceExhausted(
-                f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: what is there is "
-                f"leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
+                f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: its entries "
+                f"are leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
             ) from None
         warmth = heat.first(self.now, self.config.half_life_seconds)
         places: dict[Tier, Place] = {home: place}
@@ -77,7 +80,7 @@ class Store(StoreCore):
         """Pins an entry for reading.
 
         Raises:
-            NotFound: there is no such entry.
+            NotFound: There is no such entry.
         """
         entry = self.residents.get(key) or self.residents.replaced.get(key)
         if entry is None or not (entry.visible or entry.leases):
@@ -85,7 +88,7 @@ class Store(StoreCore):
         return Reader(self, entry)
 
     async def rise(self, key: bytes) -> bool:
-        """Brings an entry up to a fast tier; whether it is there then."""
+        """Promotes an entry to a fast tier; returns whether it is in one afterwards."""
         if self.residents.get(key) is None:
             return False
         with contextlib.closing(self.read(key)) as reader:

@@ -1,4 +1,4 @@
-"""One Put: space reserved, bytes written as they arrive, checked, committed, published - or nothing left."""
+"""Writes one entry: space reserved, bytes written as they arrive, verified, committed and published, or discarded."""
 
 import asyncio
 import contextlib
@@ -12,17 +12,17 @@ from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ResourceExhausted
 
-# Bytes handed to a writing thread at once: the hop costs about 0.1 ms, a write of 4 MiB about 1 ms. One such batch is
-# written while the next arrives, so a Put holds at most two and a frame.
+# Bytes per write in a thread: the hop takes about 0.1 ms, a write of 4 MiB about 1 ms. One batch is written while the
+# next arrives, so a Put buffers at most two and a frame.
 _BATCH_BYTES = 4 << 20
 
 
 class Writer:
-    """Takes the bytes of one entry. Ends by `commit` or `abort`; `abort` after either does nothing.
+    """Receives the bytes of one entry, until `commit` or `abort`. `abort` after either is a no-op.
 
-    `places` has a reservation in the home tier and perhaps in faster ones. `evicted` are the entries whose places
-    were taken for it: the home tier forgets them before anything is written there. An entry that is `copied` comes
-    from the remote tier: it is kept in any case, and nobody has to write it back.
+    `places` are reservations in the home tier and possibly in faster ones. `evicted` entries are deleted from the
+    home tier's index before anything is written. A `copied` entry comes from the remote tier: it is always stored,
+    and not written back.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Writer:
         self._pending = store.in_thread(home.forget, evicted) if evicted else None
 
     async def write(self, data: memoryview) -> None:
-        """Takes the next bytes, which must not change any more.
+        """Appends bytes, which must not change afterwards.
 
         Raises:
-            InvalidArgument: more bytes than the header said.
-            ResourceExhausted: earlier bytes could not be written.
+            InvalidArgument: There are more bytes than the header specifies.
+            ResourceExhausted: Earlier bytes could not be written.
         """
         record = self._entry.record
         if self._received + len(data) > record.size:
-            raise InvalidArgument(f"more than the {record.size} bytes that the header says")
+            raise InvalidArgument(f"more than the {record.size} bytes specified by the header")
         self._hasher.update(data)
         for tier, place in self._places.items():
             if not tier.blocking:
@@ -69,31 +69,34 @@ class Writer:
                 await self._flush()
 
     async def commit(self) -> bool:
-        """Checks and publishes what was written. False when another caller stored it, or a better one, meanwhile.
+        """Verifies and publishes the entry.
+
+        Returns:
+            Whether it was stored. False if it, or a better one, was stored meanwhile.
 
         Raises:
-            InvalidArgument: fewer bytes than the header said.
-            DataLoss: the bytes don't have the header's checksum.
-            ResourceExhausted: the bytes can't be written.
+            InvalidArgument: There are fewer bytes than the header specifies.
+            DataLoss: The checksum does not match the header's.
+            ResourceExhausted: The bytes cannot be written.
         """
         record = self._entry.record
         if self._received != record.size:
-            raise InvalidArgument(f"{self._received} bytes arrived, the header says {record.size}")
+            raise InvalidArgument(f"{self._received} bytes arrived, the header specifies {record.size}")
         if self._hasher.digest() != record.checksum:
             self._store.counters.add("checksum.failures", tier="remote" if self._copied else "network")
-            raise DataLoss("the bytes that arrived don't have the header's checksum: send them again")
+            raise DataLoss("the checksum of the bytes received does not match the header: send them again")
         await self._finished()
-        # From here on the reservations are the coroutine's, and an abort by a cancelled caller does nothing.
+        # From here on `_publish` owns the reservations: `abort` by a cancelled caller is a no-op.
         places, self._places = self._places, {}
         return await self._store.to_the_end(self._publish(places, self._take_batch(places)))
 
     def abort(self) -> None:
-        """Gives the reservations back as soon as no thread writes to them."""
+        """Frees the reservations once no thread is writing to them."""
         places, self._places = self._places, {}
 
         def free(pending: asyncio.Future[None] | None) -> None:
             if pending is not None:
-                pending.exception()  # was raised already, or concerns nobody any more
+                pending.exception()  # marks it as retrieved
             for tier, place in places.items():
                 self._store.residents.cancel(tier, place)
 
@@ -111,17 +114,17 @@ class Writer:
             write_rest()
             home.commit(record, place, self._entry.heat)
 
-        # Who is wanted depends on the whole group, so one of them at a time.
+        # `wanted` depends on the whole group, so commits of a group are serialised.
         group = group_key(record)
         while (other := store.committing.get(group)) is not None:
             await other.wait()
         done = store.committing[group] = asyncio.Event()
         try:
-            # Asked again: others were stored since the reservation.
-            there = residents.get(record.key)
-            stored = there is None and (self._copied or store.wanted(record))
+            # Checked again, since others may have been stored since the reservation.
+            existing = residents.get(record.key)
+            stored = existing is None and (self._copied or store.wanted(record))
             if stored:
-                # Whoever found the replaced ones will find this one.
+                # Lookups that found the replaced entries will find this one.
                 self._entry.heat = max([self._entry.heat, *(other.heat for other in store.replaced_by(self._entry))])
                 await store.in_thread(finish, places[home])
                 for tier in list(places):
@@ -129,7 +132,9 @@ class Writer:
                 replaced = [*store.replaced_by(self._entry), *store.crowded_out(self._entry)]
                 residents.publish(self._entry)
                 residents.replaced.update((other.record.key, other) for other in replaced)
-                with contextlib.suppress(OSError):  # they come back with the next start, and go with the next Put
+                with contextlib.suppress(
+                    OSError
+                ):  # they reappear at the next start, and are replaced by the next Put
                     await store.withdraw(replaced)
                 if store.watcher is not None and not self._copied:
                     store.watcher.stored(record)
@@ -143,12 +148,12 @@ class Writer:
             done.set()
 
     async def _flush(self) -> None:
-        """Hands the batch to a thread once the one before is written."""
+        """Writes the batch in a thread, once the previous one is written."""
         await self._finished()
         self._pending = self._store.in_thread(self._take_batch(self._places))
 
     def _take_batch(self, places: dict[Tier, Place]) -> Callable[[], None]:
-        """What writes the batch; a new one begins."""
+        """Starts a new batch; returns a function that writes the current one."""
         batch, at = self._batch, self._written
         blocking = [(tier, place) for tier, place in places.items() if tier.blocking]
         self._batch, self._batch_bytes, self._written = [], 0, self._received
@@ -162,7 +167,7 @@ class Writer:
     async def _finished(self) -> None:
         if self._pending is not None:
             try:
-                # Shielded: a cancelled future would look finished while its thread goes on writing.
+                # Shielded: a cancelled future would appear done while its thread is still writing.
                 await asyncio.shield(self._pending)
             except OSError as error:
                 raise _unwritable(error) from error

@@ -1,1 +1,1 @@
-"""The tiers that hold entries' bytes, behind one contract (base.py)."""
+"""The storage tiers that hold entries' bytes, behind one interface (base.py)."""

@@ -1,7 +1,7 @@
-"""The contract of a tier: a bounded place for bytes, that may outlive the process."""
+"""The interface of a storage tier: bounded space for entries' bytes, persistent or not."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusionkv.kvcache_service.index.record import Record
@@ -10,7 +10,7 @@ from fusionkv.kvcache_service.tiers.extents import Extents
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an entry's bytes are within a tier."""
+    """Location of an entry's bytes within a tier, in bytes."""
 
     offset: int
     size: int
@@ -18,7 +18,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """An entry that a durable tier had when it was opened."""
+    """An entry that a persistent tier contained when it was opened."""
 
     record: Record
     place: Place
@@ -26,21 +26,22 @@ class Recovered:
 
 
 class Unreachable(OSError):
-    """A tier does not answer now. What is in it may well be there still, so nothing is to be deleted for it."""
+    """A tier is temporarily unreachable. Its entries may still exist, so they must not be deleted."""
 
 
 class Tier(ABC):
-    """Space for entries, and their bytes. What is an entry, and who may use it, is the store's business.
+    """Allocates space and moves bytes; the store tracks entries, leases and pins.
 
-    `reserve`, `free` and the properties are for the event loop's thread and don't block. All else may be called from
-    any thread, and blocks when `blocking` is set. A place belongs to whoever reserved it until it is freed, and
-    nobody reads or writes a freed one: the store holds a pin or the reservation meanwhile.
+    `reserve`, `claim`, `free` and the properties must be called on the event loop's thread and do not block. All
+    other
+    methods are thread-safe and block if `blocking` is set. A place is valid from its reservation until it is freed:
+    the store keeps the reservation or a pin on the entry during every read and write.
     """
 
     name: str
-    """As the contract's Tier: "memory", "disk", "remote"."""
+    """Name of the tier in the API's enum `Tier`: "memory", "disk", "remote"."""
     blocking: bool
-    """Whether bytes are moved by system calls that may wait, so that a thread has to do it."""
+    """Whether reads and writes may block, so that they must run in a thread."""
 
     def __init__(self, extents: Extents) -> None:
         self._extents = extents
@@ -51,30 +52,35 @@ class Tier(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes taken, each entry rounded up to 4096."""
+        """Allocated bytes; each entry is rounded up to a multiple of 4096."""
         return self._extents.used
 
     def reserve(self, size: int, victims: Iterable[Place] = ()) -> tuple[Place, list[int]]:
-        """Takes a place for `size` bytes; also gives the offsets of the victims that were freed for it.
+        """Allocates a place for `size` bytes, and frees victims if there is no hole of that size.
 
-        `victims` may go, the first to go first; only as many are freed as lie in the way.
+        Args:
+            victims: Places that may be freed, in order of preference. Only those that overlap the new place are
+            freed.
+
+        Returns:
+            The place, and the offsets of the freed victims.
 
         Raises:
-            NoSpace: `size` is over what the tier can ever hold, or not even all victims make room. Nothing changed.
+            NoSpace: `size` exceeds the capacity, or freeing all victims is not enough. Nothing was changed.
         """
         start, freed = self._extents.allocate(size, ((victim.offset, victim.size) for victim in victims))
         return Place(start, size), freed
 
     def free(self, place: Place) -> None:
-        """Gives a place back."""
+        """Frees a place."""
         self._extents.free(place.offset, place.size)
 
     @abstractmethod
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
-        """Writes pieces one after the other, the first at byte `at` of the place.
+        """Writes consecutive pieces, starting at byte `at` of the place.
 
         Raises:
-            OSError: the bytes can't be written.
+            OSError: The bytes cannot be written.
         """
 
     @abstractmethod
@@ -82,43 +88,55 @@ class Tier(ABC):
         """`size` bytes from byte `at` of the place; valid until the place is freed.
 
         Raises:
-            OSError: the bytes can't be read, or are not there any more.
+            OSError: The bytes cannot be read, or are gone.
         """
 
     @abstractmethod
     def commit(self, record: Record, place: Place, heat: float) -> None:
-        """After it the entry survives the process, if the tier does; all its bytes are written before.
+        """Makes an entry persistent, in a persistent tier. All its bytes must be written before.
 
         Raises:
-            OSError: it can't be recorded.
+            OSError: The change cannot be recorded.
         """
 
     @abstractmethod
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
-        """Ends what `commit` began, for (key, place): after it the entries don't come back at a restart.
+        """Makes entries, as (key, place), non-persistent: a restart does not recover them.
 
-        A key that was committed again at another place since is left alone.
+        A key that has since been committed at another place is kept.
 
         Raises:
-            OSError: it can't be recorded.
+            OSError: The change cannot be recorded.
         """
 
     @abstractmethod
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
-        """Keeps the heat of entries, by key, for the next start.
+        """Persists heat by key, for the next start.
 
         Raises:
-            OSError: it can't be recorded.
+            OSError: The change cannot be recorded.
         """
 
     @abstractmethod
     def recover(self) -> Iterator[Recovered]:
-        """What is there at start, each at a place that is reserved now. Called once, first of all, to its end."""
+        """Yields all persisted entries, and reserves their places. Called once, before any change, and exhausted.
+
+        Raises:
+            OSError: The tier cannot be used.
+        """
+
+    def finder(self) -> Callable[[bytes], Recovered | None]:
+        """Returns a lookup of persisted entries by key, until `recover` ends. It reserves no places."""
+        return lambda key: None
+
+    def claim(self, place: Place) -> bool:
+        """Reserves a place that `finder` returned, after `recover`; False if it overlaps another entry's place."""
+        return self._extents.claim(place.offset, place.size)
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the use of the tier; all that was committed is on its device."""
+        """Closes the tier, with all committed entries flushed to its device."""
 
     def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
-        """Asserts that the places taken are those `held`: the key by place, None where a write is under way."""
+        """Asserts that the allocated places are those in `held`: key by place, None for a write in progress."""
         self._extents.check_integrity({place.offset: place.size for place in held})

@@ -1,11 +1,11 @@
-"""The disk tier: entries in flat segment files, each at a multiple of 4096, and their index in LMDB.
+"""The disk tier: entries in segment files, aligned to 4096 bytes, with an index in LMDB.
 
-Order of a write: bytes into the segment file, then the index record, then the caller is told. A process that is
-killed in between leaves bytes that no record names, which the next start sees as free space. Space is given to a new
-entry only after the old one's record is gone.
+A write stores the bytes in the segment file, then the index record, then acknowledges. A process killed in between
+leaves bytes without a record, which are free space at the next start. Space is reused only after the old record was
+deleted.
 
-With `sync` both steps are flushed to the device. Without it they are in the kernel when a Put is acknowledged:
-kill -9 loses nothing, but after a crash of the machine the index may be torn, so it is not used then (`_trusted`).
+With `sync`, both steps are flushed to the device. Without it, they are in the page cache when a Put is acknowledged:
+kill -9 loses nothing, but a crash of the machine may leave a torn index, which is then discarded (`_trusted`).
 """
 
 import contextlib
@@ -14,66 +14,72 @@ import fcntl
 import logging
 import os
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index import heat as heats
+from fusionkv.kvcache_service.index.record import Record, decode
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
 from fusionkv.kvcache_service.tiers.extents import Extents
+from fusionkv.kvcache_service.tiers.index_reader import IndexReader
+from fusionkv.kvcache_service.tiers.index_rewrite import HEATS, RECORDS
 from fusionkv.protos.runtime.checksum import Checksum
 
 log = logging.getLogger(__name__)
 
-# A segment bounds an entry. Its offsets fit the 2 GiB that one preadv moves at most.
+# The maximum size of an entry, below the 2 GiB that one preadv transfers at most.
 SEGMENT_BYTES = 1 << 30
 _READ_BYTES = 1 << 20
 _MARK_BYTES = 64
-# Why a file can't be opened now, which says nothing about what is in it.
-_FOR_NOW = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EROFS}
+# Transient reasons why a file cannot be opened: its content may be intact.
+_TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EROFS}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DiskTier(Tier):
-    """Segment files `segments/<n>.kv` below `directory`, written and read with pwritev and pread."""
+    """Stores entries in segment files `segments/<n>.kv` of a directory, by pwritev and pread."""
 
     name = "disk"
     blocking = True
     readable = True
-    """Whether the files hold the entries' bytes as they are."""
+    """Whether segment files contain entries' bytes unencrypted."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
-        """Opens or makes the tier.
+        """Opens or creates the tier.
 
         Raises:
-            OSError: the directory can't be used, or another process uses it.
+            OSError: The directory cannot be used, or another process uses it.
         """
         super().__init__(Extents(capacity_bytes, SEGMENT_BYTES))
         self._directory = directory
         self._sync = sync
         (directory / "segments").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory / "lock")
-        try:
-            self._ledger = self._open_ledger(directory / "index")
-        except OSError:
-            os.close(self._lock)
-            raise
         self._files: dict[int, int] = {}  # segment -> file descriptor
 
-    def _open_ledger(self, index: Path) -> DiskIndex:
-        """The index, which starts empty where nothing of it can be used; that of a later version is not touched."""
+    @cached_property
+    def _ledger(self) -> DiskIndex:
+        """The index, checked and opened on first use; empty if the one on disk cannot be used.
+
+        Raises:
+            OSError: The index was written by a later version. Nothing was changed.
+        """
         trusted = self._trusted()
         if not trusted:
             log.warning(
                 "%s was in use when the machine stopped, without sync: the disk tier starts empty", self._directory
             )
-        # The index of the smallest entries with long paths is about as large as they are; the map is only an
-        # address range, the file grows with use.
+        # For the smallest entries with long paths, the index is about as large as their bytes. The map only reserves
+        # address space: the file grows with use.
         map_bytes = (64 << 20) + self.capacity_bytes
-        return DiskIndex(index, map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id()))
+        return DiskIndex(
+            self._directory / "index", map_bytes, self._sync, anew=not trusted, first=lambda: self._mark(_boot_id())
+        )
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         file, offset = self._at(place, at)
@@ -105,25 +111,24 @@ class DiskTier(Tier):
         self._ledger.save_heat(heats)
 
     def recover(self) -> Iterator[Recovered]:
-        """What the index names and the segment files hold. The rest of the index is deleted.
+        """Yields the entries whose record is valid and whose place lies within the segment files; deletes the rest.
 
-        Bytes are not read here (a start takes seconds, not minutes; every read verifies them), except where two
-        records claim the same bytes: there only one whose checksum agrees stays. The index is read twice, first for
-        the places alone, so that ten million records never are in memory together.
+        Bytes are not read, since every read verifies them, unless records overlap: then only the one whose checksum
+        matches is kept. The index is read twice, at first only for the places, to bound memory.
         """
         lengths = {int(p.stem): p.stat().st_size for p in (self._directory / "segments").glob("*.kv")}
-        found: list[array[int]] = [array("q"), array("q")]
+        columns: list[array[int]] = [array("q"), array("q")]
         for offset, size in self._ledger.places():
             if offset % SEGMENT_BYTES + size > lengths.get(offset // SEGMENT_BYTES, 0):
                 offset = -1
-            found[0].append(offset)
-            found[1].append(size)
-        starts, sizes = (np.array(column, np.int64) for column in found)
+            columns[0].append(offset)
+            columns[1].append(size)
+        starts, sizes = (np.array(column, np.int64) for column in columns)
         good = self._extents.fit(starts, sizes)
         self._drop_false_claims(starts, sizes, good)
         self._extents.restore(starts[good], sizes[good])
-        # 30 bytes a record that the index, which grows from here on, can have.
-        del found, starts, sizes
+        # Frees 30 bytes per record before the in-memory index grows.
+        del columns, starts, sizes
         bad: list[tuple[bytes, int]] = []
         for keep, (key, known, heat) in zip(good, self._ledger.load(), strict=True):
             if keep and known is not None:
@@ -132,23 +137,43 @@ class DiskTier(Tier):
                 bad.append((key, -1 if known is None else known[1]))
         if bad:
             log.warning(
-                "%d of %d entries in %s are damaged or out of its bounds and dropped",
+                "%d of %d entries in %s are damaged or out of bounds and dropped",
                 len(bad),
                 len(good),
                 self._directory,
             )
-            # Where that can't be written down, the same are dropped at the next start.
+            # If this fails, the next start drops the same entries.
             try:
                 self._ledger.delete(bad)
             except OSError as error:
-                log.warning("can't drop them from the index: %s", error)
+                log.warning("can't delete damaged entries from the index: %s", error)
+
+    def finder(self) -> Callable[[bytes], Recovered | None]:
+        """Finds what `recover` would yield, and, of records that overlap, all."""
+        if not self._trusted():
+            return super().finder()
+        reader = IndexReader(self._directory / "index" / "data.mdb")
+
+        def find(key: bytes) -> Recovered | None:
+            value = reader.get(RECORDS, key)
+            try:
+                record, offset = decode(key, value or b"")
+                segment, at = divmod(offset, SEGMENT_BYTES)
+                whole = at + record.size <= self._path(segment, "kv").stat().st_size
+            except (ValueError, OSError):
+                return None
+            if not whole or not self._extents.fit(np.array([offset]), np.array([record.size])).all():
+                return None
+            return Recovered(record, Place(offset, record.size), heats.stored(reader.get(HEATS, key)))
+
+        return find
 
     def extent(self, place: Place) -> tuple[int, int]:
-        """Number of the segment that a place is in, and the offset in its file."""
+        """Segment number of a place, and its offset within the segment file."""
         return divmod(place.offset, SEGMENT_BYTES)
 
     def open_segment(self, segment: int) -> int:
-        """A new read-only descriptor of a segment's file. Raises OSError when there is no such file."""
+        """Opens a segment file read-only. Raises OSError if it does not exist."""
         return os.open(self._path(segment, "kv"), os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
@@ -156,8 +181,9 @@ class DiskTier(Tier):
             os.fsync(file)
             os.close(file)
         self._files.clear()
-        self._ledger.close()
-        self._mark("")
+        if "_ledger" in self.__dict__:
+            self._ledger.close()
+            self._mark("")
         os.close(self._lock)
 
     def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
@@ -171,7 +197,7 @@ class DiskTier(Tier):
     def _drop_false_claims(
         self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]
     ) -> None:
-        """Of places that overlap only those stay `good` whose bytes have their record's checksum, the first first."""
+        """Clears `good` for overlapping places, except the first whose bytes match their record's checksum."""
         order = np.flatnonzero(good)
         order = order[np.argsort(starts[order], kind="stable")]
         ends = np.maximum.accumulate((starts + sizes)[order])
@@ -197,27 +223,27 @@ class DiskTier(Tier):
         return hasher.digest() == record.checksum
 
     def _at(self, place: Place, at: int) -> tuple[int, int]:
-        """File descriptor and offset within the file of a byte of a place."""
+        """File descriptor of the segment, and offset in it, of byte `at` of a place."""
         segment, offset = divmod(place.offset, SEGMENT_BYTES)
         return self._file(self._files, segment, "kv"), offset + at
 
     def _file(self, files: dict[int, int], segment: int, ending: str) -> int:
-        """The descriptor of a segment's file, opened or made on first use.
+        """File descriptor of a segment, opened or created on first use.
 
         Raises:
-            Unreachable: it can't be opened now, since no descriptor is left, for one.
-            OSError: it can't be opened.
+            Unreachable: The file cannot be opened for a transient reason, such as too many open files.
+            OSError: The file cannot be opened.
         """
         file = files.get(segment)
         if file is None:
             path = self._path(segment, ending)
             try:
-                file = _made(path)
+                file = _open_durably(path)
             except OSError as error:
-                if error.errno in _FOR_NOW:
+                if error.errno in _TRANSIENT:
                     raise Unreachable(f"can't open {path}: {error.strerror}") from error
                 raise
-            # Two threads may get here at once: the first one's descriptor is used, the other's is closed.
+            # Two threads may open the same file: the second descriptor is closed.
             if files.setdefault(segment, file) != file:
                 os.close(file)
                 file = files[segment]
@@ -227,20 +253,20 @@ class DiskTier(Tier):
         return self._directory / "segments" / f"{segment:06d}.{ending}"
 
     def _trusted(self) -> bool:
-        """Whether the index is whole: the tier was closed, or flushed all it wrote, or the machine has not restarted.
+        """Whether the index is complete: closed cleanly, flushed on every write, or written since the last boot.
 
-        A kernel that goes on running writes everything that a killed process gave it; one that crashed may have
-        written any part of it, in any order.
+        The kernel writes everything that a killed process wrote. After a crash of the machine, any part of it may be
+        missing.
         """
         mark = self._directory / "boot"
         was = mark.read_text().strip() if mark.exists() else ""
         return was in ("", "sync", _boot_id())
 
     def _mark(self, text: str) -> None:
-        """Notes on the device who uses the tier: a boot of the machine, one that syncs, or nobody.
+        """Records the state of the tier in the file `boot`: a boot id while in use, "sync", or "" when closed.
 
-        Always as many bytes, written over those before, since a full device takes these and no others. A mark that is
-        torn is no boot of the machine, so what it stands for is not trusted.
+        The mark has a fixed size and is written in place, which works on a full device. A torn mark equals no boot
+        id, so the index is then not trusted.
         """
         file = os.open(self._directory / "boot", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -255,8 +281,8 @@ def _boot_id() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else "unknown"
 
 
-def _made(path: Path) -> int:
-    """A descriptor of a file that is there, or is made and survives a crash of the machine."""
+def _open_durably(path: Path) -> int:
+    """Opens a file, creating it if needed such that it survives a crash of the machine."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         sync_directory(path.parent)
@@ -267,7 +293,7 @@ def _made(path: Path) -> int:
 
 
 def _lock(path: Path) -> int:
-    """Takes the directory for this process, until it ends."""
+    """Locks the directory until this process ends."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -277,7 +303,7 @@ def _lock(path: Path) -> int:
         raise OSError(
             f"{path.parent} is in use by process {owner or 'unknown'}: give each cache service a data_dir of its own"
         ) from None
-    # Over what stands there: a full device has room for no more, and who the owner is is said for people alone.
+    # Written in place, which works on a full device. The process id is only for error messages.
     with contextlib.suppress(OSError):
         os.pwrite(file, f"{os.getpid()}\n".ljust(32).encode(), 0)
     return file

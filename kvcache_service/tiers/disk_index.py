@@ -1,8 +1,9 @@
-"""The disk tier's index: records, places and heat of its entries in LMDB."""
+"""The disk tier's persistent index: record, offset and heat by key, in LMDB."""
 
 import contextlib
 import logging
 import os
+import secrets
 import shutil
 import signal
 import struct
@@ -22,16 +23,16 @@ log = logging.getLogger(__name__)
 _FILE = "data.mdb"
 _HEAT = struct.Struct("<d")
 _REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_rewrite")
-# How a process ends that met a damaged page. Others (SIGKILL, say) must not delete anything.
+# Exit statuses that prove damage. Others, such as SIGKILL, must not delete anything.
 _BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGALRM, signal.SIGBUS, signal.SIGSEGV))}
-# Longer than a slow disk takes.
+# Time limit of a rewrite, above what a slow disk needs.
 _REWRITE_SECONDS, _REWRITE_BYTES_A_SECOND = 60, 1 << 20
 
 
 class DiskIndex:
-    """Durable map from key to (record, offset, heat), one transaction a call, from any thread.
+    """Persistent map from key to (record, offset, heat); each call is one transaction. Thread-safe.
 
-    Every method raises OSError when the database can't be read or written (the device is full, say).
+    Every method raises OSError if the database cannot be read or written, for example on a full device.
     """
 
     def __init__(
@@ -43,23 +44,31 @@ class DiskIndex:
         anew: bool = False,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Opens the database, written anew. It starts empty if it is damaged, or with `anew`; `first` runs before.
+        """Checks, rewrites and opens the database.
+
+        Args:
+            map_bytes: Maximum size of the database.
+            sync: Flush every transaction to the device.
+            anew: Discard the content. A damaged database is always discarded.
+            first: Called after the check and before the first change.
 
         Raises:
-            OSError: it can't be opened, or a later version of this program wrote it: then nothing is changed.
+            OSError: It cannot be opened, or was written by a later version. Nothing was changed.
         """
         self._directory = directory
         new = directory.with_name(f"{directory.name}.new")
         shutil.rmtree(new, ignore_errors=True)
-        damage = _rewrite(directory, new, map_bytes)
+        # A directory of its own: the process of a service that was killed may still be writing to another.
+        copy = new / secrets.token_hex(8)
+        damage = _rewrite(directory, copy, map_bytes)
         first()
         if damage and not anew:
             log.error("the index in %s is unreadable (%s): the disk tier starts empty", directory, damage)
         if damage or anew:
             shutil.rmtree(directory, ignore_errors=anew)
-        elif (file := new / _FILE).exists():
+        elif (file := copy / _FILE).exists():
             file.replace(directory / _FILE)
-            if sync:  # or a crash of the machine might bring the old file back, without what is put from now on
+            if sync:  # otherwise a crash of the machine might restore the old file, without later entries
                 sync_directory(directory)
         shutil.rmtree(new, ignore_errors=True)
         directory.mkdir(parents=True, exist_ok=True)
@@ -75,7 +84,7 @@ class DiskIndex:
                 txn.put(record.key, _HEAT.pack(warmth), db=self._heats)
 
     def delete(self, entries: Sequence[tuple[bytes, int]]) -> None:
-        """Deletes keys that are recorded at the given offset still, or that are unreadable."""
+        """Deletes (key, offset) pairs whose record still has that offset, or is unreadable."""
         with self._errors(), self._env.begin(write=True) as txn:
             for key, offset in entries:
                 value = txn.get(key, db=self._records)
@@ -84,14 +93,14 @@ class DiskIndex:
                     txn.delete(key, db=self._heats)
 
     def save_heat(self, heats: Sequence[tuple[bytes, float]]) -> None:
-        """Notes the heat of those keys that are recorded."""
+        """Updates the heat of keys that have a record."""
         with self._errors(), self._env.begin(write=True) as txn:
             for key, warmth in heats:
                 if txn.get(key, db=self._records) is not None:
                     txn.put(key, _HEAT.pack(warmth), db=self._heats)
 
     def load(self) -> Iterator[tuple[bytes, tuple[Record, int] | None, float]]:
-        """Key, (record, offset) or None where it is unreadable, and heat (0 when there is none)."""
+        """Yields key, (record, offset) or None if unreadable, and heat (0 if missing)."""
         with self._errors(), self._env.begin() as txn:
             for key, value in txn.cursor(db=self._records):
                 warmth = heat.stored(txn.get(key, db=self._heats))
@@ -102,7 +111,7 @@ class DiskIndex:
                 yield key, known, warmth
 
     def places(self) -> Iterator[tuple[int, int]]:
-        """Offset and size of each record, in the order of `load`; (-1, 0) for an unreadable one."""
+        """Yields offset and size of each record, in the order of `load`; (-1, 0) if unreadable."""
         with self._errors(), self._env.begin() as txn:
             for key, value in txn.cursor(db=self._records):
                 yield place(key, value) or (-1, 0)
@@ -121,12 +130,13 @@ class DiskIndex:
 
 
 def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
-    """What is wrong with the database, as another process found it, which may have ended of it; empty if nothing.
+    """Checks the database in a subprocess, which LMDB may crash, and copies it to `new`.
 
-    Then the database is in `new` as well, unless the machine has no room for it: then it is used as it is.
+    Returns:
+        The damage found; empty if there is none. Without room for a copy, `new` does not exist.
 
     Raises:
-        OSError: a later version of this program wrote it.
+        OSError: The database was written by a later version.
     """
     file = directory / _FILE
     if not file.exists() or not file.stat().st_size:
@@ -134,23 +144,23 @@ def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
     limit = _REWRITE_SECONDS + file.stat().st_size // _REWRITE_BYTES_A_SECOND
     argv = [sys.executable, "-P", *_REWRITE, str(directory), str(new), str(map_bytes), str(limit)]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    said = done.stdout.strip()
+    reason = done.stdout.strip()
     if done.returncode:
         shutil.rmtree(new, ignore_errors=True)
     if done.returncode == LATER:
         raise OSError(
-            f"the index in {directory} was written by a later version of FusionKV ({said}): start that version "
+            f"the index in {directory} was written by a later version of FusionKV ({reason}): start that version "
             "again, or give this one a data_dir of its own"
         )
     if done.returncode in _BROKEN:
-        return said or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
+        return reason or f"reading it ends a process with {signal.Signals(-done.returncode).name}"
     if done.returncode:
-        log.warning("the index in %s was not checked: %s", directory, said or done.stderr.strip()[-500:])
+        log.warning("the index in %s was not checked: %s", directory, reason or done.stderr.strip()[-500:])
     return ""
 
 
 def sync_directory(path: Path) -> None:
-    """Makes new names in a directory survive a crash of the machine."""
+    """Flushes a directory, for new files to survive a crash of the machine."""
     file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)

@@ -1,4 +1,4 @@
-"""The keys that the disk tier is encrypted with."""
+"""Keys for encryption of the disk tier and the remote tier."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from fusionkv.protos.runtime.key_ring import KeyRing
 
 
 class DiskKeys(KeyRing[AESGCM]):
-    """Keys of AES-256-GCM: the first one writes, all of them read."""
+    """AES-256-GCM keys: the first encrypts, all decrypt."""
 
     def __init__(self, file: Path) -> None:
-        """Raises BadFile when the file can't be read or is not of this form."""
+        """Raises BadFile if the file cannot be read or is malformed."""
         super().__init__(file, "the disk keys", AESGCM)

@@ -1,4 +1,4 @@
-"""Space: which stretches of a linear range of bytes are taken and which are free."""
+"""A first-fit allocator of extents in a linear range of bytes."""
 
 import itertools
 from bisect import bisect_left
@@ -11,18 +11,18 @@ ALIGNMENT = 4096
 
 
 class NoSpace(Exception):
-    """There is no hole that is large enough, and none can be made."""
+    """No hole is large enough, and none can be made."""
 
 
 def aligned(size: int) -> int:
-    """`size` rounded up to whole blocks of 4096 bytes."""
+    """`size` rounded up to a multiple of 4096."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class Holes:
-    """Free half-open intervals, sorted, touching ones merged except at the multiples of `boundary`.
+    """Sorted free half-open intervals. Adjacent ones are merged, except at multiples of `boundary`.
 
-    First fit, lowest address first: what was used before, and is in memory or in the file already, is used again.
+    First fit from the lowest address reuses pages and file blocks that are already allocated.
     """
 
     def __init__(self, starts: list[int], ends: list[int], boundary: int) -> None:
@@ -36,7 +36,7 @@ class Holes:
         return next((s for s, e in zip(self.starts, self.ends, strict=True) if e - s >= length), None)
 
     def add(self, start: int, end: int) -> tuple[int, int]:
-        """Adds an interval that is not free yet; gives the hole that it is part of then."""
+        """Adds an interval that is not free; returns the hole that contains it afterwards."""
         i = bisect_left(self.starts, start)
         if i < len(self.starts) and self.starts[i] == end and end % self._boundary:
             end = self.ends[i]
@@ -48,6 +48,11 @@ class Holes:
             self.starts.insert(i, start)
             self.ends.insert(i, end)
         return start, end
+
+    def cover(self, start: int, end: int) -> bool:
+        """Whether an interval lies within one hole."""
+        i = bisect_left(self.starts, start + 1) - 1
+        return i >= 0 and end <= self.ends[i]
 
     def take(self, start: int, end: int) -> None:
         """Removes an interval that lies within one hole."""
@@ -64,10 +69,9 @@ class Holes:
 
 
 class Extents:
-    """What of 0..capacity is free; an extent starts at a multiple of 4096 and crosses no `boundary`.
+    """Free space within 0..capacity. An extent starts at a multiple of 4096 and crosses no multiple of `boundary`.
 
-    Who owns what is not free is the owners' business: they name start and size when they give it back, so that ten
-    million extents cost nothing here.
+    Only holes are stored: owners keep start and size of their extents, so memory does not grow with their number.
     """
 
     def __init__(self, capacity: int, boundary: int | None = None) -> None:
@@ -78,13 +82,17 @@ class Extents:
         self.used = 0
 
     def allocate(self, size: int, victims: Iterable[tuple[int, int]] = ()) -> tuple[int, list[int]]:
-        """Takes an extent for `size` bytes: its start, and the starts of the victims that were freed for it.
+        """Allocates an extent for `size` bytes, and frees victims if no hole is large enough.
 
-        `victims` are starts and sizes of extents that may be freed, the first to go first. Of those looked at until a
-        hole is large enough, only the ones that lie in the way of the new extent are freed.
+        Args:
+            victims: Start and size of extents that may be freed, in order of preference. They are consumed until a
+                hole is large enough; only those that overlap the new extent are freed.
+
+        Returns:
+            Start of the extent, and the starts of the freed victims.
 
         Raises:
-            NoSpace: not even all victims make a hole; nothing was changed.
+            NoSpace: Freeing all victims is not enough. Nothing was changed.
         """
         length = aligned(size)
         if length > min(self.capacity, self._boundary):
@@ -99,20 +107,29 @@ class Extents:
         self.used += length
         return start, [victim for victim, _ in freed]
 
+    def claim(self, start: int, size: int) -> bool:
+        """Allocates the given extent if it is free."""
+        end = start + aligned(size)
+        if not self._holes.cover(start, end):
+            return False
+        self._holes.take(start, end)
+        self.used += end - start
+        return True
+
     def free(self, start: int, size: int) -> None:
-        """Gives an extent back, under the size that it was taken with."""
+        """Frees an extent, given the size that it was allocated with."""
         self._holes.add(start, start + aligned(size))
         self.used -= aligned(size)
 
     def fit(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of these could be extents: aligned, within the range, across no boundary."""
+        """Mask of valid extents: aligned, within the range, and within one boundary."""
         ends = starts + -(-sizes // ALIGNMENT) * ALIGNMENT
         whole = (starts >= 0) & (starts % ALIGNMENT == 0) & (sizes > 0) & (ends <= self.capacity)
         same: npt.NDArray[np.bool_] = starts // self._boundary == (ends - 1) // self._boundary
         return whole & same
 
     def restore(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-        """Takes all extents that there are, at once, before anything else; each fits and none overlaps another."""
+        """Allocates all extents of an empty range at once; each must `fit`, and none may overlap another."""
         order = np.argsort(starts)
         starts, lengths = starts[order], -(-sizes[order] // ALIGNMENT) * ALIGNMENT
         ends = starts + lengths
@@ -126,16 +143,16 @@ class Extents:
         self.used = int(lengths.sum())
 
     def _plan(self, length: int, victims: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-        holes, looked_at = self._holes.copy(), []
+        holes, candidates = self._holes.copy(), []
         for victim, size in victims:
-            looked_at.append((victim, size))
+            candidates.append((victim, size))
             start, end = holes.add(victim, victim + aligned(size))
             if end - start >= length:
-                return start, [(v, n) for v, n in looked_at if start <= v < start + length]
+                return start, [(v, n) for v, n in candidates if start <= v < start + length]
         raise NoSpace
 
     def check_integrity(self, held: Mapping[int, int]) -> None:
-        """What is held (size by start) and what is free tile the range; the count of bytes is right."""
+        """Asserts that `held` (size by start) and the holes tile the range, and that `used` is right."""
         taken = {start: aligned(size) for start, size in held.items()}
         free = list(zip(self._holes.starts, self._holes.ends, strict=True))
         regions = sorted([*free, *((s, s + n) for s, n in taken.items())])

@@ -1,8 +1,8 @@
-"""Writes an LMDB database anew, as a process of its own: its directory, the new one, bytes of the map, most seconds.
+"""A process that checks an LMDB database by copying it: arguments are source, target, map bytes and time limit (s).
 
-LMDB trusts what it reads. A page that was damaged on the disk may end the process that meets it, by SIGABRT or
-SIGBUS (10 of 35 databases with three pages of zeros did). A wrong number in the list of free pages lets what is
-written later land on a page that is in use. So this process meets all entries first, and writes them to other pages.
+LMDB does not validate pages. A damaged page may terminate the process by SIGABRT or SIGBUS (10 of 35 databases with
+three zeroed pages did), and a wrong number in the list of free pages makes later writes overwrite pages in use. So a
+separate process reads all entries first, and writes them to new pages.
 """
 
 import os
@@ -16,42 +16,44 @@ from typing import Any
 import lmdb
 
 from fusionkv.kvcache_service.index import record
+from fusionkv.protos.runtime import process
 
 DAMAGED, LATER = 3, 4
 RECORDS, HEATS = b"records", b"heat"
-# These say what the machine lacks, and nothing about the bytes.
+# Errors of the environment, which do not indicate damage.
 _NOT_DAMAGE = (lmdb.DiskError, lmdb.LockError, lmdb.MapFullError, lmdb.ReadersFullError, lmdb.ReadonlyError)
-# More than any version has had: what is unknown is to be named, and not to look like damage.
-_MOST_DATABASES = 16
-# Entries of a transaction, whose pages are in memory until it ends.
-_TOGETHER = 100_000
-# Behind a page's head: what LMDB is known by, the format of its file, an address, a size; and the bytes of a page,
-# which say where the second such page is.
+# More than any version has had, so that an unknown database is reported, not taken for damage.
+_MAX_DATABASES = 16
+# Entries per transaction, whose pages stay in memory until it ends.
+_BATCH = 100_000
+# Meta page after the page header: magic, format, address, map size, and page size, which is the offset of the second
+# meta page.
 _META = struct.Struct("=16xIIQQI")
-_MAGIC, _FORMAT = 0xBEEFC0DE, 1
+MAGIC, FORMAT = 0xBEEFC0DE, 1
 
 
 class Later(Exception):
-    """A later version of this program wrote the database."""
+    """The database was written by a later version of this program."""
 
 
 def rewrite(directory: str, new: str, map_bytes: int) -> None:
-    """Copies every entry of every database, in the order of their keys.
+    """Copies every entry of every named database, in key order.
 
     Raises:
-        lmdb.Error: something can't be read, or does not fit together.
-        Later: the database holds what this version does not know.
+        lmdb.Error: Something cannot be read, or is inconsistent.
+        Later: The database contains something that this version does not know.
     """
     if _later_format(f"{directory}/data.mdb"):
         raise Later("its file is of a later format of LMDB")
-    old = lmdb.open(directory, map_size=map_bytes, max_dbs=_MOST_DATABASES, readonly=True, lock=False, create=False)
+    old = lmdb.open(directory, map_size=map_bytes, max_dbs=_MAX_DATABASES, readonly=True, lock=False, create=False)
     with old.begin() as txn:
         names = [name for name, _ in txn.cursor()]
-    # Without the two that are known, a name is damaged.
+    # If one of the two known databases is missing, the names are damaged.
     if {RECORDS, HEATS} < set(names):
         raise Later(f"it has {len(names)} databases, and this version knows two")
-    # A lock file is written through a map, which ends the process (SIGBUS) on a device that is full.
-    made = lmdb.open(new, map_size=map_bytes, max_dbs=_MOST_DATABASES, sync=False, lock=False)
+    os.makedirs(new, exist_ok=True)
+    # Without a lock file: it is written through a map, which raises SIGBUS on a full device.
+    made = lmdb.open(new, map_size=map_bytes, max_dbs=_MAX_DATABASES, sync=False, lock=False)
     for name in names:
         database = old.open_db(name, create=False)
         with old.begin() as txn:
@@ -65,11 +67,11 @@ def _copy(txn: Any, database: Any, made: Any, into: Any) -> None:
     entries, copied = _known(txn, database), 0
     while True:
         with made.begin(write=True, db=into) as writing, writing.cursor() as cursor:
-            consumed, added = cursor.putmulti(islice(entries, _TOGETHER), append=True)
+            consumed, added = cursor.putmulti(islice(entries, _BATCH), append=True)
         copied += added
-        if consumed < _TOGETHER:
+        if consumed < _BATCH:
             break
-    # A key that is not above the one before it is not added.
+    # With `append`, keys that are out of order are not added.
     if copied != (expected := txn.stat(database)["entries"]):
         raise lmdb.CorruptedError(f"{copied} of {expected} entries are in order")
 
@@ -82,7 +84,7 @@ def _known(txn: Any, database: Any) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _later_format(path: str) -> bool:
-    """Whether both pages that say what the file is name one later format."""
+    """Whether both meta pages name the same later format."""
     with open(path, "rb") as file:
         first = file.read(_META.size)
         if len(first) < _META.size:
@@ -92,11 +94,12 @@ def _later_format(path: str) -> bool:
     if len(second) < _META.size:
         return False
     magic, form, *_ = _META.unpack(first)
-    return (magic, form) == _META.unpack(second)[:2] and magic == _MAGIC and form > _FORMAT
+    return (magic, form) == _META.unpack(second)[:2] and magic == MAGIC and form > FORMAT
 
 
 def main() -> None:
-    signal.alarm(int(sys.argv[4]))  # what takes longer goes round in circles
+    process.end_with_parent()
+    signal.alarm(int(sys.argv[4]))  # a damaged tree may contain a cycle
     try:
         rewrite(sys.argv[1], sys.argv[2], int(sys.argv[3]))
     except Later as error:
@@ -106,7 +109,7 @@ def main() -> None:
         print(error)
         sys.exit(os.EX_TEMPFAIL)
     except lmdb.Error as error:
-        # Without a class of its own it is what the system said (no permission, say), but for one.
+        # Plain lmdb.Error is an error of the system (no permission, for example), with one exception.
         damaged = type(error) is not lmdb.Error or "data format" in str(error)
         print(error)
         sys.exit(DAMAGED if damaged else os.EX_TEMPFAIL)

@@ -1,4 +1,4 @@
-"""The memory tier: one arena of shared memory, its pages used again and again."""
+"""The memory tier: one arena of shared memory."""
 
 import contextlib
 import fcntl
@@ -16,12 +16,10 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.13 on
 
 
 class MemoryTier(Tier):
-    """Bytes in an anonymous shared file: it leaves nothing behind whatever ends the process.
+    """Stores entries in an anonymous shared file, which vanishes with the process.
 
-    `arena` names it, and `file` is its read-only descriptor, for other processes on this machine (arena.py).
-
-    A page is allocated by its first write (0.7 GB/s against 20 for later ones), so a fresh arena costs nothing, and
-    places are given out from its beginning to use the same pages again.
+    `arena` is its name and `file` a read-only descriptor, for other processes on this machine (arena.py). A page is
+    allocated by its first write (0.7 GB/s, against 20 for later ones), so the lowest free addresses are used first.
     """
 
     name = "memory"
@@ -34,7 +32,7 @@ class MemoryTier(Tier):
             os.ftruncate(fd, self.capacity_bytes)
             self._map = mmap.mmap(fd, self.capacity_bytes)
             _seal(fd)
-            # Opened anew, since a second descriptor of the first one could be written through.
+            # Reopened, since a duplicate of `fd` would be writable.
             self.file = os.open(f"/dev/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.close(fd)
@@ -52,7 +50,7 @@ class MemoryTier(Tier):
         return self._bytes[start : start + size].toreadonly()
 
     def commit(self, record: Record, place: Place, heat: float) -> None:
-        pass  # nothing here outlives the process
+        pass  # memory is not persistent
 
     def forget(self, entries: Sequence[tuple[bytes, Place]]) -> None:
         pass
@@ -64,13 +62,13 @@ class MemoryTier(Tier):
         return iter(())
 
     def close(self) -> None:
-        # The mapping goes with its last view, which a frame on its way out may still hold.
+        # The mapping is released with its last view, which a frame being sent may still hold.
         self._bytes = memoryview(b"")
         os.close(self.file)
 
 
 def _anonymous_file() -> int:
-    """A file without a name: memfd, which has no mount and so none of the 64 MiB limit of a container's /dev/shm."""
+    """An anonymous file: a memfd, which is not subject to the 64 MiB limit of a container's /dev/shm."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     fd, path = tempfile.mkstemp(prefix="fusionkv-kvcache")
@@ -79,12 +77,12 @@ def _anonymous_file() -> int:
 
 
 def _seal(fd: int) -> None:
-    """Lets only the mapping that there is be written to, and keeps the file's size.
+    """Forbids new writable mappings and changes of the file's size.
 
-    Whoever is handed a read-only descriptor may open it anew by its name in /proc, to write or to cut the file off,
-    which would end this process.
+    A process with a read-only descriptor could reopen it through /proc for writing, or truncate the file, which would
+    raise SIGBUS here.
     """
-    # OSError: no memfd, or an older kernel.
+    # OSError: no memfd, or an older kernel
     with contextlib.suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)

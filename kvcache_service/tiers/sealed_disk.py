@@ -1,9 +1,9 @@
-"""The disk tier, encrypted: its segment files hold AES-256-GCM ciphertext, in blocks of 1 MiB of an entry.
+"""The encrypted disk tier: segment files of AES-256-GCM ciphertext, in blocks of 1 MiB of an entry.
 
-What GCM needs besides (key id, nonce, tag: 32 bytes a block) is in `segments/<n>.seal`, at a place that follows from
-the block's own: segments are laid out as without encryption. The nonce is 96 random bits for every block written; by
-NIST SP 800-38D one key is good for 2^32 blocks then. A block is bound to its place and its entry's size, so that it
-opens nowhere else. Whatever does not open, for a wrong key too, is damaged: a miss, and deleted when it is met.
+Segments have the same layout as without encryption. Key id, nonce and tag of a block (32 bytes) are stored in
+`segments/<n>.seal`, at an offset derived from the block's. Nonces are 96 random bits per block written, so by NIST SP
+800-38D a key is good for 2^32 blocks. Place and entry size are authenticated as associated data. A block that cannot
+be decrypted, also for an unknown key, counts as damaged: a miss, and deleted when it is read.
 """
 
 import os
@@ -26,16 +26,16 @@ _SEAL_BYTES = ID_BYTES + _NONCE_BYTES + _TAG_BYTES
 
 
 class SealedDiskTier(DiskTier):
-    """As DiskTier, but each place is written once from its beginning to its end, as the store does."""
+    """A DiskTier in which each place must be written once, sequentially, as the store does."""
 
     readable = False
 
     def __init__(self, directory: Path, capacity_bytes: int, keys: DiskKeys, *, sync: bool = False) -> None:
-        """Raises OSError as DiskTier does."""
+        """See DiskTier."""
         super().__init__(directory, capacity_bytes, sync=sync)
         self._keys = keys
-        self._seals: dict[int, int] = {}  # segment -> file descriptor of its seals
-        self._tails: dict[int, bytearray] = {}  # offset of a place -> what is not a whole block yet
+        self._seals: dict[int, int] = {}  # segment -> file descriptor of its seal file
+        self._tails: dict[int, bytearray] = {}  # offset of a place -> bytes of an incomplete block
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
         tail = self._tails.pop(place.offset, bytearray()) if at else bytearray()
@@ -81,21 +81,21 @@ class SealedDiskTier(DiskTier):
         super().write(place, start, [sealed[: len(block)]])
 
     def _open(self, place: Place, start: int) -> bytes:
-        """The block that starts at byte `start` of a place."""
+        """Decrypts the block at byte `start` of a place."""
         file, offset = self._seal_at(place, start)
         seal = os.pread(file, _SEAL_BYTES, offset)
         key = self._keys.find(seal[:ID_BYTES])
         if key is None:
-            raise OSError(f"a block at {place.offset + start} is not encrypted, or with a key that is not known")
+            raise OSError(f"a block at {place.offset + start} is not encrypted, or its key is unknown")
         data = super().read(place, start, min(BLOCK_BYTES, place.size - start))
         nonce, tag = seal[ID_BYTES : ID_BYTES + _NONCE_BYTES], seal[ID_BYTES + _NONCE_BYTES :]
         try:
             return key.value.decrypt(nonce, bytes(data) + tag, _bound(place, start))
-        except (InvalidTag, ValueError) as error:  # ValueError: the file of the seals ends within this one
+        except (InvalidTag, ValueError) as error:  # ValueError: the seal file is truncated
             raise OSError(f"a block at {place.offset + start} is damaged") from error
 
     def _seal_at(self, place: Place, start: int) -> tuple[int, int]:
-        """File descriptor and offset of the seal of a block; blocks start at multiples of 4096, each at its own."""
+        """File descriptor and offset of a block's seal. Blocks start at distinct multiples of 4096."""
         segment, offset = divmod(place.offset + start, SEGMENT_BYTES)
         return self._file(self._seals, segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
 

@@ -308,8 +308,9 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def overlay(stale: KV, fresh: torch.Tensor, depth: int | None = None) -> DynamicCache:
-    """The cache of `Oracle.overlaid`, with fresh tokens in the first `depth` layers, or all; `Oracle.kv` over it gives
-    the KV that all of a mixed context has."""
+    """The cache of `Oracle.overlaid`, with fresh tokens in the first `depth` layers, or in all.
+
+    `Oracle.kv` over it gives the KV that all of a mixed context has."""
     found, nothing = DynamicCache(), torch.zeros_like(fresh)
     layers = enumerate(stale)
     found.layers = [_Overlay(k, v, fresh if depth is None or i < depth else nothing) for i, (k, v) in layers]

@@ -74,7 +74,7 @@ def test_the_index_of_a_disk(folder: Path) -> None:
                 txn.put(key, heat or b"-", db=ledger._heats)
         checked(list(tier.recover()), MIB)
         residents = Residents([MemoryTier(MIB), tier], Counters())
-        residents.recover()
+        residents.recover(tier.recover())
         residents.check_integrity()
 
     fuzz(index_on_disk, INDEXES, 60)

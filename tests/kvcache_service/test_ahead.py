@@ -71,14 +71,14 @@ async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     slow = Slow(monkeypatch, service)
     found = [await service.find(digest) for digest in digests]
     assert all(there.hits[0].entry.tier == "disk" for there in found)
-    assert slow.waiting == len(service.store.prefetcher.running) == prefetcher._MOST
+    assert slow.waiting == len(service.store.prefetcher.running) == prefetcher._MAX_LOOKUPS
     fetching = asyncio.create_task(service.fetch(found[0].hits[0].entry))
     slow.gate.set()
     assert await fetching == tools.payload("a", 900_000)
     await service.settled()
-    assert in_memory(service) > set(digests[: prefetcher._MOST])
-    assert not in_memory(service) & set(digests[prefetcher._MOST :])
-    assert service.store.counters.get("promotions", "memory") == prefetcher._MOST, "read once, by both"
+    assert in_memory(service) > set(digests[: prefetcher._MAX_LOOKUPS])
+    assert not in_memory(service) & set(digests[prefetcher._MAX_LOOKUPS :])
+    assert service.store.counters.get("promotions", "memory") == prefetcher._MAX_LOOKUPS, "read once, by both"
 
 
 async def test_for_who_has_let_go_nothing_more_rises(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

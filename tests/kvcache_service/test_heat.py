@@ -72,7 +72,7 @@ def test_a_queue_forgets_what_left() -> None:
     for row in range(10, 1000):
         places[row] = -1
         queue.remove(row)
-    assert len(queue._notes) <= 2 * 10 + 64
+    assert len(queue._heap) <= 2 * 10 + 64
     assert list(queue.coldest(lambda _: True)) == list(range(10))
     queue.check_integrity()
 

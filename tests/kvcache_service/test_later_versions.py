@@ -73,8 +73,10 @@ async def test_it_is_refused_and_stays(
     if started_on_another_boot:
         (tmp_path / "boot").write_text("another")
     before = everything(tmp_path)
+    tier = DiskTier(tmp_path, 16 * MIB)
     with pytest.raises(OSError, match="later version of FusionKV"):
-        DiskTier(tmp_path, 16 * MIB)
+        list(tier.recover())
+    tier.close()
     failed = Service(*flags(tmp_path))
     assert failed.wait() == 1
     assert "later version of FusionKV" in failed.log

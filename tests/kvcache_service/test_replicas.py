@@ -162,8 +162,8 @@ def test_replicas_agree_with_a_model(taken: list[tuple[str, str]]) -> None:
 def test_demand_is_bounded_and_remembers_the_last() -> None:
     demand = FrequencySketch(limit=100)
     for i in range(1000):
-        demand.ask(i.to_bytes(8))
-        demand.ask(b"often..." + b"x" * i)
+        demand.add(i.to_bytes(8))
+        demand.add(b"often..." + b"x" * i)
         assert len(demand._young) + len(demand._old) <= 200
     assert demand.count(b"often...") == 1000
     assert demand.count((999).to_bytes(8)) == 1

@@ -119,7 +119,7 @@ def test_keys_rotate(tmp_path: Path) -> None:
     # While it runs: the file is looked at once a second.
     keys(tmp_path / "keys", THIRD)
     wait_until(lambda: tier._keys.find(SECOND_ID) is None)
-    with pytest.raises(OSError, match="a key that is not known"):
+    with pytest.raises(OSError, match="its key is unknown"):
         tier.read(place, 0, 5000)
     tier.close()
     tier = opened(tmp_path, THIRD)

@@ -218,7 +218,7 @@ async def test_what_prefetch_finds_damaged_is_deleted(
     assert not found.entries[0].HasField("arena_offset")
     assert service.store.residents.get(key) is None
     assert (await service.client.stats()).checksum_failures == 1
-    assert f"entry {key.hex()} was damaged in the disk tier and is deleted: its checksum is another" in caplog.text
+    assert f"entry {key.hex()} was damaged in the disk tier and is deleted: checksum mismatch" in caplog.text
 
 
 async def test_without_a_disk_tier(start: Any, names: dict[str, bytes]) -> None:

@@ -49,7 +49,7 @@ def test_a_record_comes_back_with_its_signature(signature: bytes, variant: bytes
     assert record.place(one.key, value) == (8192, 100)
     longer = record.encode(made(bytes(64), variant), 8192)
     assert record.place(one.key, longer) is None
-    with pytest.raises(ValueError, match="of version 2 that none of versions 1 to 2 can be"):
+    with pytest.raises(ValueError, match="of version 2 that is invalid in versions 1 to 2"):
         record.decode(one.key, longer)
 
 
@@ -88,7 +88,7 @@ async def test_signatures_outlive_a_restart(tmp_path: Path) -> None:
 
 async def test_a_signature_is_of_bounded_size(start: Any) -> None:
     service = await start()
-    with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are kept"):
+    with pytest.raises(InvalidArgument, match="the signature has 64 bytes; at most 63 are allowed"):
         await put(service.client, bytes(64))
     assert await found(service.client) is None
 

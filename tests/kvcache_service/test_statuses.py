@@ -95,7 +95,7 @@ async def test_every_bad_put_has_its_status(start: Any, names: dict[str, bytes])
         ("INVALID_ARGUMENT", "at least one token", [part(header(names, tokens=0))]),
         ("INVALID_ARGUMENT", "at least one token", [part(header(names, size_bytes=0))]),
         ("INVALID_ARGUMENT", "more than the 3 bytes", [part(h), part(data=b"abcd")]),
-        ("INVALID_ARGUMENT", "2 bytes arrived, the header says 3", [part(h), part(data=b"ab")]),
+        ("INVALID_ARGUMENT", "2 bytes arrived, the header specifies 3", [part(h), part(data=b"ab")]),
         ("INVALID_ARGUMENT", "0 bytes arrived", [part(h)]),
         ("INVALID_ARGUMENT", "not data", [part(h), part(data=b"a"), part(h)]),
         ("DATA_LOSS", "checksum", [part(h), part(data=b"abd")]),
@@ -143,7 +143,7 @@ async def test_every_bad_request_has_its_status(start: Any, names: dict[str, byt
     await service.put([names["S"]], b"x")
     for _ in range(2):
         await service.find(names["S"])
-    with pytest.raises(errors.ResourceExhausted, match="2 leases are out"):
+    with pytest.raises(errors.ResourceExhausted, match="2 leases are active"):
         await service.find(names["S"])
 
 

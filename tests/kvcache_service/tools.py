@@ -92,13 +92,20 @@ def make_tiers(directory: Path, memory: int, disk: int) -> list[Tier]:
 
 @asynccontextmanager
 async def serving(
-    directory: Path, memory: int = 4 * MIB, disk: int = 16 * MIB, engine: Engine | None = None, **more: Any
+    directory: Path,
+    memory: int = 4 * MIB,
+    disk: int = 16 * MIB,
+    engine: Engine | None = None,
+    opened: bool = True,
+    **more: Any,
 ) -> AsyncIterator[Service]:
-    """engine: what its remote tier stands on, if it is to have one."""
+    """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves."""
     clock = Clock()
     config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **more)
     store = Store(config, make_tiers(directory, memory, disk), clock=clock, wall=clock)
-    await store.open()
+    loading = asyncio.create_task(store.open())
+    if opened:
+        await loading
     sharing = Sharing(store, RemoteTier(engine), lookup_seconds=5, ttl=0.4) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     server = grpc.aio.server()
@@ -118,6 +125,7 @@ async def serving(
             with suppress(asyncio.CancelledError):
                 await writing
             await sharing.close()
+        await loading
         await store.close()
 
 

@@ -1,0 +1,285 @@
+"""A store that serves while its index is still being loaded: found by key, held back, killed, damaged."""
+
+import asyncio
+import contextlib
+import random
+import shutil
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+from fusionkv.bench.cache import scale
+from fusionkv.kvcache_service import integrity
+from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.index.record import encode
+from fusionkv.kvcache_service.store import core
+from fusionkv.kvcache_service.tiers.base import Recovered
+from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
+from fusionkv.kvcache_service.tiers.index_reader import IndexReader
+from fusionkv.kvcache_service.tiers.index_rewrite import HEATS, RECORDS
+from fusionkv.protos.runtime.errors import DataLoss, NotFound, Unavailable
+from tests.kvcache_service import tools
+from tests.kvcache_service.test_index_rewrite import MAP_BYTES, PAGE, churn
+from tests.waiting import until
+
+DATA = {name: tools.payload(name, 6000) for name in "ABCDEF"}
+SYSTEM = tools.digest("S")
+
+
+class Held(DiskTier):
+    """A disk tier whose recovery stops after `first` entries, until `go` is set."""
+
+    first = 0
+
+    def recover(self) -> Iterator[Recovered]:
+        self.go.wait(60)
+        found = super().recover()
+        yield from islice(found, self.first)
+        self.later.wait(60)
+        yield from found
+
+
+@asynccontextmanager
+async def opening(directory: Path, first: int | None, monkeypatch: Any) -> AsyncIterator[tuple[tools.Service, Any]]:
+    """A service while it loads `first` entries (None: the check of the index has not ended), and what ends that."""
+    monkeypatch.setattr(core, "_LOAD_BATCH", 1)
+    monkeypatch.setattr(Held, "go", threading.Event(), raising=False)
+    monkeypatch.setattr(Held, "later", threading.Event(), raising=False)
+    monkeypatch.setattr(Held, "first", first or 0)
+    monkeypatch.setattr(tools, "DiskTier", Held)
+    if first is not None:
+        Held.go.set()
+
+    def release() -> None:
+        Held.go.set()
+        Held.later.set()
+
+    async with tools.serving(directory, opened=False) as service:
+        try:
+            await until(lambda: len(service.store.residents) == (first or 0))
+            assert not service.store.ready.is_set()
+            yield service, release
+        finally:
+            release()
+            await service.store.ready.wait()
+
+
+async def filled(directory: Path) -> None:
+    async with tools.serving(directory) as service:
+        for name, data in DATA.items():
+            await service.put([SYSTEM, tools.digest(name)], data)
+        await service.put([SYSTEM, tools.digest("A"), tools.digest("F")], DATA["F"], variant=tools.digest("v"))
+
+
+@pytest.mark.parametrize("first", [None, 0, 3])
+async def test_lookups_and_fetches_are_answered(tmp_path: Path, first: int | None, monkeypatch: Any) -> None:
+    await filled(tmp_path)
+    async with opening(tmp_path, first, monkeypatch) as (service, release):
+        for loaded in (False, True):
+            for name, data in DATA.items():
+                hit = (await service.find(SYSTEM, tools.digest(name))).hits[1]
+                assert hit.kind is HitKind.EXACT
+                assert await service.fetch(hit.entry) == data
+            # Encoded right behind the system prompt, and found behind another chunk.
+            hits = (await service.find(SYSTEM, tools.digest("B"), tools.digest("A"))).hits
+            assert [hit.kind for hit in hits] == [HitKind.MISS, HitKind.EXACT, HitKind.ALTERNATIVE]
+            assert await service.fetch(hits[2].entry) == DATA["A"]
+            assert (await service.find(SYSTEM, tools.digest("Z"))).hits[1].kind is HitKind.MISS
+            if not loaded:
+                release()
+                await service.store.ready.wait()
+        assert len(service.store.residents) == len(DATA) + 1
+        await service.settled()
+
+
+async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
+    """Until it is known which space is free, nothing is written; an entry that is there already needs no space."""
+    await filled(tmp_path)
+    key = (await _keys(tmp_path))["A"]
+    async with opening(tmp_path, None, monkeypatch) as (service, release):
+        used = service.store.residents.home.used_bytes
+        put = asyncio.create_task(service.put([SYSTEM, tools.digest("new")], b"x" * 9000))
+        deletion = asyncio.create_task(service.client.delete([key]))
+        await until(
+            lambda: not put.done() and service.store.ready._waiters and len(service.store.ready._waiters) == 2
+        )
+        assert service.store.residents.home.used_bytes == used == 0
+        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.EXACT
+        release()
+        assert (await put)[1]
+        assert await deletion == 1
+        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.MISS
+        await service.settled()
+    async with tools.serving(tmp_path) as service:
+        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.MISS
+        assert len(service.store.residents) == len(DATA) + 1
+
+
+async def test_what_waits_too_long_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:
+    await filled(tmp_path)
+    monkeypatch.setattr(core, "_OPEN_SECONDS", 0.05)
+    async with opening(tmp_path, None, monkeypatch) as (service, _):
+        with pytest.raises(Unavailable, match="the index is being loaded"):
+            await service.put([SYSTEM, tools.digest("new")], b"x" * 9000)
+        with pytest.raises(Unavailable, match="the index is being loaded"):
+            await service.client.delete([tools.digest("any")])
+
+
+async def test_a_damaged_entry_is_deleted_once_that_can_be(tmp_path: Path, monkeypatch: Any) -> None:
+    await filled(tmp_path)
+    monkeypatch.setattr(core, "_OPEN_SECONDS", 0.05)
+    async with opening(tmp_path, None, monkeypatch) as (service, release):
+        entry = (await service.find(SYSTEM, tools.digest("A"))).hits[1].entry
+        segment, offset = entry.extent
+        with (tmp_path / "segments" / f"{segment:06d}.kv").open("r+b") as file:
+            file.seek(offset + 100)
+            file.write(b"damage")
+        for _ in range(2):
+            with pytest.raises(DataLoss):
+                await service.fetch(entry)
+        release()
+        await service.store.ready.wait()
+        with pytest.raises(DataLoss):
+            await service.fetch(entry)
+        with pytest.raises(NotFound):
+            await service.fetch(entry)
+        await service.settled()
+
+
+async def test_a_damaged_index_drops_what_was_found_and_frees_it_with_its_lease(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """All values can be read, but not all keys are found: the check starts it empty."""
+    await filled(tmp_path)
+    keys = await _keys(tmp_path)
+    file, lowest = tmp_path / "index" / "data.mdb", min(keys.values())
+    file.write_bytes(file.read_bytes().replace(lowest, bytes([lowest[0] ^ 0x80, *lowest[1:]])))
+    async with opening(tmp_path, None, monkeypatch) as (service, release):
+        found = {name: await service.find(SYSTEM, tools.digest(name)) for name in DATA}
+        there = {name: lookup for name, lookup in found.items() if lookup.hits[1].entry is not None}
+        assert there
+        for name, lookup in there.items():
+            assert await service.fetch(lookup.hits[1].entry) == DATA[name]
+        release()
+        await service.store.ready.wait()
+        assert len(service.store.residents) == 0
+        residents = service.store.residents
+        assert residents.home.used_bytes == len(there) * 8192, "what is leased is not free"
+        assert (await service.put([SYSTEM, tools.digest("new")], b"x" * 9000))[1]
+        for lookup in found.values():
+            await service.client.release(lookup.lease)
+        assert residents.home.used_bytes == 12288
+        await service.settled()
+
+
+async def test_of_two_entries_that_claim_the_same_bytes_one_is_left(tmp_path: Path, monkeypatch: Any) -> None:
+    await filled(tmp_path)
+    tier = DiskTier(tmp_path, 16 * tools.MIB)
+    found = {one.record.chunk: one for one in tier.recover()}
+    owner, liar = found[tools.digest("A")], found[tools.digest("B")]
+    tier.close()
+    with lmdb.open(str(tmp_path / "index"), max_dbs=2) as env, env.begin(write=True) as txn:
+        txn.put(liar.record.key, encode(liar.record, owner.place.offset), db=env.open_db(RECORDS, txn))
+    async with opening(tmp_path, None, monkeypatch) as (service, release):
+        kinds = [(await service.find(SYSTEM, tools.digest(name))).hits[1].kind for name in "AB"]
+        assert kinds == [HitKind.EXACT, HitKind.EXACT]
+        release()
+        await service.store.ready.wait()
+        await until(lambda: len(service.store.residents) == len(DATA))
+        hit, other = [(await service.find(SYSTEM, tools.digest(name))).hits[1] for name in "AB"]
+        assert (hit.kind, other.kind) == (HitKind.EXACT, HitKind.MISS)
+        assert await service.fetch(hit.entry) == DATA["A"]
+
+
+async def _keys(directory: Path) -> dict[str, bytes]:
+    async with tools.serving(directory) as service:
+        found = {name: (await service.find(SYSTEM, tools.digest(name))).hits[1].entry for name in DATA}
+        return {name: entry.key for name, entry in found.items()}
+
+
+@pytest.mark.system
+async def test_killed_and_stopped_while_it_loads(launch: Any, tmp_path: Path) -> None:
+    """An index of 30,000 entries is searched as soon as the process serves, and is whole after each end."""
+    chunks, dice = 30_000, random.Random(1)
+    scale.write_files(tmp_path / "data", chunks)
+    disk = scale.capacity(chunks)
+    flags = ("--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", "--memory-bytes", "1MiB")
+    early = 0
+    for end in ("kill", "kill", "stop", "kill", "stop"):
+        service = launch("fusionkv.kvcache_service", *flags, "--disk-bytes", str(disk))
+        client = CacheClient(service.address)
+        path = [(digest, ()) for digest in scale.path_of(dice.randrange(chunks // scale.GROUP))]
+        found = await client.lookup(scale.NAMESPACE, path, timeout=20)
+        assert [hit.kind for hit in found.hits[1:]] == [HitKind.EXACT] * scale.PATH
+        await client.close()
+        early += f"{chunks} entries" not in service.log
+        await asyncio.sleep(dice.uniform(0, 0.3))
+        if end == "kill":
+            service.kill9()
+        else:
+            assert service.stop() == 0
+    assert early, "all of it was loaded before the first lookup"
+    assert await integrity.check(tmp_path / "data", disk) == chunks
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, dict[bytes, bytes]]]:
+    """An index with records within pages and on pages of their own, and what LMDB reads from it."""
+    folder = tmp_path_factory.mktemp("whole") / "index"
+    index = DiskIndex(folder, MAP_BYTES, sync=False)
+    churn(index, random.Random(5), 300, 0, longest=150)
+    index.close()
+    with lmdb.open(str(folder), max_dbs=2, readonly=True) as env, env.begin() as txn:
+        return folder, {name: dict(txn.cursor(db=env.open_db(name, txn))) for name in (RECORDS, HEATS)}
+
+
+def test_a_reader_finds_what_lmdb_finds(whole: tuple[Path, dict[bytes, dict[bytes, bytes]]]) -> None:
+    folder, there = whole
+    reader, dice = IndexReader(folder / "data.mdb"), random.Random(1)
+    for name, values in there.items():
+        assert len(values) > 20
+        assert {key: reader.get(name, key) for key in values} == values
+        assert all(reader.get(name, dice.randbytes(32)) is None for _ in range(200))
+        assert all(reader.get(name, key) is None for key in (b"", b"\0" * 32, b"\xff" * 32, min(values)[:31]))
+    assert reader.get(b"another", min(there[RECORDS])) is None
+
+
+def test_a_reader_of_a_damaged_file_never_fails(
+    whole: tuple[Path, dict[bytes, dict[bytes, bytes]]], tmp_path: Path
+) -> None:
+    """Bits, pages, and the end of the file: each value is found or not."""
+    folder, there = whole
+    data, dice, found = (folder / "data.mdb").read_bytes(), random.Random(7), set[bool]()
+    for trial in range(150):
+        damaged = bytearray(data)
+        for _ in range((1, 30, 3000)[trial % 3]):
+            damaged[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        for _ in range(trial % 4):
+            at = PAGE * dice.randrange(len(data) // PAGE)
+            damaged[at : at + PAGE] = dice.choice((bytes(PAGE), b"\xff" * PAGE, dice.randbytes(PAGE)))
+        if trial % 5 == 0:
+            del damaged[dice.randrange(len(data)) :]
+        path = tmp_path / f"{trial}"
+        path.write_bytes(damaged)
+        reader = IndexReader(path)
+        for name, values in there.items():
+            found |= {reader.get(name, key) == value for key, value in values.items()}
+    assert found == {False, True}
+
+
+def test_a_reader_of_no_file_finds_nothing(tmp_path: Path) -> None:
+    for content in (None, b"", b"x", bytes(PAGE), bytes(3 * PAGE)):
+        path = tmp_path / "file"
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        if content is not None:
+            path.write_bytes(content)
+        assert IndexReader(path).get(RECORDS, b"k" * 32) is None
+    shutil.rmtree(tmp_path)
