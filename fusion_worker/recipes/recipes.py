@@ -270,7 +270,7 @@ RECIPES: dict[str, Recipe] = {
             "layers",
             ISOLATED,
             QuestionAttention(MIDDLE),
-            0.15,
+            0.12,
             depth=0.8,
         ),
         Recipe(
