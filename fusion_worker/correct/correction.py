@@ -2,7 +2,8 @@
 
 A chunk that is encoded alone has not seen the text that stands before it in a prompt. Much of what it misses is the
 same for all chunks of a corpus: for each layer and KV head, a linear map of the token's own key and value and of its
-place in the chunk predicts it. It costs 2 head_dim multiplications a number, a hundredth of a prefill.
+place in the chunk predicts it, times n / (n + 100) behind n tokens of context. It costs 2 head_dim multiplications a
+number, a hundredth of a prefill.
 """
 
 import os
@@ -21,17 +22,26 @@ from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.rope import Rotation
 
 # Of the mean square of the inputs: what keeps a map fitted to a few thousand tokens from following their noise.
-_RIDGE = 1e-2
-# Of the change that the map predicts. All of it is best in long contexts; in short ones it is too much and lowers the
-# likelihood of right answers (SmolLM2: HotpotQA and 2WikiMultihopQA).
+RIDGE = 1e-1
+# Of the change that the map predicts. All of it is too much in short contexts and lowers the likelihood of right
+# answers (SmolLM2: 2WikiMultihopQA).
 STRENGTH = 0.8
+# Behind so many tokens of context a chunk changes by half of what it changes by behind many.
+_HALF = 100
+# Shares of the change that are told apart, so that a corrected chunk in the pool serves a range of places.
+_STEPS = 8
 # A chunk's first tokens have missed the most: 4 of them have a constant of their own, and three decays in tokens tell
 # the others' places.
 _FIRST, _DECAYS = 4, (4.0, 16.0, 64.0)
 PLACES = 1 + _FIRST + len(_DECAYS)
 _CACHED = 1650  # tokens times layers that a CPU corrects at a time
 # How a correction is made, in its file's name: one made otherwise is not read, but learned again.
-MADE = repr((_RIDGE, STRENGTH, _FIRST, _DECAYS)).encode()
+MADE = repr((RIDGE, STRENGTH, _HALF, _FIRST, _DECAYS)).encode()
+
+
+def change_share(before: int) -> float:
+    """How much of the largest change a chunk has behind `before` tokens of context, between 0 and 1."""
+    return before / (before + _HALF)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +59,13 @@ class Correction:
         """Tells corrections apart."""
         return blake2b(self.weights.cpu().numpy().tobytes(), digest_size=16).digest()
 
-    def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
+    def behind(self, before: int) -> "PlacedCorrection":
+        """The correction of a chunk that stands behind `before` tokens of context."""
+        return PlacedCorrection(self, max(1, round(_STEPS * change_share(before))))
+
+    def apply(
+        self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation], share: float
+    ) -> None:
         """Corrects a chunk's KV.
 
         Args:
@@ -57,6 +73,7 @@ class Correction:
             out: where the corrected KV goes, of the same shape and dtype; may be `kv`.
             base: the position for which the chunk's first key was written.
             rotations: of each layer.
+            share: how much of the change that the map predicts is applied.
         """
         _, _, tokens, heads, dim = kv.shape
         weights = self._weights_as(kv.dtype if kv.is_cuda else compute_dtype(kv.dtype), kv.device)
@@ -70,8 +87,8 @@ class Correction:
             x[..., dim : 2 * dim] = values.transpose(1, 2)
             x[..., 2 * dim :] = place
             change = (x @ weights[layers]).transpose(1, 2)
-            torch.add(keys, rotation.apply(change[..., :dim], cos, sin), out=out[layers, 0])
-            torch.add(values, change[..., dim:], out=out[layers, 1])
+            torch.add(keys, rotation.apply(change[..., :dim], cos, sin), alpha=share, out=out[layers, 0])
+            torch.add(values, change[..., dim:], alpha=share, out=out[layers, 1])
 
         # On a CPU, all 30 layers of SmolLM2 at once don't fit its cache, and a layer at a time starts too many
         # operations: chunks of 330 tokens, 2,300 in all, take 0.13 s on two cores, and 0.08 s five layers at a time.
@@ -105,6 +122,22 @@ class Correction:
         return cls(weights)
 
 
+class PlacedCorrection(NamedTuple):
+    """A correction for chunks behind about the same number of tokens. step: of `_STEPS`, how much of it they take."""
+
+    correction: Correction
+    step: int
+
+    @property
+    def name(self) -> bytes:
+        """Tells corrections and steps apart."""
+        return self.correction.name + bytes([self.step])
+
+    def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
+        """As `Correction.apply`."""
+        self.correction.apply(kv, out, base, rotations, self.step / _STEPS)
+
+
 def shape(layers: int, kv_heads: int, head_dim: int) -> torch.Size:
     """Of a correction's weights."""
     return torch.Size([layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim])
@@ -126,10 +159,13 @@ class Fit:
     def add(
         self, alone: torch.Tensor, alone_base: int, behind: torch.Tensor, base: int, rotations: Sequence[Rotation]
     ) -> None:
-        """One chunk twice, [layers, 2, tokens, kv_heads, head_dim], each written for positions of its own."""
+        """One chunk twice, [layers, 2, tokens, kv_heads, head_dim], each written for positions of its own.
+
+        alone_base: behind the system prompt. base: behind `base - alone_base` tokens of context more.
+        """
         x, y = _pairs(alone, alone_base, rotations), _pairs(behind, base, rotations)
         where = places(x.shape[2], x.device).expand(*x.shape[:3], PLACES)
-        inputs = torch.cat([x, where], -1)
+        inputs = torch.cat([x, where], -1).mul_(change_share(base - alone_base))
         self.tokens += x.shape[2]
         self._squares += (inputs.transpose(-1, -2) @ inputs).cpu()
         self._products += (inputs.transpose(-1, -2) @ (y - x)).cpu()
@@ -140,7 +176,7 @@ class Fit:
         squares = self._squares.diagonal(dim1=-2, dim2=-1)
         # A constant that no token told apart stays 0.
         penalty = torch.full_like(squares, 1e-3)
-        penalty[..., :size] += _RIDGE * squares[..., :size].mean(-1, keepdim=True)
+        penalty[..., :size] += RIDGE * squares[..., :size].mean(-1, keepdim=True)
         # Positive definite. By LU the same failed once, on the same numbers that it solved another time.
         factor = torch.linalg.cholesky(self._squares + penalty.diag_embed())
         weights = torch.cholesky_solve(self._products, factor)

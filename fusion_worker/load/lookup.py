@@ -46,7 +46,7 @@ def corrected(wanted: ChunkSource, base: int, correction: Correction | None) -> 
     return (
         wanted
         if correction is None or first or wanted.variant or wanted.base != base
-        else wanted.corrected(correction)
+        else wanted.corrected(correction.behind(wanted.position - base))
     )
 
 

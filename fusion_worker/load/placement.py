@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
-from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.correction import PlacedCorrection
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service.client import Entry
@@ -38,9 +38,9 @@ class ChunkSource:
     entry: Entry | None = None
     alone: bool = True
     lossless: bool = False
-    correction: Correction | None = None
+    correction: PlacedCorrection | None = None
 
-    def corrected(self, correction: Correction) -> "ChunkSource":
+    def corrected(self, correction: PlacedCorrection) -> "ChunkSource":
         """The same part with a correction, and with a key of its own in the pool."""
         return replace(self, key=self.key + correction.name, correction=correction)
 

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from fusionkv.fusion_worker.correct import corrector
-from fusionkv.fusion_worker.correct.correction import PLACES, STRENGTH, Correction, Fit, places, shape
+from fusionkv.fusion_worker.correct.correction import (
+    PLACES,
+    RIDGE,
+    STRENGTH,
+    Correction,
+    Fit,
+    change_share,
+    places,
+    shape,
+)
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
@@ -36,7 +45,7 @@ def at(kv: torch.Tensor, base: int) -> torch.Tensor:
     return there
 
 
-def changed(kv: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+def changed(kv: torch.Tensor, w: torch.Tensor, share: float = 1.0) -> torch.Tensor:
     """The map, number by number."""
     out = kv.clone()
     where = places(kv.shape[2], kv.device)
@@ -45,31 +54,45 @@ def changed(kv: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             key, value = kv[layer, :, :, head]
             for token in range(kv.shape[2]):
                 change = torch.cat([key[token], value[token], where[token]]) @ w[layer, head]
-                out[layer, 0, token, head] += change[:DIM]
-                out[layer, 1, token, head] += change[DIM:]
+                out[layer, 0, token, head] += share * change[:DIM]
+                out[layer, 1, token, head] += share * change[DIM:]
     return out
 
 
 def test_the_map_is_the_same_wherever_a_chunk_was_written() -> None:
     kv, correction = random(LAYERS, 2, 20, HEADS, DIM, seed=1), Correction(weights())
     for base in (0, 7, 1000):
-        stored, wanted = at(kv, base), at(changed(kv, correction.weights), base)
+        stored, wanted = at(kv, base), at(changed(kv, correction.weights, 0.5), base)
         found = torch.empty_like(stored)
-        correction.apply(stored, found, base, ROTATIONS)
+        correction.apply(stored, found, base, ROTATIONS, 0.5)
         assert torch.allclose(found, wanted, atol=1e-4)
-        correction.apply(stored, stored, base, ROTATIONS)
+        correction.apply(stored, stored, base, ROTATIONS, 0.5)
         assert torch.equal(stored, found)
+
+
+def test_a_chunk_behind_more_text_changes_more() -> None:
+    kv, correction = random(LAYERS, 2, 20, HEADS, DIM, seed=1), Correction(weights())
+    placed = [correction.behind(before) for before in (1, 50, 100, 400, 100_000)]
+    assert [p.step for p in placed] == [1, 3, 4, 6, 8]
+    assert len({p.name for p in placed}) == 5, "no two share a key in the pool"
+    assert correction.behind(90).name == correction.behind(110).name
+    for p in placed:
+        expected, found = changed(kv, correction.weights, p.step / 8), at(kv, 7)
+        p.apply(found, found, 7, ROTATIONS)
+        assert torch.allclose(found, at(expected, 7), atol=1e-4)
 
 
 def test_a_fit_finds_the_map_that_made_its_chunks() -> None:
     fit, true = Fit(shape(LAYERS, HEADS, DIM)), weights()
     for number in range(60):
         kv = random(LAYERS, 2, 24, HEADS, DIM, seed=100 + number)
-        fit.add(at(kv, 3), 3, at(changed(kv, true), 50 + number), 50 + number, ROTATIONS)
+        there = changed(kv, true, change_share(10 * number))
+        fit.add(at(kv, 3), 3, at(there, 3 + 10 * number), 3 + 10 * number, ROTATIONS)
     new = random(LAYERS, 2, 24, HEADS, DIM, seed=1)
+    # Of keys and values that are all alike in size, the ridge takes the same part.
+    true[:, :, : 2 * DIM] /= 1 + RIDGE
     change, found = changed(new, true) - new, torch.empty_like(new)
-    fit.solve().apply(at(new, 0), found, 0, ROTATIONS)
-    # The ridge draws a little towards no change.
+    fit.solve().apply(at(new, 0), found, 0, ROTATIONS, 1.0)
     assert float((found - at(new + STRENGTH * change, 0)).norm() / (STRENGTH * change).norm()) < 0.03
 
 
@@ -102,13 +125,14 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
     out = [(k.clone(), v.clone()) for k, v in kv]
     for chunk in chunks[1:]:
         where = places(len(chunk), weights.device)
+        share = max(1, round(8 * change_share(position - len(system)))) / 8
         for layer, (k, v) in enumerate(out):
             for token in range(len(chunk)):
                 here = position + token
                 free = plain.rotated(kv[layer][0][:, :, here : here + 1], -here, layer)
                 for head in range(k.shape[1]):
                     key, value = free[0, head, 0], kv[layer][1][0, head, here]
-                    to_key, to_value = (torch.cat([key, value, where[token]]) @ weights[layer, head]).chunk(2)
+                    to_key, to_value = (share * torch.cat([key, value, where[token]]) @ weights[layer, head]).chunk(2)
                     k[0, head, here] = plain.rotated((key + to_key)[None, None, None], here, layer)[0, 0, 0]
                     v[0, head, here] = value + to_value
         position += len(chunk)
