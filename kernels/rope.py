@@ -8,7 +8,7 @@ import torch
 class Rotation:
     """The rotary embedding of one model, applied to vectors that carry RoPE already.
 
-    RoPE is additive: a key written for position b can be used at position c after a rotation by c - b (FusionRAG A.1).
+    RoPE is additive: a key written for position b is valid at position c after a rotation by c - b (FusionRAG A.1).
     Only the first `2 * len(inv_freq)` channels are rotary; the others are copied. Computed in float32 for every
     dtype, so that a rotation rounds once.
 
@@ -28,7 +28,7 @@ class Rotation:
         return angle.cos().float().to(device), angle.sin().float().to(device)
 
     def turn(self, x: torch.Tensor, shift: int) -> torch.Tensor:
-        """Rotates `x` `[..., head_dim]` by `shift` positions, in the dtype of `x`; returns `x` itself if shift is 0."""
+        """Rotates `x` `[..., head_dim]` by `shift` positions, in its dtype; returns `x` itself if shift is 0."""
         return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
 
     def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

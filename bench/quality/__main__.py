@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         "--chunk-tokens",
         type=positive,
         default=512,
-        help="tokens of a chunk, for a context that is one text (default: %(default)s)",
+        help="size of chunks of an unsplit context (default: %(default)s)",
     )
     add(
         "--compress",
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         default=Path("build/eval"),
-        help="folder of measurements and reports (default: %(default)s)",
+        help="folder of the results (default: %(default)s)",
     )
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add(
@@ -126,9 +126,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="size of the KV pool of each process (default: 256MiB; with --data 2GiB)",
     )
-    add(
-        "--store", nargs="+", choices=STORES, default=["plain"], help="storage formats of chunks' KV (default: plain)"
-    )
+    add("--store", nargs="+", choices=STORES, default=["plain"], help="storage formats of KV (default: plain)")
     add("--processes", type=positive, help="number of processes (default: one on a GPU, one per core on a CPU)")
     add("--json", action="store_true", help="print the worst scores and the paths of the reports as JSON")
     return parser

@@ -301,7 +301,7 @@ def main() -> int:
         "--repeats",
         type=int,
         default=3,
-        help="runs per recipe; the one of the median ratio is reported (%(default)s)",
+        help="runs per recipe; the median ratio's is reported (%(default)s)",
     )
     parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")

@@ -65,7 +65,7 @@ class Engine:
             left = [part for part in parts if not part.work.future.done()]
             if len(parts) > 1:
                 log.warning(
-                    "a step of %d jobs failed; its jobs are computed again one by one: %s",
+                    "a step of %d jobs failed and is repeated one by one: %s",
                     len(parts),
                     logs.kind(error),
                 )
@@ -78,7 +78,7 @@ class Engine:
                 part.work.future.set_exception(error)
 
     def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward pass over the parts' rows, and one for each part that runs alone; sets results of finished jobs."""
+        """One forward pass over the parts' rows, and one for each part that runs alone; sets results of jobs."""
         for group in _groups(parts):
             if group[0].work.shallow:
                 self._score_shallow(group[0])
@@ -163,7 +163,7 @@ class Engine:
 
 
 def _groups(parts: Sequence[ScheduledSlice]) -> list[list[ScheduledSlice]]:
-    """Groups of parts that run through the layers together: by the depth at which first rows leave; others join one."""
+    """Parts that run through the layers together, by the depth at which their first rows leave; others join one."""
     by_depth: dict[int | None, list[ScheduledSlice]] = {}
     for part in parts:
         if not part.work.alone:

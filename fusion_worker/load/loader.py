@@ -244,7 +244,7 @@ class Loader:
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
     def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
-        """Releases the slots and pins of a load; a callback, since a task cancelled before its first step never runs."""
+        """Releases the slots and pins of a load; a callback, as a task cancelled before its first step never runs."""
         del self._loads[part.resident]
         self._pool.release(scratch)
         self._spans.end(part.resident)

@@ -1,7 +1,7 @@
 """Sparse attention on a CPU: keys gathered in prompt order, explicit weights, computed in blocks of rows and keys.
 
 With a request's keys in prompt order, the causal mask is a prefix, and stale keys are omitted. With many rows,
-gathering the keys costs less than rotating the rows once per chunk. A bfloat16 matrix product is faster by itself than
+gathering the keys costs less than rotating the rows once per chunk. A bfloat16 matrix product is faster alone than
 inside the fused attention operator, so the weights of a block are materialised (1 MB, which fits the CPU's cache).
 Each thread computes its own blocks.
 
@@ -91,7 +91,7 @@ def _walk(
     out: torch.Tensor,
     scores: torch.Tensor | None,
 ) -> None:
-    """Computes blocks and KV heads in parallel: writes means of v [kv_heads, positions, any size], adds to `scores`."""
+    """Computes blocks and KV heads in parallel: writes means of v [kv_heads, positions, size], adds to `scores`."""
     groups = q.shape[1] // len(k)
 
     def attend(piece: tuple[_Block, slice]) -> torch.Tensor | None:
@@ -119,7 +119,7 @@ def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For some KV heads, float32: means of values [heads, groups * rows, size]; sums of weights [keys] if `scored`."""
+    """For some KV heads, float32: means of values [heads, groups * rows, size]; weight sums [keys] if `scored`."""
     everything = range(block.low, block.high)
     if q.dtype == torch.float32 and len(everything) <= block.step:
         return _at_once(q, k, v, block, scale, scored)
