@@ -1,4 +1,4 @@
-"""RoPE as a difference: turning vectors that carry one position so that they carry another."""
+"""Rotates vectors that carry RoPE for one position so that they carry another position."""
 
 from functools import lru_cache
 
@@ -8,9 +8,9 @@ import torch
 class Rotation:
     """The rotary embedding of one model, applied to vectors that carry RoPE already.
 
-    RoPE is additive: a key written for position b serves at position c after a rotation by c - b (FusionRAG A.1).
-    Only the first `2 * len(inv_freq)` channels are rotary; the rest pass through. Computed in float32 whatever the
-    dtype, so that one rounding is all it costs.
+    RoPE is additive: a key written for position b is valid at position c after a rotation by c - b (FusionRAG A.1).
+    Only the first `2 * len(inv_freq)` channels are rotary; the others are copied. Computed in float32 for every
+    dtype, so that a rotation rounds once.
 
     inv_freq: float32 [rotary_dim / 2], after the model's own scaling (linear, llama3, yarn).
     interleaved: pairs are (0, 1), (2, 3), ... as in GLM; otherwise (i, i + rotary_dim / 2) as in Llama.
@@ -28,13 +28,13 @@ class Rotation:
         return angle.cos().float().to(device), angle.sin().float().to(device)
 
     def turn(self, x: torch.Tensor, shift: int) -> torch.Tensor:
-        """`x` `[..., head_dim]` rotated on by `shift` positions, in its own dtype; `x` itself when shift is 0."""
+        """Rotates `x` `[..., head_dim]` by `shift` positions, in its dtype; returns `x` itself if shift is 0."""
         return x if shift == 0 else self.apply(x, *self._factors(shift, x.device))
 
     def factors(self, shifts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that turn tokens by int64 [tokens] shifts.
+        """Cosines and sines, float32 [tokens, rotary_dim / 2] each, that rotate tokens by int64 [tokens] shifts.
 
-        In memory the tokens of a channel lie next to each other.
+        In memory, the tokens of a channel are contiguous.
         """
         different, which = shifts.unique(return_inverse=True)
         angle = self.inv_freq.to(shifts.device).double()[:, None] * different
@@ -44,9 +44,9 @@ class Rotation:
     def apply(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`x` `[..., head_dim]` rotated; cosines and sines of angles fit `[..., rotary_dim / 2]`.
+        """Rotates `x` `[..., head_dim]`; `cos` and `sin` broadcast to `[..., rotary_dim / 2]`.
 
-        out: where to, in its own dtype; without it a new tensor of x's.
+        out: the tensor to write, of any dtype; None allocates one like `x`.
         """
         half = self.rotary_dim // 2
         split = (slice(0, None, 2), slice(1, None, 2)), (slice(half), slice(half, None))

@@ -1,4 +1,4 @@
-"""What attention reads: runs of pool slots with their positions, and the rows that look at them."""
+"""The inputs of attention: runs of pool slots with their positions, and the query rows that read them."""
 
 import itertools
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from fusionkv.kernels.rope import Rotation
 
 @dataclass(frozen=True, slots=True)
 class KVSegment:
-    """Pool slots `[start, start + length)` whose keys share one rotation. Never written while it is shared.
+    """Pool slots `[start, start + length)` whose keys share one rotation. Not written to while it is shared.
 
     start, length: in slots (tokens).
-    first: position of the first slot in the prompt; slot i stands at `first + i` unless `positions` is given.
-    shift: `first` minus the position for which the keys were written; 0 for keys in their own place.
-    positions: int64 [length], ascending, for slots that don't stand next to each other in the prompt.
-    hidden: bool [length]; True for a stale slot whose token was recomputed elsewhere: nothing attends to it. A
-        segment has `positions` (fresh keys) or `hidden` (stale ones), not both.
+    first: position of the first slot in the prompt; slot i has position `first + i` unless `positions` is given.
+    shift: `first` minus the position for which the keys were written; 0 for keys at their original position.
+    positions: int64 [length], ascending, for slots whose positions in the prompt are not consecutive.
+    hidden: bool [length]; True for a stale slot whose token is recomputed in another slot: no row attends to it. A
+        segment has `positions` (fresh keys) or `hidden` (stale keys), not both.
     """
 
     start: int
@@ -39,7 +39,7 @@ class KVSegment:
         return self.first + self.length - 1 if self.positions is None else int(self.positions[-1])
 
     def key_positions(self, device: torch.device) -> torch.Tensor:
-        """int64 [length]: where each slot's key stands in the prompt."""
+        """int64 [length]: position of each slot's key in the prompt."""
         if self.positions is not None:
             return self.positions
         return torch.arange(self.first, self.first + self.length, device=device)
@@ -47,11 +47,11 @@ class KVSegment:
 
 @dataclass(frozen=True, eq=False)
 class QuerySpan:
-    """Query rows `[start, stop)` of a ragged batch, all of one request, and every key they may look at.
+    """Query rows `[start, stop)` of a ragged batch, all of one request, and all keys that they may attend to.
 
-    positions: int64 [stop - start], ascending. A row attends to every key that is not hidden and whose position is
-        not above its own (and within the model's sliding window).
-    segments: all keys, the rows' own included. Visible positions are 0..p without a gap and without a repeat.
+    positions: int64 [stop - start], ascending. A row attends to every key that is not hidden, whose position is not
+        above the row's, and that lies within the model's sliding window.
+    segments: all keys, including the rows' own. Visible positions are 0..p, each exactly once.
     """
 
     start: int
@@ -65,11 +65,11 @@ class QuerySpan:
 
     @cached_property
     def views(self) -> dict[Any, Any]:
-        """What a kernel found out about the span and needs again in the next layer, by whatever it depends on."""
+        """Values that kernels computed for the span and reuse in later layers, by what they depend on."""
         return {}
 
     def in_order(self, rotation: Rotation) -> "Order":
-        """Its keys in prompt order; found once for all layers."""
+        """The span's keys in prompt order, computed once for all layers."""
         if rotation not in self.views:
             length, at, slots, shifts = int(self.positions[-1]) + 1, *self._keys()
             ordered = torch.full((2, length), -1, dtype=torch.int64, device=at.device)
@@ -81,7 +81,7 @@ class QuerySpan:
         return order
 
     def _keys(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 each: position, slot and shift of every key that any row sees, segment by segment."""
+        """int64 each: position, slot and shift of every key that any row sees, in the order of the segments."""
         device, segments = self.positions.device, self.segments
         counts = [s.length for s in segments]
         which = torch.repeat_interleave(torch.tensor(counts, device=device), output_size=sum(counts))
@@ -102,7 +102,7 @@ class QuerySpan:
 
 
 class Order(NamedTuple):
-    """Where the key of each position lies and how it turns there.
+    """The slot and the rotation of the key of each position.
 
     slots: int64 [positions]. cos, sin: float32 [positions, rotary_dim / 2], for `Rotation.apply`.
     """

@@ -1,8 +1,8 @@
-"""Position-indexed sparse attention over the KV pool: few rows anywhere, most keys reused (FusionRAG 4.3).
+"""Position-indexed sparse attention over the KV pool: few rows at any positions, most keys reused (FusionRAG 4.3).
 
-*Rotate the query, not the cache.* A cached chunk's keys stay as their prefill wrote them; a few rows are turned back
-by the chunk's shift instead, once a segment. When the rows outnumber what that saves, a CPU lays the keys of the
-request out once in prompt order (turned on the way), and the rows walk them in blocks, each over its own prefix.
+*Rotate the query, not the cache.* A cached chunk's keys stay as prefill wrote them; the rows are rotated back by the
+chunk's shift instead, once per segment. With more rows than `decode_attention_cpu.MOST_ROWS`, a CPU gathers and
+rotates the request's keys once in prompt order, and computes the rows in blocks, each over its own prefix.
 """
 
 from collections.abc import Mapping
@@ -34,10 +34,10 @@ def sparse_attention(
     """Attention of a ragged batch of rows over one layer of the pool.
 
     q: [rows, q_heads, head_dim], carrying RoPE for the rows' positions.
-    k_pool, v_pool: [slots, kv_heads, head_dim]; the rows' own keys are in there already.
-    window: a row at p sees positions above p - window only; None sees all.
-    scores: what the `attention_scores` of some of the spans are added to, float32 [last position + 1].
-    Returns [rows, q_heads, head_dim], of q's dtype. Rows that no span names are left undefined.
+    k_pool, v_pool: [slots, kv_heads, head_dim]; they hold the rows' own keys already.
+    window: a row at position p sees only positions above p - window; None for no window.
+    scores: for some of the spans, float32 [last position + 1], to which their `attention_scores` are added.
+    Returns [rows, q_heads, head_dim], in q's dtype. Rows of no span are undefined.
     """
     if q.device.type != "cpu":
         for span, into in scores.items():

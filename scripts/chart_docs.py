@@ -22,8 +22,8 @@ tested outside a cluster.
           docker push REGISTRY/fusionkv-$service:0.2.0
         done
 
-    For a GPU, use the target `worker-gpu`. The target `worker` installs the torch that pip finds, which on x86-64 is
-    PyPI's with CUDA; with `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` pip finds the one
+    For a GPU, use the target `worker-gpu`. The target `worker` installs the torch that pip finds, on x86-64 that of
+    PyPI with CUDA; with `--build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` pip finds the one
     for CPUs. Encoders on Ray (`encode.ray`) also need `worker-ray` or `worker-gpu-ray`, and `vllm.enabled` needs
     `vllm-connector` besides the official image of vLLM. With kind, use `kind load docker-image` instead of pushing.
 

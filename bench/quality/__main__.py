@@ -1,7 +1,7 @@
-"""`fusionkv eval`: what every recipe answers right, at which cost, on tasks and models, with intervals.
+"""`fusionkv eval`: quality and cost of every recipe on tasks and models, with confidence intervals.
 
-Without --data the reference models' own tasks are asked. What was measured is kept in OUT/cells.jsonl and not
-measured again; OUT/report.json and OUT/report.html are written from it. Delete cells.jsonl when the code has changed.
+Without --data, the reference models' tasks are measured. Measurements are kept in OUT/cells.jsonl and not
+repeated; OUT/report.json and OUT/report.html are written from them. Delete cells.jsonl when the code has changed.
 """
 
 import argparse
@@ -40,13 +40,13 @@ from fusionkv.protos.runtime.settings import SettingsError, parse_bytes, positiv
 from fusionkv.protos.runtime.shorten import shorten
 
 RATIOS = (0.05, 0.1, 0.15, 0.2)
-# Of questions over real texts, where more than the models' own tasks is lost and brought back.
+# For questions over real texts, on which recipes lose and bring back more than on the models' own tasks.
 _DATA_RATIOS = (0.05, 0.15, 0.3)
-# KV of a few samples; beside it of a file's passages, which stand behind each other's neighbours again and again.
+# Bytes of the pool: for the KV of a few samples, and with --data for that of a file's passages, which recur.
 _POOL, _DATA_POOL = 256 << 20, 2 << 30
-# Where full reuse loses nothing there is no curve to draw: the ratio of most papers' tables is enough.
+# Where full reuse loses nothing, one ratio is enough: that of most papers' tables.
 _CONTROL_RATIO = 0.15
-# Recipes that need no model trained for them, and those that need no second model either.
+# Recipes that need no specially trained model; among them, those that need no second model.
 _UNTRAINED = [name for name, recipe in RECIPES.items() if not (recipe.in_place or recipe.links)]
 _BY_ITSELF = [name for name in _UNTRAINED if RECIPES[name].needs != SecondModel()]
 
@@ -60,7 +60,7 @@ def main() -> int:
         print(f"fusionkv eval: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("fusionkv eval: interrupted; the same command goes on from here", file=sys.stderr)
+        print("fusionkv eval: interrupted; the same command continues from here", file=sys.stderr)
         return 130
 
 
@@ -78,13 +78,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="RULER, LongBench or CacheBlend files or folders",
     )
-    add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to ask in its own words")
+    add("--prompts", type=Path, metavar="FILE", help="LongBench's dataset2prompt.json, to use its prompts")
     add("--tasks", nargs="+", choices=TASKS, help="reference tasks (default: all, or none with --data)")
     add(
         "--recipes",
         nargs="+",
         metavar="RECIPE",
-        help="with or without modifiers; `default`: the gateway's (default: all)",
+        help="recipes, with or without modifiers; `default` is the gateway's (default: all)",
     )
     add("--auxiliary", type=Path, metavar="MODEL", help="small second model, for the recipe cacheclip")
     add(
@@ -94,31 +94,41 @@ def _parser() -> argparse.ArgumentParser:
         metavar="R",
         help=f"shares to recompute (default: {RATIOS}; of --data {_DATA_RATIOS})",
     )
-    add("--n", type=positive, default=500, help="samples a task, at most (default: %(default)s)")
-    add("--chunk-tokens", type=positive, default=512, help="of a context that is one text (default: %(default)s)")
+    add("--n", type=positive, default=500, help="maximum samples per task (default: %(default)s)")
+    add(
+        "--chunk-tokens",
+        type=positive,
+        default=512,
+        help="size of chunks of an unsplit context (default: %(default)s)",
+    )
     add(
         "--compress",
         type=share,
         default=0.0,
         metavar="SHARE",
-        help="of every passage to leave out before it is asked about, in whole sentences (default: none; needs sumy)",
+        help="share of every passage to omit, in whole sentences (default: none; needs sumy)",
     )
-    add("--out", type=Path, default=Path("build/eval"), help="folder of what is measured (default: %(default)s)")
+    add(
+        "--out",
+        type=Path,
+        default=Path("build/eval"),
+        help="folder of the results (default: %(default)s)",
+    )
     add("--device", default="auto", help="auto, cpu or cuda[:N] (default: %(default)s)")
     add(
         "--dtype",
         default="auto",
-        help="float32, bfloat16, float16 or auto: the model's, where the device computes in it",
+        help="float32, bfloat16, float16 or auto: the model's, if the device computes in it",
     )
     add(
         "--pool-bytes",
         type=parse_bytes,
         metavar="SIZE",
-        help="KV on the device, for each process (default: 256MiB; with --data 2GiB)",
+        help="size of the KV pool of each process (default: 256MiB; with --data 2GiB)",
     )
-    add("--store", nargs="+", choices=STORES, default=["plain"], help="how chunks' KV is stored (default: plain)")
-    add("--processes", type=positive, help="(default: one on a GPU, one a core on a CPU)")
-    add("--json", action="store_true", help="print the worst scores, and where the reports are, as JSON")
+    add("--store", nargs="+", choices=STORES, default=["plain"], help="storage formats of KV (default: plain)")
+    add("--processes", type=positive, help="number of processes (default: one on a GPU, one per core on a CPU)")
+    add("--json", action="store_true", help="print the worst scores and the paths of the reports as JSON")
     return parser
 
 
@@ -160,12 +170,12 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     named = (DEFAULT_RECIPE if name == DEFAULT else name for name in wanted)
     recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
-        raise InvalidArgument(f"{history[0]} reuses what was asked before, and samples are measured each by itself")
+        raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")
     prompts = datasets.read_prompts(args.prompts) if args.prompts else None
     asked = [task.first(args.n) for path in args.data for task in datasets.load(path, prompts)]
     asked += [tasks.reference(name, args.n) for name in args.tasks or (() if args.data else TASKS)]
     if args.compress:
-        once = cache(partial(shorten, left_out=args.compress))  # tasks share their contexts
+        once = cache(partial(shorten, left_out=args.compress))  # tasks share contexts
         asked = [task.shortened(once) for task in asked]
     controls = set(TASKS) - set(CROSS_CHUNK)
 
@@ -177,7 +187,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
 
 
 def _measure(todo: Sequence[jobs.Job], processes: int, store: Store, console: Console) -> None:
-    """Does what is to do, and keeps each block as soon as it is done."""
+    """Runs the jobs, and stores each block as soon as it is measured."""
     left = Counter((job.subject.model, part.block.task.name) for job in todo for part in job.parts)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:

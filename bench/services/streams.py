@@ -3,7 +3,7 @@
 Run `python -P bench/services/streams.py 10000`.
 
 Starts a cache service, a worker with a reference model, and a gateway; then a second gateway whose limits let all
-streams wait. A second argument replaces the first gateway's limit. The figures of docs/reliability.md.
+streams wait. A second argument replaces the first gateway's limit. The figures of docs/journal/reliability.md.
 """
 
 import asyncio

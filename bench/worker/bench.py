@@ -1,8 +1,8 @@
-"""TTFT by length of the prompt: recipes against full attention in the same run, and the ideal by operations.
+"""TTFT by prompt length: recipes against full attention in the same run, and the ideal by operations.
 
-A real model is asked over real passages; `--model shape` takes random weights of the shape of Qwen2.5-0.5B and random
+A real model answers over real passages; `--model shape` uses random weights of the shape of Qwen2.5-0.5B and random
 tokens instead. Chunks come from a real cache service over a unix socket, and the pool is emptied before every timed
-request, so fetching is part of each figure.
+request, so each figure includes fetching.
 """
 
 import argparse
@@ -42,9 +42,9 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 CHUNK = 512
 SHAPE = "shape"
-# A recipe with corrections learns from so many prompts.
+# Number of prompts from which a recipe with corrections learns.
 _LESSONS = 4
-# A busy machine makes a run slow, and nothing more: only a cache that is gone counts as one that failed.
+# On a busy machine, a slow cache must not count as a failed one.
 PATIENT: dict[str, Any] = {"lookup_timeout": 60.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
 # Recipe and ratio of each row; full_attention is the baseline of the same run.
 _DEFAULT = (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio)
@@ -84,7 +84,7 @@ def random_model(name: str, dtype: torch.dtype, **sizes: Any) -> models.Model:
         if module.__class__.__name__.endswith("RMSNorm"):
             torch.nn.init.ones_(module.weight)
     network.tie_weights()
-    # Buffers are not on the meta device's copy of the weights: made again from the configuration.
+    # `to_empty` leaves buffers uninitialised, so they are made again from the configuration.
     network.model.rotary_emb = type(network.model.rotary_emb)(config)
     words = Tokenizer(WordLevel({str(i): i for i in range(1000)}, unk_token="0"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
@@ -97,7 +97,7 @@ def ideal(model: models.Model, prompt: Prompt, chosen: Sequence[int], depth: flo
     Args:
         model: the model.
         prompt: the prompt.
-        chosen: positions of the recomputed tokens; each attends to what is before it.
+        chosen: positions of the recomputed tokens; each attends to all tokens before it.
         depth: share of the layers that the chosen tokens run through.
     """
     config = model.network.config
@@ -150,7 +150,7 @@ async def bench(
 
 
 class _Pair(NamedTuple):
-    """A recipe's run, and full attention's of the same minute."""
+    """A recipe's run, and the run of full attention just before it."""
 
     baseline: Summary
     run: Summary
@@ -161,7 +161,7 @@ class _Pair(NamedTuple):
 
 
 def _middle(pairs: Sequence[_Pair]) -> _Pair:
-    """That of the median ratio: a machine that others use is faster in one minute than in another."""
+    """The pair of the median ratio: the speed of a shared machine changes from minute to minute."""
     return sorted(pairs, key=lambda pair: pair.ratio)[(len(pairs) - 1) // 2]
 
 
@@ -215,7 +215,7 @@ async def _ttft(servicer: FusionServicer, prompt: Prompt, name: str, ratio: floa
 
 
 def _prompt(passages: Passages, context: int, seed: int) -> Prompt:
-    """Whole chunks in an order of their own, at least as many tokens as asked for, and the first question."""
+    """Whole chunks in the random order of `seed`, of at least `context` tokens, and the first question."""
     order = list(range(len(passages.chunks)))
     random.Random(seed).shuffle(order)
     lengths = itertools.accumulate(len(passages.chunks[n].ids) for n in order)
@@ -266,7 +266,7 @@ def _table(model: str, rows: list[dict[str, object]], seconds: float) -> Table:
 
 
 def show(title: str, rows: list[dict[str, object]], path: Path | None) -> None:
-    """Prints a bench's rows as a table, and writes them."""
+    """Prints a bench's rows as a table, and writes them to `path`."""
     table = Table(title=f"{title}; {torch.get_num_threads()} CPU threads")
     for column in rows[0]:
         table.add_column(column, justify="right")
@@ -277,7 +277,7 @@ def show(title: str, rows: list[dict[str, object]], path: Path | None) -> None:
 
 
 def write(rows: list[dict[str, object]], path: Path | None) -> None:
-    """Writes a bench's rows, if somebody wants them."""
+    """Writes a bench's rows as JSON to `path`, if it is given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(rows, indent=1) + "\n")
@@ -298,10 +298,13 @@ def main() -> int:
     )
     parser.add_argument("--contexts", default="1024,2048,4096", help="tokens of passages (%(default)s)")
     parser.add_argument(
-        "--repeats", type=int, default=3, help="runs of each; that of the median ratio counts (%(default)s)"
+        "--repeats",
+        type=int,
+        default=3,
+        help="runs per recipe; the median ratio's is reported (%(default)s)",
     )
     parser.add_argument("--dtype", choices=("auto", *sorted(models.DTYPES)), default="auto")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the rows there as well")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to this file")
     args = parser.parse_args()
     started = time.perf_counter()
     try:

@@ -1,7 +1,7 @@
 """Time of a decoding step over reused chunks, against a single segment of as many tokens, which is the floor.
 
-Measures whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, as with the
-default recipe, 15% of each chunk's keys are hidden, and each request has these tokens in a segment of its own.
+Measures whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, 15% of
+each chunk's keys are hidden, and each request has these tokens in a separate segment, as recipes lay them out.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The one place where a Hugging Face model meets the pool: an attention function and the forwards that feed it."""
+"""Runs Hugging Face models over the KV pool: an attention function for transformers, and forward passes."""
 
 import copy
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ from fusionkv.kernels.tempered_attention import tempered_attention
 from fusionkv.protos.runtime.errors import FailedPrecondition
 
 NAME = "fusionkv"
-_FAR = 100  # positions, for the check of the rotation
+_FAR = 100  # positions, by which the check of the rotation moves tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Shallow:
-    """What rows are once they have been through layer 0, so that some of them can go on from there.
+    """The states of rows after layer 0, from which some of the rows can continue.
 
-    hidden: [rows, hidden]. first, second: what the attention of layer 0 and of layer 1 was given.
+    hidden: [rows, hidden]. first, second: inputs of the attention of layer 0 and of layer 1.
     """
 
     hidden: torch.Tensor
@@ -33,13 +33,13 @@ class Shallow:
     second: States
 
     def of(self, rows: torch.Tensor) -> "LayerState":
-        """What the rows of these indices go on from."""
+        """The states from which the rows of these indices continue."""
         return LayerState(self.hidden[rows], self.first.k[rows], self.first.v[rows])
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """Rows that have been through layer 0: hidden [rows, hidden], and their k, v [rows, kv_heads, head_dim] there."""
+    """States of rows after layer 0: hidden [rows, hidden], and k, v of layer 0 [rows, kv_heads, head_dim]."""
 
     hidden: torch.Tensor
     k: torch.Tensor
@@ -47,13 +47,13 @@ class LayerState:
 
 
 def install(model: Model) -> None:
-    """Makes the model attend through the pool. Once, at start: the choice is part of the model's configuration.
+    """Makes the model attend over the pool. Called once, at start: the model's configuration names the function.
 
     Raises:
-        FailedPrecondition: the model's keys don't turn with their position as `model.rotations` say.
+        FailedPrecondition: the model's keys don't rotate with their position as `model.rotations` say.
     """
     AttentionInterface.register(NAME, _attend)
-    # Not registered as a mask function as well, so transformers makes no mask: positions and spans say it all.
+    # Without a mask function of this name, transformers makes no mask; positions and spans take its place.
     model.network.config._attn_implementation = NAME
     near, far = (_keys(model, start) for start in (0, _FAR))
     for rotation in set(model.rotations):
@@ -68,7 +68,7 @@ def install(model: Model) -> None:
 
 
 def _keys(model: Model, start: int) -> torch.Tensor:
-    """Keys [layers, 4, kv_heads, head_dim] of four tokens from `start` on, which RoPE alone tells apart."""
+    """Keys [layers, 4, kv_heads, head_dim] of four tokens from position `start` on; only RoPE depends on `start`."""
     device, shape = model.device, model.kv
     rows = torch.arange(4, device=device)
     pool = torch.zeros(shape.layers, 2, 4, shape.kv_heads, shape.head_dim, dtype=shape.dtype, device=device)
@@ -81,7 +81,7 @@ def _keys(model: Model, start: int) -> torch.Tensor:
 def forward(model: Model, batch: Batch, ahead: LayerState | None = None) -> torch.Tensor:
     """Runs all layers over the rows; writes their KV to the pool. Returns the last hidden states [rows, hidden].
 
-    ahead: the rows, when they have been through layer 0 already.
+    ahead: the rows' states after layer 0; None runs the rows through layer 0 too.
     """
     decoder, first = model.network.model, 0
     if ahead is None:
@@ -100,7 +100,7 @@ def forward(model: Model, batch: Batch, ahead: LayerState | None = None) -> torc
         if len(kept):
             rows = {"inputs_embeds": early[None, kept]}
             hidden[kept] = _run(_layers(decoder, slice(cut, None)), rows, remaining)
-    _put_together(batch, model.ranks)
+    _reduce_over_ranks(batch, model.ranks)
     return hidden
 
 
@@ -113,14 +113,14 @@ def _run(decoder: Any, rows: dict[str, torch.Tensor], batch: Batch) -> torch.Ten
 
 
 def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The last hidden states [rows, hidden] of the wanted rows, 0 elsewhere; of all other rows only the KV is needed.
+    """Runs the last layer: the wanted rows in full, all other rows only up to their KV.
 
-    before: [1, rows, hidden], behind all other layers.
+    before: [1, rows, hidden], after all other layers. Returns [rows, hidden], 0 for rows that are not wanted.
     """
     layer = decoder.layers[-1]
     number = layer.self_attn.layer_idx
     batch.states = {number: None}
-    seen, stored = _look(decoder, layer, before, batch), slice(len(batch.ids) - len(batch.slots), None)
+    seen, stored = _attention_inputs(decoder, layer, before, batch), slice(len(batch.ids) - len(batch.slots), None)
     batch.pool[number, 0].index_copy_(0, batch.slots, seen.k[stored])
     batch.pool[number, 1].index_copy_(0, batch.slots, seen.v[stored])
     hidden = torch.zeros_like(before[0])
@@ -133,9 +133,9 @@ def _last_layer(decoder: Any, before: torch.Tensor, batch: Batch) -> torch.Tenso
     return hidden
 
 
-def _look(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
-    """What a layer, the last of `batch.states`, gives its attention of rows [1, rows, hidden]; nothing attends."""
-    # Where each kind of layer has a RoPE of its own, it is asked for by the kind.
+def _attention_inputs(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> States:
+    """The inputs of a layer's attention for rows [1, rows, hidden]. The layer is the last of `batch.states`."""
+    # Some models have one RoPE per type of layer, chosen by the type.
     kind = () if hasattr(decoder.rotary_emb, "inv_freq") else (layer.self_attn.layer_type,)
     layer.self_attn(
         hidden_states=layer.input_layernorm(before),
@@ -148,8 +148,8 @@ def _look(decoder: Any, layer: Any, before: torch.Tensor, batch: Batch) -> State
     return seen
 
 
-def _put_together(batch: Batch, ranks: Ranks) -> None:
-    """What was seen of the attention of this rank's heads becomes what was seen of all heads'."""
+def _reduce_over_ranks(batch: Batch, ranks: Ranks) -> None:
+    """All-reduces probe scores and votes over tensor-parallel ranks."""
     for probe in batch.probes:
         ranks.total(probe.scores)
     for votes in batch.votes:
@@ -161,22 +161,22 @@ def _put_together(batch: Batch, ranks: Ranks) -> None:
 
 @torch.inference_mode()
 def shallow(model: Model, batch: Batch) -> Shallow:
-    """Runs layer 0 over the rows, and layer 1 up to its queries, keys and values. Writes what `batch.slots` says."""
+    """Runs layer 0 over the rows, and layer 1 up to its queries, keys and values. Writes layer 0's KV to the pool."""
     decoder, place = model.network.model, batch.positions[None]
     batch.states = {0: None, 1: None}
     first = _layers(decoder, slice(0, 1))
     hidden = first(input_ids=batch.ids[None], position_ids=place, use_cache=False, fusionkv_batch=batch)[0]
-    second, seen = _look(decoder, decoder.layers[1], hidden, batch), batch.states[0]
+    second, seen = _attention_inputs(decoder, decoder.layers[1], hidden, batch), batch.states[0]
     assert seen is not None
     return Shallow(hidden[0], seen, second)
 
 
 def _layers(decoder: Any, wanted: slice) -> Any:
-    """The decoder with some of its layers only, sharing their weights; without its last norm when layers follow."""
+    """A decoder of some of the layers, which shares their weights; without the final norm if more layers follow."""
     part = copy.copy(decoder)
     layers = list(decoder.layers)
     part._modules = {**decoder._modules, "layers": torch.nn.ModuleList(layers[wanted])}
-    if kinds := getattr(decoder.config, "layer_types", None):  # by the number among those that are there
+    if kinds := getattr(decoder.config, "layer_types", None):  # indexed by the layer's place in this decoder
         part.config = copy.copy(decoder.config)
         part.config.layer_types = kinds[wanted]
     if wanted.stop is not None:
@@ -186,7 +186,7 @@ def _layers(decoder: Any, wanted: slice) -> Any:
 
 @torch.inference_mode()
 def logits(model: Model, hidden: torch.Tensor) -> torch.Tensor:
-    """float32 [rows, vocabulary] of some rows' last hidden states."""
+    """Logits, float32 [rows, vocabulary], of last hidden states [rows, hidden]."""
     return model.network.lm_head(hidden).float()
 
 
@@ -201,7 +201,7 @@ def _attend(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
+    """Attention for transformers: query [1, q_heads, rows, head_dim], key and value [1, kv_heads, rows, head_dim]."""
     batch, layer = fusionkv_batch, module.layer_idx
     rotation = batch.rotations[layer]
     rows, fresh = query[0].transpose(0, 1), (key[0].transpose(0, 1), value[0].transpose(0, 1))

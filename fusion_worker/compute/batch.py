@@ -1,4 +1,4 @@
-"""What the engine has a model compute at once: rows of several requests, what they see, and what is looked at."""
+"""A ragged batch for one forward pass: rows of several requests, the keys that they see, and probes of attention."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from fusionkv.kernels.tempered_attention import Temper
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """What one layer's attention was given: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
+    """The inputs of one layer's attention: q [rows, q_heads, head_dim]; k, v [rows, kv_heads, head_dim]."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -26,9 +26,9 @@ class States:
 
 @dataclass(slots=True)
 class Probe:
-    """Sums up the attention of one span's rows into each position, over the given layers.
+    """Sums the attention of one span's rows to each position, over the given layers.
 
-    scores: float32 [last position + 1], complete when the forward is done.
+    scores: float32 [last position + 1], complete after the forward pass.
     """
 
     span: QuerySpan
@@ -41,9 +41,9 @@ class Probe:
 
 @dataclass(slots=True)
 class Votes:
-    """The attention of one span's rows into each position, by layer and KV head.
+    """The attention of one span's rows to each position, by layer and KV head.
 
-    layers: float32 [kv_heads, last position + 1] each, when the forward is done.
+    layers: float32 [kv_heads, last position + 1] for each layer, complete after the forward pass.
     """
 
     span: QuerySpan
@@ -58,7 +58,7 @@ class ReusedKV:
     shifts: torch.Tensor
 
     def part(self, start: int, stop: int) -> "ReusedKV":
-        """That of tokens `[start, stop)`, as far as they exist."""
+        """The KV of those tokens of `[start, stop)` that exist."""
         return ReusedKV(self.sources[start:stop], self.shifts[start:stop])
 
     def place(self, pool: torch.Tensor, first: int, targets: torch.Tensor, rotations: Sequence[Rotation]) -> None:
@@ -95,17 +95,17 @@ class LeavingRows:
 
 @dataclass(slots=True)
 class Batch:
-    """A ragged batch: token rows of several requests, one after another, and where their keys are and go.
+    """A ragged batch: token rows of several requests, concatenated, with the slots of their keys.
 
-    ids, positions: int64 [rows]; row i stands at positions[i].
-    slots: int64, of the pool: where the KV of the last len(slots) rows is written. Rows before them write nothing.
+    ids, positions: int64 [rows]; row i has position positions[i].
+    slots: int64, slots of the pool to which the KV of the last len(slots) rows is written. Other rows write no KV.
     pool: [layers, 2, slots, kv_heads, head_dim]. rotations: of each layer.
-    tempered: spans whose rows attend to their context otherwise; `spans` holds all others.
-    wanted: of each span, in the order of their rows, how many rows at its end are looked at in the last layer or
-        behind it; None for all.
+    tempered: spans whose rows attend to their context at a temperature; `spans` holds all others.
+    wanted: for each span, in the order of their rows, the number of rows at its end whose attention in the last
+        layer or last hidden state is used; None for all.
     leaving: of each span, in the order of their rows, its first rows that run through the first layers only, or None.
         All of them have the same depth, and all rows of the batch have slots. Empty if no rows leave.
-    states: layer -> what its attention was given, for the layers to be looked at; the last of them attends no more.
+    states: inputs of attention by layer, for the layers to record; the last of these layers computes no attention.
     """
 
     ids: torch.Tensor
@@ -123,7 +123,7 @@ class Batch:
 
     @property
     def narrows(self) -> bool:
-        """Whether less than half of the rows are wanted: for more, a pass of their own would hardly pay."""
+        """Whether less than half of the rows are wanted; with more, a separate pass would save little."""
         return self.wanted is not None and 2 * sum(self.wanted) < len(self.ids)
 
     @property
@@ -149,7 +149,7 @@ class Batch:
         return kept, replace(batch, slots=self.slots[kept], wanted=wanted)
 
     def narrowed(self) -> "tuple[torch.Tensor, Batch]":
-        """int64, the rows that are wanted, and a batch of those alone, which writes no KV. For one that `narrows`."""
+        """int64, the wanted rows, and a batch of only those, which writes no KV. Only for a batch that `narrows`."""
         assert self.wanted is not None
         return self._last(self.wanted)
 
@@ -160,9 +160,9 @@ class Batch:
     def _last(self, counts: Sequence[int]) -> "tuple[torch.Tensor, Batch]":
         """The last rows of each span, and a batch of them that writes no KV.
 
-        What earlier layers found out about the order of keys is taken over.
+        The order of keys that earlier layers computed is kept.
         """
-        new: dict[int, QuerySpan] = {}  # by where the old one ends
+        new: dict[int, QuerySpan] = {}  # by the `stop` of the old span
         at = 0
         for span, count in zip(self._all_spans(), counts, strict=True):
             if count:
@@ -187,12 +187,12 @@ class Batch:
         )
 
 
-_Look = TypeVar("_Look", Probe, Votes)
+_Observer = TypeVar("_Observer", Probe, Votes)
 
 
-def _moved(look: _Look, new: Mapping[int, QuerySpan]) -> _Look:
-    """The same look, with what it has seen so far, at rows that stand elsewhere in the batch."""
-    moved, span, to = copy.copy(look), look.span, new[look.span.stop]
+def _moved(observer: _Observer, new: Mapping[int, QuerySpan]) -> _Observer:
+    """The same probe or votes, with their results so far, for rows that moved in the batch."""
+    moved, span, to = copy.copy(observer), observer.span, new[observer.span.stop]
     moved.span = (
         to if span.rows == to.rows else QuerySpan(to.stop - span.rows, to.stop, span.positions, span.segments)
     )

@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Computes works of many requests together. `run` is called from the event loop, the rest is the thread's."""
+    """Computes jobs of many requests together. `run` is called from the event loop; all else runs on the thread."""
 
     def __init__(self, model: Model, pool: KVPool, config: WorkerConfig, tp: TPGroup | None = None) -> None:
-        """tp: the ranks that compute each step, when they are several."""
+        """tp: the ranks that compute each step; None for one rank."""
         self._model = model
         self._pool = pool
         self.tp = tp or TPGroup()
@@ -39,16 +39,16 @@ class Engine:
         self._thread.start()
 
     async def run(self, work: ForwardJob) -> Result:
-        """Computes a work. Cancelling the caller frees nothing too early: it returns when the step is over."""
+        """Computes a job. If the caller is cancelled, this returns only after the step: slots are not freed early."""
         self._scheduler.add(work)
         return await settled(work.future, work)
 
     def streaming(self) -> AbstractContextManager[None]:
-        """To be held while an answer is decoded, so that steps are short."""
+        """Keeps steps short while it is held; to be held while an answer is decoded."""
         return self._scheduler.streaming()
 
     def close(self) -> None:
-        """Ends the thread after the step it is in."""
+        """Ends the thread after its current step."""
         self._scheduler.close()
         self._thread.join()
 
@@ -58,33 +58,35 @@ class Engine:
                 self._compute(parts)
 
     def _compute(self, parts: list[ScheduledSlice]) -> None:
-        """A step. When it fails, its works are computed one by one, so that only what is at fault fails."""
+        """Computes a step. If it fails, its jobs are computed one by one, so that only the faulty job fails."""
         try:
             self.step(parts)
         except Exception as error:
             left = [part for part in parts if not part.work.future.done()]
             if len(parts) > 1:
                 log.warning(
-                    "a step of %d works failed and is done again one by one: %s", len(parts), logs.kind(error)
+                    "a step of %d jobs failed and is repeated one by one: %s",
+                    len(parts),
+                    logs.kind(error),
                 )
                 for part in left:
                     self._compute([part])
                 return
-            log.error("a work failed", exc_info=error)
+            log.error("a job failed", exc_info=error)
             for part in left:
                 part.work.abandoned = True
                 part.work.future.set_exception(error)
 
     def step(self, parts: list[ScheduledSlice]) -> None:
-        """One forward over the parts' rows, and one for each that goes alone; finished works get their results."""
+        """One forward pass over the parts' rows, and one for each part that runs alone; sets results of jobs."""
         for group in _groups(parts):
             if group[0].work.shallow:
-                self._look(group[0])
+                self._score_shallow(group[0])
             else:
                 self._advance(group)
 
     def _advance(self, parts: list[ScheduledSlice]) -> None:
-        """Runs the parts' rows through all layers, or all that are left of them."""
+        """Runs the parts' rows through all layers, or through all remaining layers."""
         step = self._assemble(parts)
         hidden = self.tp.step(partial(forward, self._model, step.batch, parts[0].work.ahead))
         last = {part.work: span for part, span in zip(parts, step.spans, strict=True) if part.last}
@@ -101,7 +103,7 @@ class Engine:
             work.future.set_result(result)
 
     def _predict(self, spans: dict[ForwardJob, QuerySpan], hidden: torch.Tensor) -> dict[ForwardJob, torch.Tensor]:
-        """Logits of the last rows of works that are sampled from or want some."""
+        """Logits of the last rows, for jobs that sample a token or want logits."""
         counts = {work: max(work.logits, int(work.sampler is not None)) for work in spans}
         wanted = {work: count for work, count in counts.items() if count}
         if not wanted:
@@ -110,12 +112,12 @@ class Engine:
         found = logits(self._model, hidden[torch.cat(rows).to(hidden.device)])
         return dict(zip(wanted, found.split(list(wanted.values())), strict=True))
 
-    def _look(self, part: ScheduledSlice) -> None:
-        """Runs a work's rows through layer 0 and scores its tokens by what they are there."""
+    def _score_shallow(self, part: ScheduledSlice) -> None:
+        """Runs a job's rows through layer 0 and scores its tokens by their states there."""
         work, step = part.work, self._assemble([part])
         assert isinstance(work.probe, ShallowProbe)
         found, scores = self.tp.step(partial(work.probe.look, self._model, step.batch))
-        # What goes on from layer 1 has heads on every rank: a layer more costs less than their way here and back.
+        # States have heads on every rank: computing layer 0 again costs less than moving the states here and back.
         alone = self._model.ranks.count == 1
         work.future.set_result(Result(scores=scores, shallow=found if alone else None))
 
@@ -152,7 +154,7 @@ class Engine:
         return _Step(batch, spans, probes, votes)
 
     def _wanted(self, part: ScheduledSlice) -> int:
-        """How many rows at the end of a part are looked at in the last layer or behind it."""
+        """Number of rows at the end of a part whose attention in the last layer or last hidden state is used."""
         work, last = part.work, self._model.kv.layers - 1
         probed = work.probe and not isinstance(work.probe, ShallowProbe) and last in work.probe
         if probed:
@@ -161,7 +163,7 @@ class Engine:
 
 
 def _groups(parts: Sequence[ScheduledSlice]) -> list[list[ScheduledSlice]]:
-    """Parts that run through the layers together: those whose first rows leave at the same depth, and all others."""
+    """Parts that run through the layers together, by the depth at which their first rows leave; others join one."""
     by_depth: dict[int | None, list[ScheduledSlice]] = {}
     for part in parts:
         if not part.work.alone:
@@ -179,7 +181,7 @@ def _leaving(parts: Sequence[ScheduledSlice]) -> list[LeavingRows | None]:
 
 
 class _Step(NamedTuple):
-    """A batch and, by part or work, what belongs to it."""
+    """A batch, the span of each part, and the probe or votes of each job."""
 
     batch: Batch
     spans: list[QuerySpan]

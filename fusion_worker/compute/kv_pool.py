@@ -1,10 +1,10 @@
-"""The paged KV pool on the device: chunk pages shared by requests, fresh pages of their own.
+"""The paged KV pool on the device: chunk pages shared by requests, and fresh pages of single requests.
 
-Bookkeeping belongs to one thread, the event loop's; the engine and loader threads write only to slots that a
-bookkeeping call gave out. Who owns a slot:
+Only the event loop's thread allocates and frees; the engine and loader threads write only to allocated slots. Each
+slot has one owner:
 
     free      in `_free`
-    chunk     in a PooledChunk's runs; written once by its loader, then read only; evictable when nobody pins it
+    chunk     in a PooledChunk's runs; written once by its loader, then read only; evictable while it has no pins
     fresh     in the runs that `reserve` returned, until `release`
 """
 
@@ -27,7 +27,7 @@ from fusionkv.protos.runtime.errors import ResourceExhausted
 
 @dataclass(frozen=True, slots=True)
 class SlotRange:
-    """Slots `[start, start + length)`, next to each other."""
+    """Contiguous slots `[start, start + length)`."""
 
     start: int
     length: int
@@ -35,7 +35,7 @@ class SlotRange:
 
 @dataclass(slots=True, eq=False)
 class PooledChunk:
-    """A chunk's KV in the pool. `ready` is set when its bytes are; it fails for all who wait when loading fails."""
+    """A chunk's KV in the pool. `ready` is set once the KV is written, or to the error if loading fails."""
 
     key: bytes
     tokens: int
@@ -47,7 +47,7 @@ class PooledChunk:
 
 @dataclass(slots=True, weakref_slot=True)
 class KVPool:
-    """Slots of KV for one token each, given out in runs of whole pages."""
+    """Slots, each with the KV of one token, allocated in runs of whole pages."""
 
     shape: KVShape
     page_tokens: int
@@ -73,11 +73,11 @@ class KVPool:
         return cls(shape, page_tokens, pages, kv, [SlotRange(0, slots)])
 
     def own(self, model: Model) -> list[Any]:
-        """What each of several ranks has of its own (`TPGroup.own`)."""
+        """The objects that each rank has its own copy of (`TPGroup.own`)."""
         return [self, self.kv, model, model.rotations]
 
     def slots_for(self, tokens: int) -> int:
-        """Slots that `tokens` tokens take: whole pages."""
+        """Number of slots that `tokens` tokens take, in whole pages."""
         return -(-tokens // self.page_tokens) * self.page_tokens
 
     @property
@@ -86,7 +86,7 @@ class KVPool:
 
     @property
     def idle(self) -> int:
-        """Slots of chunks that nobody pins."""
+        """Number of slots of chunks without pins, which can be evicted."""
         return sum(self.slots_for(r.tokens) for r in self._residents.values() if r.pins == 0 and r.ready.done())
 
     @property
@@ -95,16 +95,16 @@ class KVPool:
 
     @asynccontextmanager
     async def admission(self) -> AsyncIterator[None]:
-        """The turn to take room, first come first served.
+        """The turn to allocate, first come first served.
 
-        Only its holder pins chunks and waits for room, so what it waits for is held by requests that run, and they
-        end. Two waiters with pins of their own could wait for each other for ever.
+        Only its holder pins chunks and waits for room, so the slots that it waits for belong to running requests,
+        which end. Two waiters that both hold pins could deadlock.
         """
         async with self._turn:
             yield
 
     async def room(self, new: Sequence[int], pinned: Sequence[int] = ()) -> None:
-        """Waits until runs of the token counts `new` can all be taken, beside the caller's `pinned` chunks.
+        """Waits until runs of all token counts `new` can be allocated, beside the caller's `pinned` chunks.
 
         Raises:
             ResourceExhausted: they don't fit even an empty pool.
@@ -116,7 +116,7 @@ class KVPool:
                 f"the request needs {total} tokens of KV and the pool holds {self.capacity}: raise pool_bytes to "
                 f"{total * self.shape.token_bytes}, or send a shorter prompt"
             )
-        # Every chunk of the pool is looked at only when there is not room enough without them.
+        # `idle` visits every chunk of the pool, so it is computed only if the free slots do not suffice.
         while self.free < need and self.free + self.idle < need:
             self._changed.clear()
             await self._changed.wait()
@@ -130,15 +130,15 @@ class KVPool:
         return resident
 
     def add(self, key: bytes, tokens: int, base: int) -> PooledChunk:
-        """Room for a chunk, pinned and not ready: the caller loads it and settles `ready`.
+        """Allocates a chunk, pinned and not ready: the caller loads it and settles `ready`.
 
         Raises:
-            ResourceExhausted: no room, which `room` rules out.
+            ResourceExhausted: no room; can't happen after `room`.
         """
         resident = PooledChunk(
             key, tokens, base, self._take(tokens), asyncio.get_running_loop().create_future(), pins=1
         )
-        # Whoever waits sees the failure; when nobody does, it is no error of the loop's.
+        # Waiters see the failure; without any, the event loop must not report it as never retrieved.
         resident.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         if (failed := self._residents.get(key)) is not None:
             self.hide(failed)
@@ -158,24 +158,24 @@ class KVPool:
         self._changed.set()
 
     def hide(self, resident: PooledChunk) -> None:
-        """Nobody finds the chunk any more; its slots are free when the last pin is gone."""
+        """Makes `find` miss the chunk from now on; its slots become free with its last pin."""
         if self._residents.get(resident.key) is resident:
             del self._residents[resident.key]
             self._hidden.add(resident)
 
     def clear(self) -> None:
-        """Evicts every chunk that nobody pins."""
+        """Evicts every chunk without pins."""
         for resident in [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]:
             self._drop(resident)
 
     def reserve(self, tokens: int) -> tuple[SlotRange, ...]:
-        """Fresh slots for a request, as few runs as the free list allows."""
+        """Allocates fresh slots for a request, in as few runs as the free list allows."""
         runs = self._take(tokens)
         self._fresh += sum(run.length for run in runs)
         return runs
 
     def release(self, runs: Sequence[SlotRange]) -> None:
-        """Gives fresh slots back."""
+        """Frees fresh slots."""
         self._fresh -= sum(run.length for run in runs)
         self._give(runs)
 
@@ -187,7 +187,7 @@ class KVPool:
 
     def _take(self, tokens: int) -> tuple[SlotRange, ...]:
         need = self.slots_for(tokens)
-        # Least recently used first. A run that fits in one piece is worth more evictions: one segment, not many.
+        # Evicts the least recently used chunks first.
         idle = [] if self.free >= need else [r for r in self._residents.values() if r.pins == 0 and r.ready.done()]
         while self.free < need:
             if not idle:
@@ -221,10 +221,10 @@ class KVPool:
         self._changed.set()
 
     def check_integrity(self, idle: bool = False) -> None:
-        """Every slot has exactly one owner; with `idle`, nothing is pinned or reserved.
+        """Checks that every slot has exactly one owner and, with `idle`, that nothing is pinned or reserved.
 
         Raises:
-            AssertionError: it is not so.
+            AssertionError: a check failed.
         """
         chunks = (*self._residents.values(), *self._hidden)
         owned = sorted([*self._free, *(run for r in chunks for run in r.runs)], key=lambda r: r.start)
@@ -238,9 +238,9 @@ class KVPool:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not empty: no slot ever holds a NaN that a weight of 0 keeps.
+    """Zeros, not uninitialised memory: a NaN in a slot would remain NaN at an attention weight of 0.
 
-    On the CPU they are the kernel's own, which take memory where they are written to; torch would write all of them.
+    On a CPU the pages come zeroed from the kernel and take memory once written; torch would write all of them.
     """
     if device.type != "cpu":
         return torch.zeros(*shape, dtype=dtype, device=device)

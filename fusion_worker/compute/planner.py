@@ -1,4 +1,4 @@
-"""Makes a prompt's context as its recipe says: scores the stale tokens, chooses some, lays out what the rows see."""
+"""Plans a prompt's prefill by its recipe: scores stale tokens, chooses those to recompute, lays out the segments."""
 
 import asyncio
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from fusionkv.protos.runtime.errors import FailedPrecondition
 
 @dataclass(slots=True)
 class Scored:
-    """Scores of all positions before the question; what the rows behind layer 0 are, if that was computed."""
+    """Scores of all positions before the question; the rows' states after layer 0, if scoring computed them."""
 
     scores: torch.Tensor
     rows: int
@@ -43,7 +43,7 @@ class Scored:
 
 
 class Planner:
-    """Chooses what to recompute. Its works run beside those of other requests."""
+    """Chooses the tokens to recompute. Its jobs share steps with those of other requests."""
 
     def __init__(self, model: Model, engine: Engine, auxiliary: Auxiliary | None = None) -> None:
         self._model = model
@@ -51,7 +51,7 @@ class Planner:
         self._auxiliary = auxiliary
 
     def check(self, recipe: Recipe, chunks: int) -> None:
-        """Raises FailedPrecondition when the model can't follow the recipe with this many chunks."""
+        """Raises FailedPrecondition if the model can't follow the recipe with this many chunks."""
         if recipe.needs == FreshLayer() and self._model.kv.layers < 2:
             raise FailedPrecondition(f"{self._model.name} has one layer; {recipe.name} scores tokens at a second")
         if recipe.needs == SecondModel() and self._auxiliary is None:
@@ -85,14 +85,14 @@ class Planner:
             )
 
     def plain(self, placement: PromptLayout, prompt: Prompt) -> PrefillPlan:
-        """Nothing reused: every token is a row."""
+        """A plan that reuses nothing: every token is a row."""
         everything = torch.arange(prompt.question_start)
         stale = everything >= len(prompt.system)
         chosen = everything[stale]
         return self._fused(placement, (), torch.arange(prompt.tokens), prompt.ids, chosen, stale)
 
     def score_early(self, prompt: Prompt, recipe: Recipe, ratio: float) -> "asyncio.Task[Scored] | None":
-        """Scores that need nothing of the primary's KV, computed while that loads; None when there are no such."""
+        """Starts scoring that needs no KV of the primary model, while that KV loads; None if the recipe has none."""
         selector = recipe.select
         if selector is None or selector.needs != SecondModel() or not 0.0 < ratio < 1.0:
             return None
@@ -101,14 +101,14 @@ class Planner:
             return Scored(selector.scores(await self._auxiliary_attention(prompt)), rows=0)
 
         task = asyncio.create_task(score())
-        # When loading fails, nobody asks for them any more.
+        # If loading fails, the scores are not awaited; this marks their error as seen.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
 
     async def score(
         self, placement: PromptLayout, prompt: Prompt, selectors: Sequence[Selector[Any]]
     ) -> list[Scored]:
-        """Scores by selectors that need the same, from one look at it; they hold for every ratio."""
+        """Scores by selectors of equal `needs`, whose input is computed once. Scores are valid for every ratio."""
         seen: ChunkPlaces | torch.Tensor
         match selectors[0].needs:
             case Nothing():
@@ -118,16 +118,16 @@ class Planner:
             case SecondModel():
                 seen, rows = await self._auxiliary_attention(prompt), 0
             case FreshLayer():
-                # Scored where the states are, on every rank.
+                # Each rank scores the states that it holds.
                 return await self._score_at_layer_1(placement, prompt, selectors)
         return [Scored(selector.scores(seen), rows) for selector in selectors]
 
     async def fuse(
         self, placement: PromptLayout, prompt: Prompt, recipe: Recipe, ratio: float, scored: Scored | None = None
     ) -> PrefillPlan:
-        """The prompt's parts, placed and ready, with `ratio` of the context to be recomputed.
+        """The plan that recomputes `ratio` of the context. The prompt's parts are placed and ready.
 
-        scored: what `score` gave for the same parts; without it they are scored now, if there is a choice.
+        scored: the result of `score` for the same parts; None scores them now, if the ratio leaves a choice.
         """
         if recipe.adapt is None or not 0.0 < ratio < 1.0:
             return await self._fuse(placement, prompt, recipe, ratio, scored)
@@ -138,7 +138,7 @@ class Planner:
 
         async def more() -> PrefillPlan:
             fused = await self._fuse(placement, prompt, recipe, ratio, scored)
-            # What both begin with was computed once.
+            # Scoring was computed once for both plans.
             again = scored.rows if scored is not None else 0
             fused.scored_rows += len(first.ids) + max(0, first.scored_rows - again)
             return fused
@@ -160,7 +160,7 @@ class Planner:
             chosen = recipe.choose.choose(scored.scores, stale, count)
         fresh = torch.zeros_like(stale)
         fresh[chosen] = True
-        # With nothing stale left this is full attention, whatever the recipe.
+        # With no stale token left, every recipe is full attention.
         reuses = len(chosen) < stale_tokens
         links = Links.behind(prompt, self._model.links, recipe.links if reuses else 0)
         parts = masked(placement.parts, fresh, self._model.device)
@@ -180,11 +180,11 @@ class Planner:
             fused.temper = Temper(low, high, recipe.attend.temperature, recipe.attend.scale)
         if scored is not None:
             fused.scores, fused.scored_rows = scored.scores, scored.rows
-            # What is kept is voted for in every layer, layer 0 too, which rows that go on from layer 1 have left; and
-            # link tokens have not been through layer 0.
-            stays = recipe.keep is None and not fused.links
-            if recipe.from_layer_1 and stays and scored.shallow is not None:
-                fused.ahead = _go_on(scored.shallow, stale, chosen)
+            # SnapKV's votes need every layer, and rows that continue from layer 1 skip layer 0. Link tokens have no
+            # states after layer 0.
+            can_continue = recipe.keep is None and not fused.links
+            if recipe.from_layer_1 and can_continue and scored.shallow is not None:
+                fused.ahead = _continued(scored.shallow, stale, chosen)
         return fused
 
     def _fused(
@@ -203,7 +203,7 @@ class Planner:
         return (await self.score(placement, prompt, [recipe.select]))[0]
 
     async def _attention(self, placement: PromptLayout, prompt: Prompt, needs: CachedAttention) -> torch.Tensor:
-        """float32 [question_start], as `CachedAttention` says."""
+        """float32 [question_start], as defined by `CachedAttention`."""
         question = torch.arange(prompt.question_start, prompt.tokens)
         layers = needs.of(self._model.kv.layers)
         result = await self._run(prompt, placement, question, placement.segments, probe=layers, unstored=0)
@@ -223,7 +223,7 @@ class Planner:
         return [Scored(each, len(rows), result.shallow) for each in found]
 
     async def _auxiliary_attention(self, prompt: Prompt) -> torch.Tensor:
-        """float32 [question_start], as `SecondModel` says."""
+        """float32 [question_start], as defined by `SecondModel`."""
         assert self._auxiliary is not None
         return await self._auxiliary.scores(prompt)
 
@@ -242,7 +242,7 @@ class Planner:
             ForwardJob(
                 ids=prompt.ids[positions].to(device),
                 positions=positions.to(device),
-                # The question's keys are written again by the prefill proper: the same slots serve.
+                # The prefill itself writes the question's keys again, to the same slots.
                 runs=placement.fresh,
                 seen=seen,
                 unstored=unstored,
@@ -260,7 +260,7 @@ def _places(placement: PromptLayout, prompt: Prompt) -> ChunkPlaces:
 
 
 def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
-    """bool [question_start]: tokens whose KV is not what full attention gives."""
+    """bool [question_start]: tokens whose reused KV differs from that of full attention."""
     stale = torch.zeros(prompt.question_start, dtype=torch.bool)
     for part in placement.parts:
         if not (part.wanted.is_system or part.wanted.lossless):
@@ -269,7 +269,7 @@ def _stale(placement: PromptLayout, prompt: Prompt) -> torch.Tensor:
 
 
 def _hidden(seen: Sequence[KVSegment], device: torch.device) -> ReusedKV:
-    """The reused KV that segments hide, by position: that of the chosen tokens."""
+    """The reused KV of the chosen tokens, which the segments hide, in the order of positions."""
     slots, shifts = list[torch.Tensor](), list[torch.Tensor]()
     for segment in seen:
         if segment.hidden is not None:
@@ -279,8 +279,8 @@ def _hidden(seen: Sequence[KVSegment], device: torch.device) -> ReusedKV:
     return ReusedKV(torch.cat(slots).to(device), torch.cat(shifts).to(device))
 
 
-def _go_on(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> LayerState:
-    """The chosen tokens and the question, out of all stale tokens and the question."""
+def _continued(shallow: Shallow, stale: torch.Tensor, chosen: torch.Tensor) -> LayerState:
+    """States of the chosen tokens and the question; `shallow` has those of all stale tokens and the question."""
     row = stale.cumsum(0) - 1
     question = torch.arange(int(stale.sum()), len(shallow.hidden))
     return shallow.of(torch.cat([row[chosen], question]).to(shallow.hidden.device))

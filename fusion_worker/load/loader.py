@@ -1,4 +1,4 @@
-"""Brings a prompt's parts into the pool: fetched from the cache service, or encoded here and put back there."""
+"""Loads a prompt's parts into the pool: fetched from the cache service, or encoded here and stored there."""
 
 import asyncio
 import itertools
@@ -41,7 +41,7 @@ Fresh = Callable[[int], int]
 
 
 class Loader:
-    """The worker's use of the cache service. Belongs to the event loop's thread."""
+    """The worker's access to the cache service. Used only on the event loop's thread."""
 
     def __init__(
         self, config: WorkerConfig, model: Model, pool: KVPool, engine: Engine, cache: CacheClient | None
@@ -59,7 +59,7 @@ class Loader:
         self.storage = Storage(pool, config.store, engine.tp)
         self._correcting = Correcting(model, pool, engine.tp)
         self._signer = signer = Signer(config.signing_keys) if config.signing_keys else None
-        # In host memory signatures are verified, and ranks get their heads from there.
+        # GPUDirect bypasses host memory, where signatures are verified and from which ranks get their heads.
         direct = cache and signer is None and engine.tp.ranks.count == 1
         self._direct = DirectReader.find(self.storage) if direct else None
         self.locator = Lookups(self.storage, cache, config.lookup_timeout, signer)
@@ -69,18 +69,18 @@ class Loader:
         self.namespace = lru_cache(maxsize=1024)(partial(keys.namespace, model.fingerprint, settings))
 
     def laid(self, prompt: Prompt, encode: Encode | None) -> Prompt:
-        """The prompt with what stands for its chunks when they are encoded so."""
+        """The prompt with its chunks as they are encoded by `encode`, such as anchor tokens."""
         return laid(prompt, encode, self._model.anchors)
 
     async def settle(self) -> None:
-        """Waits until nothing is being loaded or put."""
+        """Waits until no load and no write is running."""
         if self._loads:
             await asyncio.wait(self._loads.values())
         if self.putter is not None:
             await self.putter.settle()
 
     async def close(self) -> None:
-        """Settles, then ends the writers."""
+        """Settles, then closes the writers."""
         await self.settle()
         if self.putter is not None:
             self.putter.close()
@@ -89,7 +89,7 @@ class Loader:
 
     @asynccontextmanager
     async def plain(self, tokens: int) -> AsyncIterator[PromptLayout]:
-        """Fresh slots for `tokens` tokens, nothing reused.
+        """Fresh slots for `tokens` tokens, without reused parts.
 
         Raises:
             ResourceExhausted: they don't fit the pool.
@@ -106,12 +106,12 @@ class Loader:
         encode: Encode = ISOLATED,
         correction: Correction | None = None,
     ) -> AsyncIterator[PromptLayout]:
-        """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all given back on leaving.
+        """The prompt's parts in the pool and `fresh(stale tokens)` fresh slots; all released on exit.
 
-        prompt: as `laid` for `encode`. encode, correction: as for `Lookups.prompt`.
+        prompt: as returned by `laid` for `encode`. encode, correction: as for `Lookups.prompt`.
 
         Raises:
-            CacheFault: the cache service failed, so that its bytes are out of reach or in doubt.
+            CacheFault: the cache service failed, or its bytes are not trusted.
             ResourceExhausted: the prompt does not fit the pool.
         """
         budget = Deadline(self._config.cache_seconds)
@@ -120,7 +120,7 @@ class Loader:
             try:
                 placement = await self._bring(stack, *how)
             except EntryGone as gone:
-                log.debug("looked up once more: %s", gone)
+                log.debug("looking up again: %s", gone)
                 await stack.aclose()
                 stages.start_over()
                 placement = await self._bring(stack, *how)
@@ -136,7 +136,7 @@ class Loader:
         correction: Correction | None,
         budget: Deadline,
     ) -> PromptLayout:
-        """As `prompt`, for as long as `stack` is open."""
+        """Looks up and loads the parts as `prompt` does; `stack` releases them."""
         namespace = self.namespace(prompt.tenant)
         leased = await stack.enter_async_context(AsyncExitStack())
         with tracer.start_as_current_span("fusionkv.lookup") as span, stages.clock("lookup"):
@@ -157,7 +157,7 @@ class Loader:
         return placement
 
     async def _fetched(self, placement: PromptLayout, left: float) -> None:
-        """Waits for what is fetched; a cache that is slow over all of it costs no more than is allowed."""
+        """Waits for all fetches together, for at most the fetch timeout and the time that is left for the cache."""
         most = min(self._fetch_timeout, left)
         try:
             async with asyncio.timeout(most):
@@ -167,7 +167,7 @@ class Loader:
 
     @asynccontextmanager
     async def parts(self, wanted: Sequence[ChunkSource]) -> AsyncIterator[PromptLayout]:
-        """These parts in the pool, ready, for the caller to store; given back on leaving. Raises as `prompt` does."""
+        """These parts in the pool, ready, for the caller to store; released on exit. Raises as `prompt` does."""
         async with self._admit(wanted, 0, Stages(), b"") as placement:
             await _ready(part.resident for part in placement.parts)
             yield placement
@@ -189,9 +189,9 @@ class Loader:
     async def _admit(
         self, wanted: Sequence[ChunkSource], fresh: int, stages: Stages, namespace: bytes
     ) -> AsyncIterator[PromptLayout]:
-        """Takes room for all at once, pins what is there, starts what is not.
+        """Allocates room for all parts at once, pins resident parts, and starts loading the others.
 
-        What is encoded is stored in the background under `namespace`, unless that is empty.
+        Encoded parts are stored in the background under `namespace`, unless that is empty.
         """
         pool = self._pool
         residents: dict[bytes, PooledChunk] = {}
@@ -234,7 +234,7 @@ class Loader:
     def _start(
         self, part: LoadedChunk, before: Sequence[LoadedChunk], stages: Stages, namespace: bytes, number: int
     ) -> None:
-        """Loads a part in a task of its own: other requests may wait for it when this one is gone."""
+        """Loads a part in a separate task: other requests may wait for the part after this one has ended."""
         for p in (part, *before):
             self._pool.pin(p.resident)
         self._spans.begin(part)
@@ -244,22 +244,22 @@ class Loader:
         task.add_done_callback(lambda _: self._ended(part, before, scratch))
 
     def _ended(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
-        """Lets go of what a load held: here, since one that is cancelled before its first step does nothing."""
+        """Releases the slots and pins of a load; a callback, as a task cancelled before its first step never runs."""
         del self._loads[part.resident]
         self._pool.release(scratch)
         self._spans.end(part.resident)
         if not part.resident.ready.done():
-            part.resident.ready.set_exception(CacheFault("nobody waits any more"))
+            part.resident.ready.set_exception(CacheFault("the load was cancelled: no request waits for it"))
         self._pool.unpin(part.resident)
         for p in before:
             self._unpin(p.resident)
 
     def _unpin(self, resident: PooledChunk) -> None:
-        """Ends a use; the load of what nobody else waits for is ended with it."""
+        """Unpins a chunk, and cancels its load if no other request waits for it."""
         self._pool.unpin(resident)
         load = self._loads.get(resident)
         if resident.pins == 1 and load is not None and not resident.ready.done():
-            # Its slots stay taken until the load has let go of them.
+            # Its slots stay allocated until the load has ended.
             self._pool.hide(resident)
             load.cancel()
 
@@ -290,20 +290,20 @@ class Loader:
             ready.set_result(None)
         except ServiceError as error:
             entry = part.wanted.entry
-            # A lease keeps what the cache service has itself: that such an entry is gone is a fault.
+            # A lease keeps entries of local tiers, so only an entry of the remote tier can disappear without a fault.
             gone = isinstance(error, NotFound) and entry is not None and entry.tier == "remote"
             ready.set_exception((EntryGone if gone else CacheFault)(f"fetch failed: {error}"))
         except Exception as error:
             ready.set_exception(error)
 
     async def fetch(self, part: LoadedChunk, stages: Stages) -> None:
-        """Brings a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
+        """Fetches a part's bytes into its slots. Raises as `CacheClient.fetch` and `Signer.verify` do."""
         entry = part.wanted.entry
         assert entry is not None
         assert self._cache is not None
         buffer = await self._direct.fetch(self._cache, entry, self._fetch_timeout) if self._direct else None
         trace.get_current_span().set_attribute("fusionkv.direct", buffer is not None)
-        # What is verified has to be a copy: the service may write to its memory at any time.
+        # Signatures are verified on a copy: the service may write to shared memory at any time.
         near = buffer is None and self._signer is None
         if not near or not await shared_memory.copied(self._cache, entry, self.storage, part.resident):
             if buffer is None:
@@ -311,12 +311,12 @@ class Loader:
                 await self._cache.fetch(entry, buffer.numpy().data, timeout=self._fetch_timeout)
                 if self._signer is not None:
                     await self._signer.verify(self._cache, entry, buffer.numpy().data)
-            # Also when this task is cancelled: its slots are not to be given away while they are written to.
+            # Runs to its end even if this task is cancelled: slots must not be freed while they are written to.
             await to_the_end(asyncio.to_thread(self.storage.put_in, part.resident, buffer))
         stages.bytes_fetched += entry.size
 
     async def _encode(self, part: LoadedChunk, before: Sequence[LoadedChunk], scratch: Sequence[SlotRange]) -> None:
-        """Computes a part's KV behind the parts before it, straight into its pages."""
+        """Computes a part's KV after the parts before it, directly into its pages."""
         if isinstance(part.wanted.chunk, AnchoredChunk):
             await part.wanted.chunk.encode(part.resident, before, scratch, self._engine, self._model)
             return

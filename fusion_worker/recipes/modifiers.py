@@ -200,7 +200,7 @@ def _modified(recipe: Recipe, term: str) -> Recipe:
     modifier = MODIFIERS.get(match[1]) if match else None
     if match is None or modifier is None:
         named = ", ".join(MODIFIERS)
-        raise InvalidArgument(f"unknown modifier {term[:40]!r} of a recipe; known: {named}")
+        raise InvalidArgument(f"unknown recipe modifier {term[:40]!r}; known: {named}")
     if recipe.lossless:
         raise InvalidArgument(
             f"{recipe.name} is full attention and takes no modifiers such as {term}; other recipes equal full "

@@ -6,8 +6,10 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from fusionkv.gateway.cli import flags
+from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
 from fusionkv.protos.runtime.settings import SettingsError, positive, share
@@ -34,14 +36,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["serve"] and given[1:2] and given[1] in MODULES:
         # Replace this process by the service, which parses its own flags.
-        # -P: otherwise a folder `kernels` in the working directory would shadow a package of that name.
-        os.execv(sys.executable, [sys.executable, "-P", "-m", MODULES[given[1]], *given[2:]])
+        _replace(f"serve {given[1]}", MODULES[given[1]], given[2:])
     if given and given[0] in APART:
         of_corpus = given[0] == "check" and any(flag.partition("=")[0] == "--corpus" for flag in given)
-        module = _CHECK_CORPUS if of_corpus else APART[given[0]]
-        os.execv(sys.executable, [sys.executable, "-P", "-m", module, *given[1:]])
+        _replace(given[0], _CHECK_CORPUS if of_corpus else APART[given[0]], given[1:])
     args = _parser().parse_args(given)
-    return _run(args)
+    try:
+        return _run(args)
+    except ModuleNotFoundError as error:
+        print(missing_package(args.command, error), file=sys.stderr)
+        return 1
+
+
+def _replace(command: str, module: str, flags: Sequence[str]) -> NoReturn:
+    """Replaces this process by one that runs the module."""
+    os.execv(sys.executable, launched(command, module, flags))
 
 
 def _run(args: argparse.Namespace) -> int:

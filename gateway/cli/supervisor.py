@@ -16,6 +16,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker.client import WorkerClient
+from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.runtime import process, rpc, settings
@@ -45,7 +46,7 @@ class Child:
         self.name = name
         self._plain = plain
         self._awaited = {f"fusionkv-{name}", *listeners}
-        self._argv = [sys.executable, "-P", "-m", module, *flags]
+        self._argv = launched(f"serve {name}", module, flags)
         self._process: asyncio.subprocess.Process | None = None
         self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
         self._reading: asyncio.Task[None] | None = None

@@ -1,1 +1,1 @@
-"""The same operations on a CPU."""
+"""Attention kernels for CPUs."""

@@ -13,9 +13,9 @@ _ROUNDS, _PRODUCTS = 5, 4
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype to compute in, for many rows of vectors stored in `dtype`.
 
-    float16 becomes float32: it would overflow, and few CPUs compute in it. bfloat16 stays bfloat16 where its products
-    are faster, which is measured once (4 ms). With AMX they are several times faster. Without it, an Emerald Rapids
-    core reaches 185 GFLOPS in float32 and 100 in bfloat16.
+    float16 becomes float32: float16 would overflow, and few CPUs compute in it. bfloat16 stays bfloat16 where its
+    matrix products are faster than float32's, which is measured once (4 ms). With AMX they are several times faster;
+    without it, an Emerald Rapids core reaches 185 GFLOPS in float32 and 100 in bfloat16.
     """
     if dtype == torch.float16:
         return torch.float32
@@ -26,7 +26,7 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @torch.inference_mode()
 def _seconds(dtype: torch.dtype) -> float:
-    """The shortest time of some products of the size that attention computes at once."""
+    """The shortest time of several matrix products of the size that attention computes in one block."""
     rows, keys = torch.ones(1, 256, 64, dtype=dtype), torch.ones(1, 64, 512, dtype=dtype)
     product: Callable[[], torch.Tensor] = lambda: torch.bmm(rows, keys)  # noqa: E731
     shortest = float("inf")

@@ -1,9 +1,10 @@
-"""Decoding on a CPU: a few rows of many requests over keys where they lie, no key copied or turned.
+"""Decode attention on a CPU: few rows of many requests over keys in the pool, without copying or rotating keys.
 
-The rows are turned back by each segment's shift instead. Each segment gives a partial softmax and its log-sum-exp, by
-which they merge (as flash-decoding does). Requests that share a chunk share one pass over it, each turned by a shift
-of its own. For one row over 8k keys in 18 segments that is 1.9 times faster than laying the keys out in prompt order
-(`bench/kernels/cpu.py`); with more rows than a few the other way is faster.
+The query rows are rotated back by each segment's shift instead. Each segment yields a partial softmax and its
+log-sum-exp, with which the segments are merged, as in flash-decoding. Requests that share a chunk share one pass over
+its keys, each request's rows rotated by its own shift. For one row over 8k keys in 18 segments this is 1.9 times
+faster than gathering the keys in prompt order (`bench/kernels/cpu.py`); with more than MOST_ROWS rows, gathering is
+faster.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,9 +22,9 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class _Run(NamedTuple):
-    """`length` slots from `start` on, which `rows` turned rows of a KV head read, from `first` on.
+    """Slots `[start, start + length)`, read by the rotated rows `[first, first + rows)` of a KV head.
 
-    bias: 0 or -inf [1, 1, rows, length]; None where every row sees all of them.
+    bias: 0 or -inf [1, 1, rows, length]; None if every row sees all slots.
     """
 
     first: int
@@ -34,13 +35,13 @@ class _Run(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What some rows look at, the same in all layers. A row is turned once for every segment that it looks into.
+    """The slots that rows read, the same in all layers. A row is rotated once for each segment that it reads.
 
-    row: int64 [turned]: which of the batch's rows a turned row is.
+    row: int64 [turned]: index in the batch of each rotated row.
     cos, sin: float32 [turned, 1, rotary_dim / 2], for `Rotation.apply`.
-    blind: bool [1 + turned]: rows that see nothing of their segment; first one that is none.
-    rows: int64 [rows]: the batch's rows that these are.
-    merged: int64 [rows, most]: the turned rows of each, as numbers in `blind`; 0 where there are fewer.
+    blind: bool [1 + turned]: rotated rows that see no key of their segment; entry 0 is padding.
+    rows: int64 [rows]: indices in the batch of the rows that are computed.
+    merged: int64 [rows, most]: indices in `blind` of each row's rotated rows, padded with 0.
     """
 
     runs: list[_Run]
@@ -63,7 +64,7 @@ def attention(
     window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """As `sparse_attention`, of the spans `few` of the batch `spans`; writes their rows of `out`."""
+    """`sparse_attention` for the spans `few` of the batch `spans`; writes their rows of `out`."""
     kv_heads = k_pool.shape[1]
     groups = q.shape[1] // kv_heads
     key = ("decode", tuple(span.start for span in few), rotation, groups, window, q.dtype)
@@ -74,15 +75,15 @@ def attention(
     # [1, kv_heads, turned * groups, dim]: the heads of a group, and of all requests, share one pass over the keys.
     turned = turned.unflatten(1, (kv_heads, groups)).transpose(0, 1).flatten(1, 2)[None]
     k, v = (pool.transpose(0, 1)[None] for pool in (k_pool, v_pool))
-    # The first row is empty and has no weight. The loop runs for every chunk, layer and token: with 8 chunks, one
-    # view fewer in it is 1% of SmolLM2's time for a token.
+    # Row 0 is padding, of weight 0. The loop runs for every chunk, layer and token: with 8 chunks, each view in it
+    # takes 1% of SmolLM2's time per token.
     means, sums = [turned.new_zeros(1, kv_heads, groups, q.shape[2])], [q.new_zeros(1, kv_heads, groups).float()]
     for first, count, start, length, bias in plan.runs:
         rows, keys, values = turned.narrow(2, first, count), k.narrow(2, start, length), v.narrow(2, start, length)
         mean, lse = _flash(rows, keys, values, 0.0, False, attn_mask=bias, scale=scale)
         means.append(mean)
         sums.append(lse)
-    # Of a row that sees nothing the operator answers lse 0 where it is -inf.
+    # For a row that sees no key, the operator returns a log-sum-exp of 0 instead of -inf.
     lse = torch.cat(sums, 2)[0].unflatten(1, (-1, groups)).masked_fill_(plan.blind[:, None], float("-inf"))
     weights = lse[:, plan.merged].softmax(2)
     found = (torch.cat(means, 2)[0].unflatten(1, (-1, groups))[:, plan.merged] * weights[..., None]).sum(2)
@@ -118,7 +119,7 @@ def _plan(few: Sequence[QuerySpan], rotation: Rotation, groups: int, window: int
 
 
 def _seen(span: QuerySpan, window: int | None) -> Iterator[KVSegment]:
-    """The segments that any row looks into."""
+    """The segments with a key that any row may see."""
     first, last = int(span.positions[0]), int(span.positions[-1])
     for segment in span.segments:
         if segment.first <= last and (window is None or segment.last > first - window):
@@ -126,7 +127,7 @@ def _seen(span: QuerySpan, window: int | None) -> Iterator[KVSegment]:
 
 
 def _unseen(span: QuerySpan, segment: KVSegment, window: int | None) -> torch.Tensor | None:
-    """bool [rows, keys], or None where every row sees all."""
+    """bool [rows, keys], True for keys that a row does not see; None if every row sees all keys."""
     first, last = int(span.positions[0]), int(span.positions[-1])
     inside = segment.last <= first and (window is None or segment.first > last - window)
     if inside and segment.hidden is None:
@@ -148,7 +149,7 @@ def _bias(
     groups: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """What the rows of all pairs, one after another, don't see of the slots that they share."""
+    """Attention bias over slots that all pairs share, their rows concatenated; None if every row sees all slots."""
     if all(unseen is None or not unseen.any() for unseen in hidden):
         return None
     parts = [

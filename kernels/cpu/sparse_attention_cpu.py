@@ -1,12 +1,12 @@
-"""Sparse attention on a CPU: keys in prompt order, explicit weights, a block of rows and keys at a time.
+"""Sparse attention on a CPU: keys gathered in prompt order, explicit weights, computed in blocks of rows and keys.
 
-With the keys of a request in prompt order, 'causal' is a prefix and 'stale' is left out. With more rows than a few,
-laying them out costs less than turning the rows once a chunk. A bfloat16 matrix product runs faster here than inside
-the fused attention operator, so the weights of a block are written out (1 MB: they stay in the cache). Each thread
-has blocks of its own.
+With a request's keys in prompt order, the causal mask is a prefix, and stale keys are omitted. With many rows,
+gathering the keys costs less than rotating the rows once per chunk. A bfloat16 matrix product is faster alone than
+inside the fused attention operator, so the weights of a block are materialised (1 MB, which fits the CPU's cache).
+Each thread computes its own blocks.
 
-A weight is 2^(score - guess), where the guess of a row's largest score comes from a few keys. Whatever the guess, it
-cancels out when the sum of the weights is divided by, so no block has to know of another.
+A weight is 2^(score - guess), where the guess of a row's largest score is taken from a sample of the keys. The guess
+cancels out in the division by the sum of the weights, so blocks are independent.
 """
 
 import math
@@ -20,26 +20,26 @@ from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import QuerySpan
 
-WEIGHTS = 1 << 19  # of a block and a KV head
-# Rows of a block times the heads of a group, and its keys: fewer leave the matrix unit idle, more leave the cache.
+WEIGHTS = 1 << 19  # number of weights of a block and a KV head
+# Rows of a block times the heads of a group, and its keys: with fewer, the matrix unit idles; more exceed the cache.
 ROWS, KEYS = {torch.bfloat16: (256, 512), torch.float32: (128, 256)}, (256, 4096)
-SPREAD = 256  # positions of a block's rows: among them every row computes twice the keys that it sees
-TOGETHER = 1 << 21  # weights of a block over all heads: with fewer, starting operations takes longer than computing
-_SAMPLE = 64  # keys that the largest score of a row is guessed from
-_FAR = 2.0**20  # a sum of weights above it: so far off is a guess that bfloat16 rounds the largest by 4%
+SPREAD = 256  # range of positions of a block's rows; within it, a row computes up to twice the keys that it sees
+TOGETHER = 1 << 21  # weights of a block over all heads; below it, launching operations takes longer than computing
+_SAMPLE = 64  # keys from which a row's largest score is guessed
+_FAR = 2.0**20  # largest sum of weights: above it, the guess is so far off that bfloat16 rounds the largest by 4%
 
 
 class _Mask(NamedTuple):
-    """What some rows don't see of the keys from `start` on. bias: 0 or -inf [rows, keys]."""
+    """The mask of some rows over the keys from `start` on. bias: 0 or -inf [rows, keys]."""
 
     start: int
     bias: torch.Tensor
 
 
 class _Block(NamedTuple):
-    """Neighbouring rows, and the keys `[low, high)` that any of them sees.
+    """Consecutive rows, and the keys `[low, high)` that any of the rows sees.
 
-    shared: keys that all of them see. step: keys to compute at a time.
+    shared: keys that all rows see. step: number of keys to compute at a time.
     """
 
     rows: slice
@@ -60,9 +60,9 @@ def attention(
     window: int | None,
     scores: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `sparse_attention`, of one span: q and the result are [rows, q_heads, head_dim].
+    """`sparse_attention` of one span: q and the result are [rows, q_heads, head_dim].
 
-    scores: float32 [last position + 1]: the attention of all rows into each position is added to it.
+    scores: float32 [last position + 1]; the attention of all rows to each position is added to it.
     """
     out = torch.empty_like(q)
     k = _keys(k_pool, span, rotation)
@@ -74,7 +74,7 @@ def attention(
 def attention_scores(
     q: torch.Tensor, k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation, scale: float, window: int | None
 ) -> torch.Tensor:
-    """As `attention_scores.attention_scores`; q is the span's rows alone."""
+    """`attention_scores.attention_scores` of one span; q holds only the span's rows."""
     scores = torch.zeros(int(span.positions[-1]) + 1)
     k = _keys(k_pool, span, rotation)
     v, out = k.new_empty(len(k), k.shape[2], 0), k.new_empty(*q.shape[:2], 0)
@@ -91,7 +91,7 @@ def _walk(
     out: torch.Tensor,
     scores: torch.Tensor | None,
 ) -> None:
-    """Blocks and KV heads side by side: writes means of v [kv_heads, positions, any size], adds to the scores."""
+    """Computes blocks and KV heads in parallel: writes means of v [kv_heads, positions, size], adds to `scores`."""
     groups = q.shape[1] // len(k)
 
     def attend(piece: tuple[_Block, slice]) -> torch.Tensor | None:
@@ -102,7 +102,7 @@ def _walk(
         out[block.rows, columns] = mean.unflatten(1, (groups, -1)).flatten(0, 1).transpose(0, 1)
         return found
 
-    # The last rows see the most keys: begun last, they would end last, alone.
+    # The last rows see the most keys, so they start first; otherwise one thread would finish long after the others.
     pieces = [(block, heads) for block in reversed(blocks) for heads in _heads(block, q.shape[1], len(k))]
     for (block, _), found in zip(pieces, side_by_side(attend, pieces), strict=True):
         if scores is not None and found is not None:
@@ -110,7 +110,7 @@ def _walk(
 
 
 def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
-    """KV heads that are computed together."""
+    """Slices of KV heads, each computed in one piece."""
     weights = q_heads * (block.rows.stop - block.rows.start) * (block.high - block.low)
     size = kv_heads if weights <= TOGETHER else 1
     return [slice(head, head + size) for head in range(0, kv_heads, size)]
@@ -119,11 +119,11 @@ def _heads(block: _Block, q_heads: int, kv_heads: int) -> list[slice]:
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Of some KV heads, float32: means of values [heads, groups * rows, size]; sums of weights [keys] if `scored`."""
+    """For some KV heads, float32: means of values [heads, groups * rows, size]; weight sums [keys] if `scored`."""
     everything = range(block.low, block.high)
     if q.dtype == torch.float32 and len(everything) <= block.step:
         return _at_once(q, k, v, block, scale, scored)
-    # The first keys are a good sample: in most models they draw the most attention (EPIC).
+    # The first keys are a good sample: in most models they receive the most attention (EPIC).
     sampled = block.shared[:_SAMPLE] if len(block.shared) >= _SAMPLE else range(block.low, block.high)
     for sample in (sampled, everything):
         _guess(q, k, block, sample, scale)
@@ -144,7 +144,7 @@ def _attend(
 def _at_once(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block, scale: float, scored: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `_attend`, of keys that are one step at most. float32 is fine wherever scores lie: nothing is guessed."""
+    """`_attend` for keys of at most one step. float32 is exact enough at any score, so nothing is guessed."""
     q[..., -1] = 0
     keys = range(block.low, block.high)
     scores = _exponents(q, k, block, keys, scale)
@@ -156,7 +156,7 @@ def _at_once(
 
 def _sums(parts: list[torch.Tensor], shares: torch.Tensor) -> torch.Tensor:
     """[keys]: weights [heads, groups * rows, keys] times the shares of their rows, summed over all but keys."""
-    # Kept in their own dtype: as float32 they would leave the cache.
+    # The weights keep their dtype: as float32 they would exceed the cache.
     return torch.cat([torch.bmm(shares[:, None], part.float())[:, 0].sum(0) for part in parts])
 
 
@@ -167,7 +167,7 @@ def _steps(keys: range, step: int) -> Iterator[range]:
 def _guess(q: torch.Tensor, k: torch.Tensor, block: _Block, sample: range, scale: float) -> None:
     """Sets the rows' last channel to minus their largest product with a key of the sample.
 
-    So it is taken off before a score is rounded: those that matter come to lie near 0, where bfloat16 is fine.
+    The matrix product then subtracts it before rounding, so that large scores lie near 0, where bfloat16 is fine.
     """
     q[..., -1] = 0
     parts = [_exponents(q, k, block, keys, scale).amax(-1) for keys in _steps(sample, block.step)]
@@ -176,7 +176,7 @@ def _guess(q: torch.Tensor, k: torch.Tensor, block: _Block, sample: range, scale
 
 
 def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, scale: float) -> torch.Tensor:
-    """Scores to base 2 less the guess, -inf where unseen [heads, groups * rows, keys]."""
+    """Scores to base 2 minus the guess [heads, groups * rows, keys]; -inf for keys that a row does not see."""
     out = q.new_empty(*q.shape[:2], len(keys))
     base2 = scale * math.log2(math.e)
     out.baddbmm_(q, k[..., keys.start : keys.stop], beta=0, alpha=base2)
@@ -189,7 +189,7 @@ def _exponents(q: torch.Tensor, k: torch.Tensor, block: _Block, keys: range, sca
 
 
 def _blocks(span: QuerySpan, groups: int, window: int | None, dtype: torch.dtype) -> list[_Block]:
-    """The span's rows in blocks; the same for all layers."""
+    """The blocks of the span's rows, computed once for all layers."""
     key = ("blocks", groups, window, dtype)
     if key not in span.views:
         span.views[key] = list(_cut(span.positions, groups, window, dtype))
@@ -222,9 +222,9 @@ def _bias(unseen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _keys(k_pool: torch.Tensor, span: QuerySpan, rotation: Rotation) -> torch.Tensor:
-    """Keys in prompt order, and a channel of ones [kv_heads, head_dim + 1, positions].
+    """Keys in prompt order, with a channel of ones [kv_heads, head_dim + 1, positions].
 
-    The matrix product wants them so: otherwise it would turn them round for every block of rows.
+    This is the layout that the matrix product reads; with another one, it would transpose them for every block.
     """
     slots, cos, sin = span.in_order(rotation)
     heads, dim = k_pool.shape[1:]

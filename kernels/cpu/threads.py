@@ -1,4 +1,4 @@
-"""Independent pieces of work side by side on a CPU, each on a thread of its own."""
+"""Runs independent pieces of work in parallel on CPU threads."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -8,17 +8,17 @@ from typing import TypeVar
 
 import torch
 
-_MOST = 8  # threads: with more, Python's lock would be waited for (an operation takes 0.3 ms here, its start 0.01)
+_MOST = 8  # threads; more would contend for Python's lock (an operation takes 0.3 ms here, its launch 0.01 ms)
 
 P = TypeVar("P")
 R = TypeVar("R")
 
 
 def side_by_side(work: Callable[[P], R], pieces: Sequence[P]) -> list[R]:
-    """`work` of each piece, in their order.
+    """Runs `work` on each piece. Returns the results in the order of the pieces.
 
-    An operation that torch spreads over threads ends with its slowest. When others use the machine as well, most of
-    the time goes into waiting for a thread that is not running; pieces of their own don't wait for each other.
+    An operation that torch spreads over threads takes as long as its slowest thread. On a machine with other load,
+    most of that time is spent waiting for a descheduled thread; independent pieces do not wait for each other.
     """
     threads = torch.get_num_threads()
     workers = min(threads, _MOST)
@@ -26,7 +26,7 @@ def side_by_side(work: Callable[[P], R], pieces: Sequence[P]) -> list[R]:
         return [work(piece) for piece in pieces]
 
     def run(piece: P) -> R:
-        # The mode is a thread's own.
+        # Inference mode is per thread.
         with torch.inference_mode():
             return work(piece)
 
@@ -35,11 +35,11 @@ def side_by_side(work: Callable[[P], R], pieces: Sequence[P]) -> list[R]:
 
 @cache
 def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
-    """Workers that share so many of torch's threads."""
+    """A pool of `workers` threads that share `threads` threads of torch."""
     started = threading.Barrier(workers + 1)
 
     def start() -> None:
-        # A thread's first question or operation sets its own number to the process's, over what was set before.
+        # A thread's first query or operation resets its thread count to the process's, so query before setting it.
         torch.get_num_threads()
         torch.set_num_threads(threads // workers)
         started.wait()
@@ -48,6 +48,6 @@ def _pool(workers: int, threads: int) -> ThreadPoolExecutor:
     for _ in range(workers):
         pool.submit(int)
     started.wait()
-    # Setting a thread's own number sets the process's as well.
+    # Setting a thread's count sets the process's as well.
     torch.set_num_threads(threads)
     return pool

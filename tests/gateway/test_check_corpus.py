@@ -11,6 +11,7 @@ import pytest
 from fusionkv.gateway.cli import check_corpus
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.files import UsageError
+from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.results import Item, Passage
 
 TEXTS = [
@@ -108,7 +109,7 @@ def test_which_process_checks(given: list[str], module: str, monkeypatch: pytest
         pass
 
     def execv(program: str, argv: list[str]) -> None:
-        assert argv[1:] == ["-P", "-m", module, *given[1:]]
+        assert argv == launched("check", module, given[1:])
         raise Started
 
     monkeypatch.setattr("os.execv", execv)

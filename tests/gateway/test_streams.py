@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(300), pytest.mark.slow]
 STREAMS, PLACES = 80, 4
 # Answers that had to do without the cache, which may be late on a busy machine, count as well.
 ANSWERED = {"OK", "DEGRADED"}
-# More of the gateway's memory than before, during and after: 1,000 streams took 63 (docs/reliability.md).
+# More of the gateway's memory than before, during and after: 1,000 streams took 63 (docs/journal/reliability.md).
 MOST_MB = 64
 
 
