@@ -69,5 +69,5 @@ def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: s
 def test_the_last_message_must_be_the_users() -> None:
     with pytest.raises(InvalidArgument, match="last message must have the role user"):
         read(("user", "Who?"), ("assistant", "He."))
-    with pytest.raises(InvalidArgument, match="role 'tool'; known: system, user, assistant"):
+    with pytest.raises(InvalidArgument, match="unknown role 'tool' of a message; known: system, user, assistant"):
         read(("tool", "x"))

@@ -127,7 +127,7 @@ def test_langchain_turns_and_errors(notes: str) -> None:
     assert [s["document"] for s in answer.response_metadata["sources"]] == ["b.md"]
     alone = chat.invoke("age of Dorlin?").response_metadata["summary"]["prompt_tokens"]
     assert answer.response_metadata["summary"]["prompt_tokens"] > alone
-    with pytest.raises(InvalidArgument, match="the last message must be the user's"):
+    with pytest.raises(InvalidArgument, match="the last message must have the role user"):
         chat.invoke(turns[:3])
     with pytest.raises(NotFound, match="no corpus"):
         ChatFusionKV(corpus="none", address=notes).invoke(QUESTION)

@@ -142,7 +142,7 @@ async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) 
         await call.initial_metadata()  # the service has taken the call: one that it has not is not in flight
         await call.write(pb.PutRequest(data=data[:MIB]))
         service.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(service.wait_for_line, "drains")
+        await asyncio.to_thread(service.wait_for_line, "is draining")
         await call.write(pb.PutRequest(data=data[MIB:]))
         await call.done_writing()
         assert (await call).outcome == pb.PutResponse.OUTCOME_STORED

@@ -137,7 +137,7 @@ async def test_a_check_of_own_questions(
     assert await check._check(parsed(model, "--data", data), Console(stderr=True)) == 0
     said = json.loads(capsys.readouterr().out)
     assert verdict.read(model, bytes.fromhex(said["fingerprint"])).recipes.keys() == said["recipes"].keys()
-    assert {DEFAULT_RECIPE, "prophetkv", "prophetkv+corrected", "prefix_cache"} <= said["recipes"].keys()
+    assert {DEFAULT_RECIPE, "prophetkv", "midlayer", "prefix_cache"} <= said["recipes"].keys()
     assert not {"cacheclip", "kvlink"} & said["recipes"].keys()
     assert said["recipes"]["prefix_cache"]["verdict"] == "safe"
     reuse = said["recipes"]["full_reuse"]
