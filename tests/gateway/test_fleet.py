@@ -138,8 +138,8 @@ def test_workers_of_a_name_come_and_go(
         second = start_worker(launch, tiny_model, "--listen", f"127.0.0.2:{port}")
         # In place: the mount is of the file, not of its name.
         file.write_text("127.0.0.2 workers.test\n127.0.0.1 localhost\n")
-        gateway.wait_for_line(f"added worker of workers.test:{port}: 127.0.0.2:{port}")
-        gateway.wait_for_line(f"removed worker of workers.test:{port}: 127.0.0.1:{port}")
+        gateway.wait_for_line(f"added worker of dns:workers.test:{port}: 127.0.0.2:{port}")
+        gateway.wait_for_line(f"removed worker of dns:workers.test:{port}: 127.0.0.1:{port}")
         first.kill9()
         assert client.ask("c", "a question?", max_tokens=2).summary.tokens_generated == 2
         assert client.stats().worker == second.address
