@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kernels import attention_scores, reference, sparse_attention
+from fusionkv.kernels.cpu import sparse_attention_cpu
 from fusionkv.kernels.cpu.decode_attention_cpu import MOST_ROWS
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
@@ -230,6 +231,16 @@ def test_every_path(kind: str, window: int | None, rows: int, dtype: torch.dtype
     request = Request(parts, [*fresh, *range(context, context + rows)], [])
     case = Case((4, 2), 64, rotary(64), window, rows, [request, Request([], [0], [])])
     check(case, dtype, atol, rtol)
+
+
+@pytest.mark.parametrize("computed_in", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [MOST_ROWS + 1, 400])
+def test_bfloat16_in_either_dtype(rows: int, computed_in: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is faster on this CPU."""
+    monkeypatch.setattr(sparse_attention_cpu, "compute_dtype", lambda _: computed_in)
+    parts = [(20, 0), (1, 7), (61, -13), (30, 900)]
+    request = Request(parts, [*range(3, 112, 5), *range(112, 112 + rows)], [])
+    check(Case((4, 2), 64, rotary(64), None, rows, [request]), *TOLERANCES[2])
 
 
 @pytest.mark.parametrize("rows", [2, MOST_ROWS + 10])
