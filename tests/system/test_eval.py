@@ -88,7 +88,7 @@ def test_files_of_the_papers_formats(reference_model: Path, tmp_path: Path) -> N
     [
         (["--auxiliary", "nowhere"], "nowhere is no model: give the directory of a Hugging Face model"),
         (["--recipes", "magic"], "unknown recipe 'magic'"),
-        (["--recipes", "cache_craft+versions"], "cache_craft+versions reuses what was asked before"),
+        (["--recipes", "cache_craft+versions"], "cache_craft+versions reuses KV of earlier questions"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl: can't be read"),
         (["--n", "2", "--tasks", "single", "--pool-bytes", "2MiB", "--processes", "1"], "raise pool_bytes to"),
     ],

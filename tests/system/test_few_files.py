@@ -78,6 +78,8 @@ async def test_entries_stay_while_no_file_can_be_opened(
     await client.close()
     assert first.stop() == 0
     service = launch(*flags(tmp_path), before=limited(files))
+    # While it loads, it needs files for the check of its index, and ends without them.
+    await asyncio.to_thread(service.wait_for_line, "2 entries, ")
     client = CacheClient(service.address)
     assert await get(client, "none") is None  # a connection, and no segment file yet
     connect(crowd, service.address, files)
