@@ -48,7 +48,7 @@ def test_capacity_lies_between_two_rates() -> None:
 @pytest.mark.slow
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = (("full_attention", 1.0), ("prophetkv", 0.3))
-    monkeypatch.setattr(throughput, "_MOST_RATES", 2)
+    monkeypatch.setattr(throughput, "_MAX_RATES", 2)
     rows = await throughput.bench(small(), Traffic(Passages.random(4, 16), 2), systems, 4, Console(quiet=True))
     for name, _ in systems:
         mine = [row for row in rows if row["name"] == name]

@@ -139,7 +139,7 @@ def test_a_cache_service_that_is_away_is_told_as_such(tiny_model: Path) -> None:
 def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack) -> None:
     ingest(stack.client, "wrong", 1, pages=4)
     for flags, said in (
-        (("--encoders", "1", "--cache", "none"), "name one by --cache"),
+        (("--encoders", "1", "--cache", "none"), "set its address with --cache"),
         (("--encoders", "1", "--model", "/nowhere"), "/nowhere is no model"),
         (("--ray", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
     ):

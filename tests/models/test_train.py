@@ -79,7 +79,7 @@ def test_two_processes_have_one_model(tmp_path: Path) -> None:
         assert not mine[n].equal(theirs[n]), "each has samples of its own"
         torch.testing.assert_close(mine[n + 1], (mine[n] + theirs[n]) / 2)
         assert mine[n + 1].equal(theirs[n + 1])
-    with pytest.raises(SystemExit, match="with 2 processes"):
+    with pytest.raises(SystemExit, match="resume it with --processes 2"):
         Run("eased", 5, Crew()).restore(tmp_path / "state.pt")
 
 
