@@ -233,6 +233,23 @@ async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, 
         remote.resume()
 
 
+@pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
+async def test_a_service_serves_and_ends_that_starts_while_the_remote_tier_stands_still(
+    two: Services, remote: Remote
+) -> None:
+    remote.pause()
+    try:
+        await two.kill9(0)
+        two.restart(0)
+        for n in range(20):
+            assert await put(two.clients[0], n, payload(n, 3000))
+            assert await get(two.clients[0], n) == payload(n, 3000)
+            await asyncio.sleep(0.1)  # for its own calls to the remote tier, which begin with the start
+        assert await asyncio.to_thread(two.services[0].stop, 40) == 0
+    finally:
+        remote.resume()
+
+
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)
 async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> None:
     """As a DNS name of several does."""
