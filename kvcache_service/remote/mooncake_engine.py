@@ -4,9 +4,11 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from urllib.parse import parse_qsl, urlsplit
 
 from fusionkv.kvcache_service.remote.engine import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
+from fusionkv.protos.runtime import process
 
 # Transfer buffer: twice a batch of 8 MiB for each of eight threads.
 _BUFFER_BYTES = 128 << 20
 _ANSWER_SECONDS = 2.0
 # A master that answers lets a client join in 0.15 s.
 _JOIN_SECONDS = 5.0
+# After a failure, further calls fail for a while: those that waited would each take as long again.
+_RETRY_SECONDS = 1.0
 # Mooncake's error code for a missing value.
 _NOT_FOUND = -704
 _DEFAULTS = {"host": "127.0.0.1", "metadata": "P2PHANDSHAKE", "protocol": "tcp", "device": ""}
@@ -49,6 +54,7 @@ class MooncakeEngine(Engine):
         self._segment_bytes = segment_bytes
         self._store: Any = None
         self._connecting = threading.Lock()
+        self._next_join = 0.0
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         store = self._connected()
@@ -109,12 +115,13 @@ class MooncakeEngine(Engine):
 
         While a master does not answer, `setup` holds the GIL: 20 times 30 s (0.3.13).
         """
+        if time.monotonic() < self._next_join:
+            raise Unreachable(f"the Mooncake Store at {self._master[-1]} can't be joined")
         command = [sys.executable, "-P", "-m", __name__, *self._own, *self._master]
         try:
-            subprocess.run(
-                command, check=True, timeout=_JOIN_SECONDS, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-            )
+            subprocess.run(command, check=True, timeout=_JOIN_SECONDS, capture_output=True, stdin=subprocess.DEVNULL)
         except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+            self._next_join = time.monotonic() + _RETRY_SECONDS
             raise Unreachable(f"the Mooncake Store at {self._master[-1]} can't be joined") from error
 
 
@@ -139,6 +146,7 @@ def _store_class() -> Any:
 
 
 if __name__ == "__main__":
+    process.end_with_parent(signal.SIGKILL)
     own, master = sys.argv[1:3], sys.argv[3:]
     # Without the client's own end, which would wait for the master.
     os._exit(min(1, abs(_store_class()().setup(*own, 0, 0, *master))))

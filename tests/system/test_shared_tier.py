@@ -233,6 +233,7 @@ async def test_a_service_ends_while_the_remote_tier_stands_still(two: Services, 
         remote.resume()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remote", ["redis", "mooncake"], indirect=True)
 async def test_a_service_serves_and_ends_that_starts_while_the_remote_tier_stands_still(
     two: Services, remote: Remote
