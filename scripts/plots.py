@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("svg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import LogLocator, NullFormatter
 
 ROOT = Path(__file__).parent.parent
 ROWS, IMAGES = ROOT / "build/bench", ROOT / "docs/img"
@@ -49,19 +50,22 @@ def index(rows: list[dict[str, Any]]) -> None:
 
 def throughput(rows: list[dict[str, Any]]) -> None:
     """Time to first token and generated tokens over the rate of questions, for every system."""
-    figure, panels = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    figure, panels = plt.subplots(1, 3, figsize=(12, 3.8), layout="constrained")
     shown = [("ttft_p50_s", "time to the first token, median, s"), ("ttft_p99_s", "the same, 99th percentile, s")]
     names = dict.fromkeys(row["name"] for row in rows)
     for panel, (what, title) in zip(panels, [*shown, ("tokens_per_s", "answer tokens a second")], strict=True):
         for name, colour in zip(names, (INK, OTHER, OURS, THIRD, FOURTH), strict=False):
             mine = [row for row in rows if row["name"] == name]
             rates = [row["requests_per_s"] for row in mine]
-            panel.loglog(rates, [row[what] for row in mine], "o-", ms=3, color=colour, label=name)
+            panel.loglog(rates, [row[what] for row in mine], "o-", ms=3, color=colour, label=name.replace("_", " "))
         panel.set(title=title, xlabel="questions a second")
-        panel.xaxis.set_major_formatter("{x:g}")
-        panel.yaxis.set_major_formatter("{x:g}")
+        for axis in (panel.xaxis, panel.yaxis):
+            # Few labels: a decade is narrow, and those of minor ticks would overlap.
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     panels[1].axhline(rows[0]["bound_s"], color=INK, lw=0.8, ls=":")
-    panels[0].legend(frameon=False, fontsize=8)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
     save(figure, "throughput.svg")
 
 

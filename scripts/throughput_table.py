@@ -18,7 +18,8 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         late = f"{row['ttft_p99_s']:.2f}"
         late = f"**{late}**" if row["ttft_p99_s"] > row["bound_s"] else late
         cells = (f"{row['requests_per_s']:.2f}", f"{row['ttft_p50_s']:.2f}", late, f"{row['tokens_per_s']:.1f}")
-        lines.append("| " + " | ".join((system, *cells, f"{row['engine_idle']:.0%}")) + " |")
+        idle = "" if row["engine_idle"] is None else f"{row['engine_idle']:.0%}"
+        lines.append("| " + " | ".join((system, *cells, idle)) + " |")
     return "\n".join(lines)
 
 

@@ -15,7 +15,13 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 _SETTLING_SECONDS, _PATIENCE_SECONDS = 10.0, 120.0
 _CLI = (sys.executable, "-P", "-m", "fusionkv.gateway.cli.main")
-_LIBRARIES = (sys.executable, "-P", "-c", "import fusionkv.fusion_worker, torch, transformers.modeling_utils")
+_IMPORTS = """
+from fusionkv.fusion_worker.library import lean
+with lean.uncompiled():
+    import fusionkv.fusion_worker.servicer
+"""
+_LIBRARIES = (sys.executable, "-P", "-c", _IMPORTS)
+_SMALLEST = Path(__file__).parents[2] / "models/eased-3"
 _CACHE_BYTES, _ENTRY_BYTES, _POOL_BYTES = 64 << 20, 300, 256 << 20
 MODULES = {"kvcache_service": "kvcache", "fusion_worker": "worker", "gateway": "gateway"}
 
@@ -46,8 +52,8 @@ def _children(parent: int) -> dict[str, int]:
     return found
 
 
-def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
-    """Seconds until the services are ready, and the memory of each some seconds later."""
+def _serve(model: str, directory: str, settle: float = _SETTLING_SECONDS) -> tuple[float, dict[str, Footing]]:
+    """Seconds until the services are ready, and the memory of each `settle` seconds later."""
     settings = {
         "FUSIONKV_KVCACHE_MEMORY_BYTES": str(_CACHE_BYTES),
         "FUSIONKV_WORKER_POOL_BYTES": str(_POOL_BYTES),
@@ -70,7 +76,7 @@ def _serve(model: str, directory: str) -> tuple[float, dict[str, Footing]]:
         else:
             raise RuntimeError("the services ended:\n" + "".join(lines))
         seconds = time.perf_counter() - started
-        time.sleep(_SETTLING_SECONDS)
+        time.sleep(settle)
         return seconds, {name: Footing.of(pid) for name, pid in _children(running.pid).items()}
     finally:
         running.terminate()
@@ -84,8 +90,11 @@ def measure(model: str) -> list[dict[str, object]]:
     with tempfile.TemporaryDirectory() as folder:
         ready, held = _serve(str(directory), folder)
     libraries = _seconds(*_LIBRARIES)
+    with tempfile.TemporaryDirectory() as folder:
+        smallest, _ = _serve(str(_SMALLEST), folder, settle=0.0)
     rows = [
-        ("serve all: ready", "s", ready, libraries, 4.0),
+        ("serve all: ready, reference model", "s", smallest, libraries, 4.0),
+        (f"serve all: ready, {directory.name}", "s", ready, libraries, 4.0),
         ("fusionkv --help", "s", _seconds(*_CLI, "--help"), _seconds(sys.executable, "-c", ""), 0.3),
     ]
     goals = {"worker": (weights, weights / 1e6 + 500), "gateway": (0, 300.0), "kvcache": (0, 150.0)}

@@ -103,18 +103,23 @@ async def over_http(url: str, vocabulary: Vocabulary) -> AsyncIterator[Ask]:
         async def ask(prompt: Prompt) -> Asked:
             chunks = [i for passage in prompt.passages for i in vocabulary.chunk(passage)]
             ids = [*vocabulary.system(), *chunks, *vocabulary.question(prompt.question)]
-            more = {"max_tokens": _ANSWER, "temperature": 0, "stream": True, "return_token_ids": True}
-            found, first, began = list[int](), 0.0, time.perf_counter()
-            async with session.post(f"{url}/v1/completions", json={"prompt": ids, **more}) as response:
-                response.raise_for_status()
-                async for line in response.content:
-                    if line.startswith(b"data: {"):
-                        for choice in json.loads(line[6:])["choices"]:
-                            first = first or time.perf_counter() - began
-                            found += choice["token_ids"]
-            return Asked(found, first)
+            return await complete(session, url, ids, _ANSWER)
 
         yield ask
+
+
+async def complete(session: aiohttp.ClientSession, url: str, ids: Sequence[int], max_tokens: int) -> Asked:
+    """Lets a vLLM server continue a prompt of token ids, greedily."""
+    more = {"max_tokens": max_tokens, "temperature": 0, "stream": True, "return_token_ids": True}
+    found, first, began = list[int](), 0.0, time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json={"prompt": ids, **more}) as response:
+        response.raise_for_status()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    first = first or time.perf_counter() - began
+                    found += choice["token_ids"]
+    return Asked(found, first)
 
 
 @contextlib.asynccontextmanager

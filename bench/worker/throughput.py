@@ -4,28 +4,33 @@ A real model answers questions about real passages. Questions arrive at random (
 ones. Each has its own choice and order of chunks, drawn by Zipf's law from passages that the cache service stores;
 the worker's pool holds a part of them. Each system has its own worker and cache service; a prefix cache stores
 everything that it computes. The rate starts at half of a system's sequential rate, and rises until the p99 of the
-time to first
-token exceeds a bound: four times that of full attention without load. Capacity is the rate where that happens.
+time to the
+first token exceeds a bound: four times that of full attention without load. Capacity is the rate where that happens.
+vLLM with its prefix cache is measured too where `make vllm` has installed it.
 """
 
 import argparse
 import asyncio
 import itertools
+import math
 import random
 import statistics
 import sys
 import tempfile
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from fusionkv.bench.services import vllm
 from fusionkv.bench.worker.bench import PATIENT, cache_process, show
 from fusionkv.bench.worker.passages import Passages
 from fusionkv.fusion_worker import models
@@ -42,8 +47,15 @@ from fusionkv.protos.runtime.errors import ServiceError
 
 ANSWER = 16
 Systems = Sequence[tuple[str, float]]
-# Name of a recipe, and the share of tokens that it recomputes.
-SYSTEMS = (("full_attention", 1.0), ("prefix_cache", 0.0), ("full_reuse", 0.0), (DEFAULT_RECIPE, 0.15))
+VLLM = "vllm_prefix_cache"
+# Name of a recipe or VLLM, and the share of tokens that it recomputes.
+SYSTEMS = (
+    ("full_attention", 1.0),
+    ("prefix_cache", 0.0),
+    (VLLM, 0.0),
+    ("full_reuse", 0.0),
+    (DEFAULT_RECIPE, modifiers.find(DEFAULT_RECIPE).ratio),
+)
 _BOUND = 4.0
 # With few requests, a queue stays short at any rate: at each rate, requests arrive for five times the bound.
 _LASTING = 5.0
@@ -75,7 +87,7 @@ class Traffic:
 
 @dataclass(slots=True)
 class Load:
-    """The results of a load. ttft: seconds by request. busy: share of the time that the engine computed."""
+    """The results of a load. ttft: seconds by request. busy: share of the time that the engine computed, or NaN."""
 
     ttft: list[float]
     tokens: int
@@ -86,12 +98,58 @@ class Load:
         return statistics.quantiles(self.ttft, n=1000, method="inclusive")[round(1000 * share) - 1]
 
 
-class Station:
-    """A worker under load, with a count of the seconds that its engine computes."""
+class Station(ABC):
+    """A system under load."""
 
-    def __init__(self, servicer: FusionServicer) -> None:
-        self._servicer = servicer
-        self._busy = 0.0
+    busy = math.nan
+    """Seconds that the engine has computed so far; NaN if unknown."""
+
+    @abstractmethod
+    async def ask(self, prompt: Prompt) -> tuple[float, int]:
+        """Answers a prompt. Returns the seconds to the first token, and the number of generated tokens."""
+
+    @abstractmethod
+    async def settle(self) -> None:
+        """Waits for work that a system does after answers."""
+
+    async def alone(self, traffic: Traffic) -> tuple[float, float]:
+        """Mean seconds to the first and to the last token of single requests, without load.
+
+        As many requests before them are a warm-up, from which recipes with corrections learn.
+        """
+        warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
+        for prompt in warming:
+            await self.ask(prompt)
+        await self.settle()
+        times = []
+        for prompt in measured:
+            started = time.perf_counter()
+            first, _ = await self.ask(prompt)
+            times.append((first, time.perf_counter() - started))
+        return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
+
+    async def load(self, prompts: Sequence[Prompt], rate: float, seed: int) -> Load:
+        """Asks all questions at `rate` per second on average."""
+        chance = random.Random(seed)
+        arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
+        started, busy = time.perf_counter(), self.busy
+
+        async def one(prompt: Prompt, at: float) -> tuple[float, int]:
+            await asyncio.sleep(started + at - time.perf_counter())
+            return await self.ask(prompt)
+
+        done = await asyncio.gather(*map(one, prompts, arrivals))
+        seconds = time.perf_counter() - started
+        tokens = sum(generated for _, generated in done)
+        return Load([first for first, _ in done], tokens, seconds, (self.busy - busy) / seconds)
+
+
+class WorkerStation(Station):
+    """A fusion worker that answers by one recipe."""
+
+    def __init__(self, servicer: FusionServicer, recipe: str, ratio: float) -> None:
+        self._servicer, self._recipe, self._ratio = servicer, modifiers.find(recipe), ratio
+        self.busy = 0.0
         engine = servicer.engine
         step = engine.step
 
@@ -100,15 +158,19 @@ class Station:
             try:
                 step(parts)  # type: ignore[arg-type]
             finally:
-                self._busy += time.perf_counter() - started
+                self.busy += time.perf_counter() - started
 
         engine.step = timed  # type: ignore[method-assign]
 
-    async def ask(self, prompt: Prompt, recipe: str, ratio: float) -> tuple[float, Summary]:
-        """Seconds to the first token, and the summary."""
+    async def ask(self, prompt: Prompt) -> tuple[float, int]:
+        first, summary = await self.answer(prompt)
+        return first, summary.generated
+
+    async def answer(self, prompt: Prompt) -> tuple[float, Summary]:
+        """Answers a prompt. Returns the seconds to the first token, and the summary."""
         started, first = time.perf_counter(), 0.0
         params = SamplingParams(max_tokens=ANSWER)
-        answering = self._servicer.answerer.answer(prompt, modifiers.find(recipe), ratio, params)
+        answering = self._servicer.answerer.answer(prompt, self._recipe, self._ratio, params)
         async with aclosing(answering) as events:
             async for event in events:
                 if isinstance(event, Piece):
@@ -119,40 +181,26 @@ class Station:
                     return first, event
         raise RuntimeError("no summary")
 
-    async def alone(self, traffic: Traffic, recipe: str, ratio: float) -> tuple[float, float]:
-        """Mean seconds to the first and to the last token of single requests, without load.
-
-        As many requests before them are a warm-up, from which recipes with corrections learn.
-        """
-        warming, measured = (traffic.prompts(4, seed=(1 << 20) + half) for half in range(2))
-        for prompt in warming:
-            await self.ask(prompt, recipe, ratio)
+    async def settle(self) -> None:
         await self._servicer.settle()
-        times = []
-        for prompt in measured:
-            started = time.perf_counter()
-            first, _ = await self.ask(prompt, recipe, ratio)
-            times.append((first, time.perf_counter() - started))
-        return statistics.mean(first for first, _ in times), statistics.mean(whole for _, whole in times)
 
-    async def load(self, prompts: Sequence[Prompt], recipe: str, ratio: float, rate: float, seed: int) -> Load:
-        """Asks all questions at `rate` per second on average."""
-        chance = random.Random(seed)
-        arrivals = list(itertools.accumulate(chance.expovariate(rate) for _ in prompts))
-        started, busy = time.perf_counter(), self._busy
 
-        async def one(prompt: Prompt, at: float) -> tuple[float, Summary]:
-            await asyncio.sleep(started + at - time.perf_counter())
-            return await self.ask(prompt, recipe, ratio)
+class VllmStation(Station):
+    """A vLLM server."""
 
-        done = await asyncio.gather(*map(one, prompts, arrivals))
-        seconds = time.perf_counter() - started
-        tokens = sum(summary.generated for _, summary in done)
-        return Load([first for first, _ in done], tokens, seconds, (self._busy - busy) / seconds)
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session, self._url = session, url
+
+    async def ask(self, prompt: Prompt) -> tuple[float, int]:
+        answer = await vllm.complete(self._session, self._url, prompt.ids.tolist(), ANSWER)
+        return answer.ttft, len(answer.ids)
+
+    async def settle(self) -> None:
+        """A server is done when it has answered."""
 
 
 async def bench(
-    model: models.Model, traffic: Traffic, systems: Systems, requests: int, console: Console
+    model: models.Model, directory: Path, traffic: Traffic, systems: Systems, requests: int, console: Console
 ) -> list[dict[str, object]]:
     """Measures a row for each system and rate. The bound comes from the first system without load."""
     rows: list[dict[str, object]] = []
@@ -160,22 +208,36 @@ async def bench(
     with Progress(console=console) as progress:
         task = progress.add_task("throughput", total=len(systems))
         for name, ratio in systems:
-            async with worker(model, traffic.passages) as servicer:
-                if name == "prefix_cache":
-                    store_at_once(servicer)
-                station = Station(servicer)
-                alone = await station.alone(traffic, name, ratio)
+            async with _station(model, directory, traffic.passages, name, ratio) as station:
+                alone = await station.alone(traffic)
                 bound = bound or _BOUND * alone[0]
                 for number in range(_MAX_RATES):
                     rate = _FIRST * _RISE**number / alone[1]
                     prompts = traffic.prompts(max(requests, round(rate * _LASTING * bound)), number)
-                    load = await station.load(prompts, name, ratio, rate, number)
+                    load = await station.load(prompts, rate, number)
                     rows.append(_row(name, ratio, rate, load, bound))
                     progress.console.print(rows[-1])
                     if load.percentile(0.99) > bound:
                         break
             progress.advance(task)
     return rows
+
+
+@asynccontextmanager
+async def _station(
+    model: models.Model, directory: Path, passages: Passages, name: str, ratio: float
+) -> AsyncIterator[Station]:
+    """Starts a system."""
+    if name == VLLM:
+        timeout = aiohttp.ClientTimeout(PATIENT["cache_seconds"])
+        with vllm.servers(directory) as servers:
+            async with aiohttp.ClientSession(timeout=timeout) as session:
+                yield VllmStation(session, servers.vllm(None))
+        return
+    async with worker(model, passages) as servicer:
+        if name == "prefix_cache":
+            store_at_once(servicer)
+        yield WorkerStation(servicer, name, ratio)
 
 
 @asynccontextmanager
@@ -218,7 +280,7 @@ def _row(name: str, ratio: float, rate: float, load: Load, bound: float) -> dict
         "ttft_p50_s": round(load.percentile(0.5), 3),
         "ttft_p99_s": round(load.percentile(0.99), 3),
         "tokens_per_s": round(load.tokens / load.seconds, 1),
-        "engine_idle": round(1 - load.busy, 3),
+        "engine_idle": None if math.isnan(load.busy) else round(1 - load.busy, 3),
         "bound_s": round(bound, 3),
     }
 
@@ -238,7 +300,7 @@ def capacity(rows: Sequence[dict[str, object]], name: str) -> tuple[float, bool]
 
 
 def _capacities(rows: Sequence[dict[str, object]]) -> Table:
-    found = Table(title=f"requests per second with p99 TTFT within {rows[0]['bound_s']} s")
+    found = Table(title=f"questions a second with p99 TTFT within {rows[0]['bound_s']} s")
     for column in ("name", "capacity", "to full attention"):
         found.add_column(column, justify="right")
     base, _ = capacity(rows, str(rows[0]["name"]))
@@ -264,16 +326,18 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=8, help="chunks in each prompt (%(default)s)")
     names = [name for name, _ in SYSTEMS[1:]]
     parser.add_argument(
-        "--against", nargs="+", choices=names, default=names, help="systems to compare with full attention (all)"
+        "--against", nargs="+", choices=names, help="systems to compare with full attention (all that are installed)"
     )
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write the rows to a file")
     args = parser.parse_args()
     if not 1 <= args.chunks <= args.base:
         parser.error("--chunks must be between 1 and --base")
+    if args.against is None:
+        args.against = [name for name in names if name != VLLM or vllm.VLLM.exists()]
     systems = [SYSTEMS[0], *(system for system in SYSTEMS if system[0] in args.against)]
     try:
         rows = asyncio.run(_run(args, systems))
-    except (ServiceError, ValueError, OSError) as error:
+    except (ServiceError, ValueError, OSError, RuntimeError, aiohttp.ClientError) as error:
         print(f"throughput: {error}", file=sys.stderr)
         return 1
     show(f"TTFT and tokens a second under load, {args.model}", rows, args.json)
@@ -282,9 +346,10 @@ def main() -> int:
 
 
 async def _run(args: argparse.Namespace, systems: Systems) -> list[dict[str, object]]:
-    model = models.load(resolve(args.model), "cpu")
+    directory = resolve(args.model)
+    model = models.load(directory, "cpu")
     traffic = Traffic(await Passages.of(model, args.data, args.base), args.chunks)
-    return await bench(model, traffic, systems, args.requests, Console(stderr=True))
+    return await bench(model, directory, traffic, systems, args.requests, Console(stderr=True))
 
 
 if __name__ == "__main__":

@@ -127,7 +127,7 @@ def test_what_was_measured_is_drawn_and_nothing_else(root: Path, tmp_path: Path)
     assert "storage.svg is not redrawn" in run(script)
     assert [path.name for path in (tmp_path / "docs/img").iterdir()] == ["throughput.svg"]
     drawn = (tmp_path / "docs/img/throughput.svg").read_text()
-    assert all(name in drawn for name in ("full_attention", "prophetkv", "99th percentile", "answer tokens a second"))
+    assert all(name in drawn for name in ("full attention", "prophetkv", "99th percentile", "answer tokens a second"))
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """The worker's benches at a small size: everything is answered, and what is worked out of it is right."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from rich.console import Console
@@ -49,7 +51,8 @@ def test_capacity_lies_between_two_rates() -> None:
 async def test_rates_rise_until_questions_are_late(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = (("full_attention", 1.0), ("prophetkv", 0.3))
     monkeypatch.setattr(throughput, "_MAX_RATES", 2)
-    rows = await throughput.bench(small(), Traffic(Passages.random(4, 16), 2), systems, 4, Console(quiet=True))
+    traffic = Traffic(Passages.random(4, 16), 2)
+    rows = await throughput.bench(small(), Path(), traffic, systems, 4, Console(quiet=True))
     for name, _ in systems:
         mine = [row for row in rows if row["name"] == name]
         assert 1 <= len(mine) <= 2
@@ -65,11 +68,11 @@ async def test_a_prefix_cache_has_every_path_from_the_second_time_on() -> None:
     passages = Passages.random(4, 16)
     async with throughput.worker(small(), passages) as servicer:
         throughput.store_at_once(servicer)
-        station = throughput.Station(servicer)
+        station = throughput.WorkerStation(servicer, "prefix_cache", 0.0)
         found = []
         for question in range(2):
             servicer.pool.clear()
-            _, summary = await station.ask(passages.prompt([2, 0, 1], question), "prefix_cache", 0.0)
+            _, summary = await station.answer(passages.prompt([2, 0, 1], question))
             found.append((summary.stages.missed, summary.lossless))
             await servicer.settle()
     assert found == [(2, 48), (0, 48)], "the first stands where it was encoded"
