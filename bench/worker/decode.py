@@ -1,7 +1,8 @@
 """Time of a decoding step over reused chunks, against a single segment of as many tokens, which is the floor.
 
-Measures whole steps of the model over a pool of random KV, without a service. In rows with `recomputed`, 15% of
-each chunk's keys are hidden, and each request has these tokens in a separate segment, as recipes lay them out.
+Measures whole steps of the model over a pool of random KV, without a service. All requests share the chunks. In rows
+with `recomputed`, 15% of each chunk's keys are hidden, and each request has these tokens in a separate segment, as
+recipes lay them out: `keys_read` counts the keys of a step, as a multiple of the shared ones.
 """
 
 import argparse
@@ -76,6 +77,7 @@ def measure(model: models.Model, tokens: int, repeats: int) -> list[dict[str, ob
                     "chunks": chunks,
                     "recomputed": ratio,
                     "tokens": tokens,
+                    "keys_read": round(1 + ratio * requests, 2),
                     "step_ms": round(1e3 * found, 2),
                     "one_piece_ms": round(1e3 * floor, 2),
                     "ratio": round(found / floor, 3),
