@@ -11,18 +11,14 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
-from cryptography.exceptions import InvalidTag
-
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.kvcache_service.tiers.disk_keys import HEAD_BYTES, TAG_BYTES, DiskKeys
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
-from fusionkv.protos.runtime.key_ring import ID_BYTES
 
 BLOCK_BYTES = 1 << 20
-_NONCE_BYTES, _TAG_BYTES = 12, 16
-_SEAL_BYTES = ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+_SEAL_BYTES = HEAD_BYTES + TAG_BYTES
 
 
 class SealedDiskTier(DiskTier):
@@ -34,7 +30,6 @@ class SealedDiskTier(DiskTier):
         """See DiskTier."""
         super().__init__(directory, capacity_bytes, sync=sync)
         self._keys = keys
-        self._seals: dict[int, int] = {}  # segment -> file descriptor of its seal file
         self._tails: dict[int, bytearray] = {}  # offset of a place -> bytes of an incomplete block
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
@@ -66,38 +61,24 @@ class SealedDiskTier(DiskTier):
             os.fdatasync(self._seal_at(place, 0)[0])
         super().commit(record, place, heat)
 
-    def close(self) -> None:
-        for file in self._seals.values():
-            os.fsync(file)
-            os.close(file)
-        self._seals.clear()
-        super().close()
-
     def _seal(self, place: Place, start: int, block: bytes) -> None:
-        key, nonce = self._keys.newest, os.urandom(_NONCE_BYTES)
-        sealed = memoryview(key.value.encrypt(nonce, block, _bound(place, start)))
+        head, sealed = self._keys.seal(block, _bound(place, start))
         file, offset = self._seal_at(place, start)
-        os.pwrite(file, key.id + nonce + bytes(sealed[len(block) :]), offset)
-        super().write(place, start, [sealed[: len(block)]])
+        os.pwrite(file, head + sealed[-TAG_BYTES:], offset)
+        super().write(place, start, [memoryview(sealed)[:-TAG_BYTES]])
 
     def _open(self, place: Place, start: int) -> bytes:
         """Decrypts the block at byte `start` of a place."""
         file, offset = self._seal_at(place, start)
         seal = os.pread(file, _SEAL_BYTES, offset)
-        key = self._keys.find(seal[:ID_BYTES])
-        if key is None:
-            raise OSError(f"a block at {place.offset + start} is not encrypted, or its key is unknown")
         data = super().read(place, start, min(BLOCK_BYTES, place.size - start))
-        nonce, tag = seal[ID_BYTES : ID_BYTES + _NONCE_BYTES], seal[ID_BYTES + _NONCE_BYTES :]
-        try:
-            return key.value.decrypt(nonce, bytes(data) + tag, _bound(place, start))
-        except (InvalidTag, ValueError) as error:  # ValueError: the seal file is truncated
-            raise OSError(f"a block at {place.offset + start} is damaged") from error
+        sealed = bytes(data) + seal[HEAD_BYTES:]
+        return self._keys.open(seal[:HEAD_BYTES], sealed, _bound(place, start), f"a block at {place.offset + start}")
 
     def _seal_at(self, place: Place, start: int) -> tuple[int, int]:
         """File descriptor and offset of a block's seal. Blocks start at distinct multiples of 4096."""
         segment, offset = divmod(place.offset + start, SEGMENT_BYTES)
-        return self._file(self._seals, segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
+        return self._file(segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
 
 
 def _bound(place: Place, start: int) -> bytes:
