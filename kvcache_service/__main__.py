@@ -20,9 +20,8 @@ from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.observe import telemetry
 from fusionkv.protos.runtime import process, rpc, settings
 
@@ -69,29 +68,26 @@ def make_sharing(config: Config, store: Store) -> Sharing:
 
     Raises OSError if the URL or a file cannot be used, or a package is not installed.
     """
-    keys = DiskKeys(config.disk_keys) if config.disk_keys else None
-    sharing = Sharing(store, RemoteTier(make_engine(config), keys))
-    observe_remote(lambda: (sharing.reachable, sharing.waiting))
-    return sharing
-
-
-def make_engine(config: Config) -> Engine:
-    """Creates the engine of the remote tier. Raises OSError as `make_sharing` does."""
+    mooncake = config.remote_url.startswith("mooncake://")
     try:
-        if config.remote_url.startswith("mooncake://"):
+        if mooncake:
             from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
 
-            return MooncakeEngine(config.remote_url, config.remote_segment_bytes)
-        from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
+            engine: Engine = MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+        else:
+            from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 
-        password = config.remote_password.read_text().strip() if config.remote_password else None
-        ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
-        return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
+            password = config.remote_password.read_text().strip() if config.remote_password else None
+            ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
+            engine = RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
     except ImportError as error:
-        extra = "mooncake" if config.remote_url.startswith("mooncake://") else "cache"
+        extra = "mooncake" if mooncake else "cache"
         raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
+    sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))
+    observe_remote(lambda: (sharing.reachable, sharing.waiting))
+    return sharing
 
 
 async def run(config: Config) -> None:

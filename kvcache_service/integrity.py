@@ -13,9 +13,8 @@ from fusionkv.kvcache_service.config import Config
 async def check(data_dir: Path, disk_bytes: int) -> int:
     """Opens a disk tier as a start does, checks it, and returns the number of entries.
 
-    Raises:
-        OSError: The directory cannot be used, or a service is using it.
-        AssertionError: Index, entries and places disagree, or something is held.
+    Raises OSError if the directory cannot be used, or a service is using it; AssertionError if index, entries and
+    places disagree, or something is held.
     """
     store = make_store(Config(data_dir=data_dir, disk_bytes=disk_bytes, memory_bytes=1 << 20))
     await store.open()

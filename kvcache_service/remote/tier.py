@@ -15,7 +15,7 @@ from itertools import islice
 from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES, path_keys, replica_key
-from fusionkv.kvcache_service.tiers.disk_keys import HEAD_BYTES, DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import HEAD_BYTES, DiskKeys
 
 SLOTS = 4
 # Size of a value: larger ones block other clients of a Redis, smaller ones need more calls.

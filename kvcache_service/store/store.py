@@ -144,13 +144,11 @@ class Store:
     ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
         """Finds and leases the best entry for each element of a path, and increases their heat.
 
-        Exact paths behind at least one other chunk are counted, for `writing.reserve`.
+        Exact paths behind at least one other chunk are counted, for `writing.reserve`. Raises ResourceExhausted at
+        the limit of active leases.
 
         Returns:
             Kind of hit and entry for each element, and the lease: 0 if nothing was found.
-
-        Raises:
-            ResourceExhausted: The limit of active leases is reached.
         """
         hits = self.residents.find(namespace, path, variants)
         entries = dict.fromkeys(entry for _, entry, _ in hits if entry is not None)
@@ -182,9 +180,8 @@ class Store:
     async def delete(self, keys: Sequence[bytes]) -> int:
         """Deletes entries persistently, and returns their number.
 
-        Raises:
-            ResourceExhausted: The deletion cannot be recorded. The entries reappear at the next start.
-            Unavailable: The index is being loaded.
+        Raises ResourceExhausted if the deletion cannot be recorded; the entries reappear at the next start then.
+        Raises Unavailable while the index is being loaded.
         """
         await self.opened()
         deleted, names = 0, list(dict.fromkeys(keys))

@@ -11,14 +11,42 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import HEAD_BYTES, TAG_BYTES, DiskKeys
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
+from fusionkv.protos.runtime.watched import ID_BYTES, KeyRing
 
 BLOCK_BYTES = 1 << 20
-_SEAL_BYTES = HEAD_BYTES + TAG_BYTES
+_NONCE_BYTES, _TAG_BYTES = 12, 16
+HEAD_BYTES = ID_BYTES + _NONCE_BYTES
+_SEAL_BYTES = HEAD_BYTES + _TAG_BYTES
+
+
+class DiskKeys(KeyRing[AESGCM]):
+    """AES-256-GCM keys of a file, for the disk tier and the remote tier: the first encrypts, all decrypt."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises BadFile if the file cannot be read or is malformed."""
+        super().__init__(file, "the disk keys", AESGCM)
+
+    def seal(self, data: bytes, bound: bytes) -> tuple[bytes, bytes]:
+        """Head (key id and nonce) and ciphertext, which ends with the tag. `bound` is authenticated too."""
+        key, nonce = self.newest, os.urandom(_NONCE_BYTES)
+        return key.id + nonce, key.value.encrypt(nonce, data, bound)
+
+    def open(self, head: bytes, sealed: bytes, bound: bytes, what: str) -> bytes:
+        """Decrypts what `seal` returned. Raises FileNotFoundError, which names `what`, if that is impossible."""
+        key = self.find(head[:ID_BYTES])
+        if key is None:
+            raise FileNotFoundError(f"{what} is not encrypted, or its key is unknown")
+        try:
+            return key.value.decrypt(head[ID_BYTES:], sealed, bound)
+        except (InvalidTag, ValueError) as error:  # ValueError: the head is truncated
+            raise FileNotFoundError(f"{what} is damaged") from error
 
 
 class SealedDiskTier(DiskTier):
@@ -64,8 +92,8 @@ class SealedDiskTier(DiskTier):
     def _seal(self, place: Place, start: int, block: bytes) -> None:
         head, sealed = self._keys.seal(block, _bound(place, start))
         file, offset = self._seal_at(place, start)
-        os.pwrite(file, head + sealed[-TAG_BYTES:], offset)
-        super().write(place, start, [memoryview(sealed)[:-TAG_BYTES]])
+        os.pwrite(file, head + sealed[-_TAG_BYTES:], offset)
+        super().write(place, start, [memoryview(sealed)[:-_TAG_BYTES]])
 
     def _open(self, place: Place, start: int) -> bytes:
         """Decrypts the block at byte `start` of a place."""

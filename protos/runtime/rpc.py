@@ -233,7 +233,8 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls, with port 0 resolved, and one
-    line for each other listener of the process, in `beside`.
+    line for each other listener of the process, in `beside`. Raises OSError if an address can't be bound, or a
+    certificate can't be used.
 
     Args:
         on_stop: called with half of the drain's seconds, while new calls are still accepted.
@@ -242,9 +243,6 @@ async def serve(
         interceptors: run after those of telemetry.
         failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
             runs, and its error is raised.
-
-    Raises:
-        OSError: an address can't be bound, or a certificate can't be used.
     """
     # Clients need not load these.
     from grpc_reflection.v1alpha import reflection, reflection_pb2

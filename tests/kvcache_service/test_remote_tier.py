@@ -15,7 +15,7 @@ from fusionkv.kvcache_service.keys import VERSIONS, path_keys
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks, blocks_of
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.runtime.checksum import checksum
 from tests.kvcache_service.tools import path
 from tests.system.mooncake_process import MooncakeMaster
