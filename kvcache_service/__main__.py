@@ -12,21 +12,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.local.arena import ShmServer, path_of
-from fusionkv.kvcache_service.local.segments import FdServer, readable_files, segments_of
+from fusionkv.kvcache_service.local import FileServer, path_of, segments_of, share_memory, share_segments
 from fusionkv.kvcache_service.metrics import observe_remote, observe_tiers
-from fusionkv.kvcache_service.remote.engine import Engine
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.remote.tier import RemoteTier
+from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
 from fusionkv.kvcache_service.servicer import SERVICE, KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
-from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.observe import telemetry
-from fusionkv.protos.runtime import frames, process, rpc, settings
+from fusionkv.protos.runtime import process, rpc, settings
 
 log = logging.getLogger(__name__)
 NAME = "fusionkv-kvcache"
@@ -45,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         process.share_heaps()
         process.check_files()
         telemetry.attach(NAME, config.metrics_listen)
-        frames.keep_freed_memory()
+        process.keep_freed_memory()
         asyncio.run(run(config))
     except (OSError, ValueError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
@@ -56,11 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make_store(config: Config) -> Store:
-    """Creates the store with the configured tiers.
-
-    Raises:
-        OSError: The data directory or its keys cannot be used, or another process uses it.
-    """
+    """Creates the store with the configured tiers. Raises OSError if its directory or its keys cannot be used."""
     tiers: list[Tier] = [MemoryTier(config.memory_bytes)]
     if config.disk_bytes:
         place, keys = (config.data_dir, config.disk_bytes), config.disk_keys
@@ -73,41 +66,34 @@ def make_store(config: Config) -> Store:
 def make_sharing(config: Config, store: Store) -> Sharing:
     """Creates the access to the configured remote tier, without connecting yet.
 
-    Raises:
-        OSError: The URL or a file cannot be used, or a package is not installed.
+    Raises OSError if the URL or a file cannot be used, or a package is not installed.
     """
-    keys = DiskKeys(config.disk_keys) if config.disk_keys else None
-    tier = RemoteTier(make_engine(config), keys)
-    lookup_seconds, ttl = config.remote_lookup_ms / 1000, config.remote_ttl_seconds
-    sharing = Sharing(store, tier, lookup_seconds=lookup_seconds, ttl=ttl)
-    observe_remote(lambda: (sharing.reachable, sharing.waiting))
-    return sharing
-
-
-def make_engine(config: Config) -> Engine:
-    """Creates the engine of the remote tier. Raises OSError as `make_sharing` does."""
+    mooncake = config.remote_url.startswith("mooncake://")
     try:
-        if config.remote_url.startswith("mooncake://"):
+        if mooncake:
             from fusionkv.kvcache_service.remote.mooncake_engine import MooncakeEngine
 
-            return MooncakeEngine(config.remote_url, config.remote_segment_bytes)
-        from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
+            engine: Engine = MooncakeEngine(config.remote_url, config.remote_segment_bytes)
+        else:
+            from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
 
-        password = config.remote_password.read_text().strip() if config.remote_password else None
-        ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
-        return RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
+            password = config.remote_password.read_text().strip() if config.remote_password else None
+            ttl, timeout = config.remote_ttl_seconds, config.remote_timeout
+            engine = RedisEngine(config.remote_url, ttl=ttl, timeout=timeout, password=password)
     except ImportError as error:
-        extra = "mooncake" if config.remote_url.startswith("mooncake://") else "cache"
+        extra = "mooncake" if mooncake else "cache"
         raise OSError(f"remote_url needs a package: pip install 'fusionkv[{extra}]' ({error})") from error
     except ValueError as error:
         raise OSError(f"remote_url can't be used: {error}") from error
+    sharing = Sharing(store, RemoteTier(engine, DiskKeys(config.disk_keys) if config.disk_keys else None))
+    observe_remote(lambda: (sharing.reachable, sharing.waiting))
+    return sharing
 
 
 async def run(config: Config) -> None:
     """Serves until SIGTERM, drains, and closes the store.
 
-    Raises:
-        OSError: An address or the data directory is in use, or cannot be used.
+    Raises OSError if an address or the data directory is in use, or cannot be used.
     """
     for address in config.listen:
         remove_stale_socket(address)
@@ -152,32 +138,29 @@ async def _after(loading: "asyncio.Task[None]", work: Callable[[], Awaitable[obj
     await work()
 
 
-def start_file_servers(config: Config, store: Store) -> list[ShmServer | FdServer]:
+def start_file_servers(config: Config, store: Store) -> list[FileServer]:
     """Shares memory tier and segment files beside every unix socket. If that fails, bytes are streamed."""
-    file_servers: list[ShmServer | FdServer] = []
-    paths = [path for address in config.listen if (path := path_of(address)) is not None]
-    for tier in store.residents.tiers:
-        if not isinstance(tier, MemoryTier):
+    file_servers: list[FileServer] = []
+    memory = next(tier for tier in store.residents.tiers if isinstance(tier, MemoryTier))
+    files = readable_files(store.residents.tiers)
+    for path in filter(None, map(path_of, config.listen)):
+        try:
+            file_servers.append(share_memory(path, memory.arena, memory.capacity_bytes, memory.file))
+        except OSError as error:
+            log.warning("can't share memory at %s, its bytes are streamed: %s", path, error)
             continue
-        for path in paths:
+        if files is not None:
             try:
-                file_servers.append(ShmServer(path, tier.arena, tier.capacity_bytes, tier.file))
+                file_servers.append(share_segments(segments_of(path), memory.arena, files.open_segment))
             except OSError as error:
-                log.warning("can't share memory at %s, its bytes are streamed: %s", path, error)
-                continue
-            if (files := readable_files(store.residents.tiers)) is not None:
-                try:
-                    file_servers.append(FdServer(segments_of(path), tier.arena, files))
-                except OSError as error:
-                    log.warning("can't share files beside %s, their bytes are streamed: %s", path, error)
+                log.warning("can't share files beside %s, their bytes are streamed: %s", path, error)
     return file_servers
 
 
 def remove_stale_socket(address: str) -> None:
     """Removes the socket file of a process that has ended; gRPC itself would also replace that of a live one.
 
-    Raises:
-        OSError: A process accepts connections there, or the file is not a socket.
+    Raises OSError if a process accepts connections there, or the file is not a socket.
     """
     if not address.startswith("unix:"):
         return

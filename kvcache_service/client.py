@@ -3,38 +3,29 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc
 from opentelemetry import propagate, trace
 
-from fusionkv.kvcache_service import answers
-from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
-from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.local.arena import ShmView
-from fusionkv.kvcache_service.local.segments import Segments, read_into
-from fusionkv.kvcache_service.store.rise import Rise
-from fusionkv.kvcache_service.stubs import bind
+from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.kvcache_service.local import LocalTiers, read_into
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.runtime import frames, rpc
+from fusionkv.protos.runtime import errors, frames, process, rpc
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
-from fusionkv.protos.runtime.errors import (
-    DataLoss,
-    DeadlineExceeded,
-    InvalidArgument,
-    ServiceError,
-    Unavailable,
-    from_rpc,
-)
 from fusionkv.protos.runtime.tls import ClientTLS
 
 __all__ = ["CacheClient", "Entry", "Hit", "HitKind", "Lookup"]
 
 tracer = trace.get_tracer(__name__)
 
+_SERVICE = "/kvcache.v1.KVCacheService/"
+_KINDS = {pb.HitKind.Value(f"HIT_KIND_{kind.name}"): kind for kind in HitKind}
+_TIERS = {pb.TIER_MEMORY: "memory", pb.TIER_DISK: "disk", pb.TIER_REMOTE: "remote"}
 # Key in the initial metadata of a Put: space is reserved, and the client shall send the data.
 RESERVED = "fusionkv-reserved"
 # Below this size, a checksum (about 10 GB/s) takes less time than a hop to a thread.
@@ -43,6 +34,46 @@ _HASH_INLINE_BYTES = 1 << 20
 _DELETE_DAMAGED_SECONDS = 0.5
 # Timeout of calls in the background.
 _RISE_SECONDS = 10.0
+# Delay of such a call, in which further keys are collected. Reads have priority.
+_RISE_AFTER_SECONDS = 0.02
+# Keys per call, far below the service's limit (max_path, by default 256), and waiting keys; the oldest are dropped.
+_MAX_RISING, _MAX_WAITING = 8, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored chunk; `size` in bytes, `base` is the RoPE position of its first token."""
+
+    key: bytes
+    size: int
+    tokens: int
+    base: int
+    checksum: bytes
+    tier: str
+    """"memory", "disk" or "remote": in the shared tier, not covered by the lease."""
+    variant: bytes
+    """Empty for full attention over the path."""
+    shared: memoryview | None = field(default=None, compare=False, repr=False)
+    """View of the bytes in the service's shared memory, valid while `lease` is held; None if not available."""
+    lease: int = field(default=0, compare=False, repr=False)
+    extent: tuple[int, int] | None = field(default=None, compare=False, repr=False)
+    """Segment and offset in the service's segment files, valid while `lease` is held; None if not available."""
+    signature: bytes = field(default=b"", repr=False)
+    """As passed to `put`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    kind: HitKind
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """One hit per element of the path; `lease` covers all entries found, 0 if there is none."""
+
+    hits: tuple[Hit, ...]
+    lease: int
 
 
 class CacheClient:
@@ -58,9 +89,8 @@ class CacheClient:
         self._tls = tls
         self._channel: grpc.aio.Channel | None = None
         self._put_channel: grpc.aio.Channel | None = None
-        self._stubs: dict[str, Any] = {}
-        self._window = ShmView(address)
-        self._segments = Segments(address)
+        self._stubs: dict[str, Callable[..., Any]] = {}
+        self._local = LocalTiers(address)
         self._rise = Rise(self._prefetch)
 
     async def lookup(
@@ -77,9 +107,9 @@ class CacheClient:
         sent = time.monotonic()
         response = await self._call("Lookup", request, timeout)
         # The service measures the lease from the arrival of the request, or later.
-        self._window.leased(response.lease, sent + response.lease_ms / 1000)
-        shared = await self._window.open(response.arena)
-        return Lookup(tuple(answers.hit(hit, response.lease, shared) for hit in response.hits), response.lease)
+        self._local.leased(response.lease, sent + response.lease_ms / 1000)
+        shared = await self._local.open(response.arena)
+        return Lookup(tuple(hit_of(hit, response.lease, shared) for hit in response.hits), response.lease)
 
     async def fetch(self, entry: Entry, into: memoryview, *, timeout: float) -> None:
         """Fills `into` (`entry.size` bytes) from shared memory or segment files if possible, otherwise by stream.
@@ -92,33 +122,32 @@ class CacheClient:
         """
         into = into.cast("B")
         if len(into) != entry.size:
-            raise InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
+            raise errors.InvalidArgument(f"the buffer holds {len(into)} bytes, the entry {entry.size}")
         if self.on_disk(entry) and await self.read(entry, partial(read_into, into), timeout=timeout):
             return
         shared = entry.shared or await self._risen(entry, timeout)
-        if shared is not None and await self._window.copied(shared, entry.lease, into):
+        if shared is not None and await self._local.copied(shared, entry.lease, into):
             return
         hasher, at, end = Checksum(), 0, 0
         call = self._begin("Fetch", pb.FetchRequest(key=entry.key), timeout)
         try:
-            async for message in call:
-                data = frames.decode_frame(message)
-                end = at + len(data)
-                if end > entry.size:
-                    break
-                into[at:end] = data
-                hasher.update(data)
-                at = end
-        except grpc.RpcError as error:
-            raise self._error(error, "fetch from") from error
+            with self._errors("fetch from"):
+                async for message in call:
+                    data = frames.decode_frame(message)
+                    end = at + len(data)
+                    if end > entry.size:
+                        break
+                    into[at:end] = data
+                    hasher.update(data)
+                    at = end
         except ValueError as error:
-            raise DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
+            raise errors.DataLoss(f"fetch from the cache service at {self.address}: {error}") from error
         finally:
             call.cancel()
         if end != entry.size or hasher.digest() != entry.checksum:
-            with contextlib.suppress(ServiceError):  # the damage is the error to report
+            with contextlib.suppress(errors.ServiceError):  # the damage is the error to report
                 await self.delete([entry.key], here=True, timeout=min(timeout, _DELETE_DAMAGED_SECONDS))
-            raise DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
+            raise errors.DataLoss(f"entry {entry.key.hex()} arrived damaged from {self.address}; it is deleted there")
 
     def seen(self, entry: Entry) -> memoryview | None:
         """View of an entry in the service's shared memory; None if it is not there, or not leased.
@@ -129,7 +158,7 @@ class CacheClient:
 
     def held(self, entry: Entry) -> bool:
         """Whether the lease of the Lookup that found an entry is still held. Thread-safe."""
-        return self._window.held(entry.lease)
+        return self._local.held(entry.lease)
 
     def on_disk(self, entry: Entry) -> bool:
         """Whether an entry is in segment files of this machine, and not in shared memory."""
@@ -143,32 +172,32 @@ class CacheClient:
                 `entry.size` bytes read, or empty bytes on failure.
 
         Returns:
-            False if it cannot be read, or does not have its checksum.
+            Whether the bytes were read and have their checksum.
         """
-        if entry.extent is None or not self._window.opened(entry.lease):
+        if entry.extent is None or not self._local.opened(entry.lease):
             return False
         try:
             async with asyncio.timeout(timeout):
-                digest = await self._segments.read(self._window.name, entry.extent, reader)
+                digest = await self._local.read(entry.extent, reader)
         except TimeoutError as error:
-            raise DeadlineExceeded(
+            raise errors.DeadlineExceeded(
                 f"reading segment files of {self.address} took longer than {timeout:g} s"
             ) from error
-        if digest != entry.checksum or not self._window.held(entry.lease):
+        if digest != entry.checksum or not self._local.held(entry.lease):
             return False
         self._rise.soon(entry.key)
         return True
 
     async def _risen(self, entry: Entry, timeout: float) -> memoryview | None:
         """Has a leased entry promoted; returns its view in shared memory, None if it is not there."""
-        if not self._window.opened(entry.lease):
+        if not self._local.opened(entry.lease):
             return None
         try:
             response = await self._prefetch([entry.key], timeout)
-        except ServiceError:
+        except errors.ServiceError:
             return None  # the stream, which is tried next, raises the error
-        arena = await self._window.open(response.arena)
-        return None if arena is None else answers.shared(response.entries[0], arena, entry.size)
+        arena = await self._local.open(response.arena)
+        return None if arena is None else _shared(response.entries[0], arena, entry.size)
 
     async def _prefetch(self, keys: Sequence[bytes], timeout: float = _RISE_SECONDS) -> pb.PrefetchResponse:
         """Has entries promoted to memory, if hot enough; the response has their offsets."""
@@ -196,7 +225,7 @@ class CacheClient:
             signature: Up to 63 bytes that are stored with the entry.
 
         Returns:
-            The key, and whether the entry was stored. False if it exists or is superfluous.
+            The key, and whether the entry was stored: not if it exists or is superfluous.
         """
         data = data.cast("B")
         deadline = time.monotonic() + timeout
@@ -220,19 +249,15 @@ class CacheClient:
 
     async def release(self, lease: int, *, timeout: float = 5.0) -> None:
         """Ends a lease; an unknown or expired one is ignored."""
-        self._window.released(lease)
+        self._local.released(lease)
         await self._call("Release", pb.ReleaseRequest(lease=lease), timeout)
 
     async def delete(
         self, keys: Sequence[bytes] = (), *, namespace: bytes = b"", here: bool = False, timeout: float = 30.0
     ) -> int:
-        """Deletes entries by key, or all of a namespace.
+        """Deletes entries by key, or all of a namespace; returns their number in this service.
 
-        Args:
-            here: Keep entries in the remote tier.
-
-        Returns:
-            Number of entries deleted in this service.
+        here: Keep entries in the remote tier.
         """
         response = await self._call("Delete", pb.DeleteRequest(keys=keys, namespace=namespace, here=here), timeout)
         return int(response.deleted)
@@ -249,67 +274,130 @@ class CacheClient:
                 await channel.close()
         self._channel = self._put_channel = None
         self._stubs.clear()
-        self._segments.close()
+        self._local.close()
 
     async def _send(self, header: pb.PutHeader, data: memoryview, timeout: float) -> pb.PutResponse:
-        """Sends one Put."""
-        doing = "put at"
+        """Sends the header of a Put, waits until the server has reserved space, then sends the data.
+
+        If the server does not need the data, it responds at once. Sending data anyway would waste bandwidth and lose
+        the status: grpc.aio reports INTERNAL for a write after the end of its call.
+        """
         rpc_of = {"rpc.system": "grpc", "rpc.service": "kvcache.v1.KVCacheService", "rpc.method": "Put"}
-        name = "/kvcache.v1.KVCacheService/Put"
-        with tracer.start_as_current_span(name, kind=trace.SpanKind.CLIENT, attributes=rpc_of):
+        span = tracer.start_as_current_span(_SERVICE + "Put", kind=trace.SpanKind.CLIENT, attributes=rpc_of)
+        with span, self._errors("put at"):
             metadata: dict[str, str] = {}
             propagate.inject(metadata)
             call = self._begin("Put", None, timeout, metadata=tuple(metadata.items()))
             try:
-                try:
-                    await _write(call, header, data)
-                except grpc.RpcError as error:
-                    if error.code() is not grpc.StatusCode.INTERNAL:
-                        raise
-                    # grpc.aio raises INTERNAL for a write on a broken connection.
-                    raise self._lost(doing) from error
-                return await call
+                # The call has ended, and its status has the reason. InternalError: directly before the half-close.
+                with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
+                    await call.write(pb.PutRequest(header=header))
+                    if RESERVED in await call.initial_metadata():
+                        for frame in frames.split(data):
+                            await call.write(frame)
+                        await call.done_writing()
             except grpc.RpcError as error:
-                raise self._error(error, doing) from error
+                if error.code() is not grpc.StatusCode.INTERNAL:
+                    raise
+                # A write on a broken connection: a server that ends cancels calls after its drain time.
+                why = f"put at the cache service at {self.address}: it stopped during the call"
+                raise errors.Unavailable(why) from error
+            else:
+                return await call
             finally:
                 call.cancel()
 
     async def _call(self, method: str, request: Any, timeout: float) -> Any:
-        try:
+        with self._errors(f"{method.lower()} at"):
             return await self._begin(method, request, timeout)
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        try:
+            yield
         except grpc.RpcError as error:
-            raise self._error(error, f"{method.lower()} at") from error
+            raise errors.from_rpc(error, f"{doing} the cache service at {self.address}") from error
 
     def _begin(self, method: str, request: Any, timeout: float, **more: Any) -> Any:
         """Starts a call. The channel is created here, since it binds to the running event loop."""
         if timeout <= 0:
             # gRPC would interpret 0 as no deadline.
-            raise DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
+            raise errors.DeadlineExceeded(f"no time left for {method.lower()} at the cache service at {self.address}")
         if self._channel is None:
-            frames.keep_freed_memory()
+            process.keep_freed_memory()
             self._channel = rpc.dial(self.address, tls=self._tls)
             self._put_channel = rpc.dial(self.address, tls=self._tls, traced=False)
-            self._stubs = bind(self._channel, self._put_channel)
+            for name in ("Lookup", "Prefetch", "Release", "Delete", "Stats"):
+                self._stubs[name] = self._channel.unary_unary(
+                    _SERVICE + name,
+                    request_serializer=getattr(pb, f"{name}Request").SerializeToString,
+                    response_deserializer=getattr(pb, f"{name}Response").FromString,
+                )
+            # KV bytes bypass protobuf (frames.py).
+            self._stubs["Fetch"] = self._channel.unary_stream(
+                _SERVICE + "Fetch", request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=None
+            )
+            self._stubs["Put"] = self._put_channel.stream_unary(
+                _SERVICE + "Put", request_serializer=_put_message, response_deserializer=pb.PutResponse.FromString
+            )
         return self._stubs[method](request, timeout=timeout, **more)
 
-    def _error(self, error: grpc.RpcError, doing: str) -> ServiceError:
-        return from_rpc(error, f"{doing} the cache service at {self.address}")
 
-    def _lost(self, doing: str) -> Unavailable:
-        """Error of a call that ended with the server, which cancels calls after its drain time."""
-        return Unavailable(f"{doing} the cache service at {self.address}: it stopped during the call")
+def hit_of(message: pb.Hit, lease: int, arena: memoryview | None) -> Hit:
+    """Converts one hit of a response with this lease; a miss if its kind or tier is one of a later version.
 
-
-async def _write(call: Any, header: pb.PutHeader, data: memoryview) -> None:
-    """Sends the header, waits until the server has reserved space, then sends the data.
-
-    If the server does not need the data, it responds at once. Sending data anyway would waste bandwidth and lose the
-    status: grpc.aio reports INTERNAL for a write after the end of its call.
+    arena: The service's shared memory, if mapped.
     """
-    # The call has ended, and its status has the reason. InternalError: it ended directly before the half-close.
-    with contextlib.suppress(asyncio.InvalidStateError, grpc.aio.InternalError):
-        await call.write(pb.PutRequest(header=header))
-        if RESERVED in await call.initial_metadata():
-            for frame in frames.split(data):
-                await call.write(frame)
-            await call.done_writing()
+    e, kind, tier = message.entry, _KINDS.get(message.kind, HitKind.MISS), _TIERS.get(message.entry.tier)
+    if kind is HitKind.MISS or tier is None or not message.HasField("entry"):
+        return Hit(HitKind.MISS, None)
+    view = None if arena is None else _shared(e, arena, e.size_bytes)
+    names = (e.key, e.size_bytes, e.tokens, e.base, e.checksum, tier, e.variant)
+    extent = (e.extent.segment, e.extent.offset) if e.HasField("extent") else None
+    held = 0 if tier == "remote" else lease
+    return Hit(kind, Entry(*names, view, held, extent, e.signature))
+
+
+def _shared(at: pb.Entry | pb.Prefetched, arena: memoryview, size: int) -> memoryview | None:
+    """View of an entry's bytes in the arena; None if it is not in memory."""
+    inside = at.HasField("arena_offset") and at.arena_offset + size <= len(arena)
+    return arena[at.arena_offset : at.arena_offset + size] if inside else None
+
+
+class Rise:
+    """Batches keys of entries that a client read from segment files, and has them promoted in the background."""
+
+    def __init__(self, send: Callable[[Sequence[bytes]], Awaitable[Any]]) -> None:
+        """send: requests promotion of entries by key; a ServiceError is ignored."""
+        self._send = send
+        self._keys: dict[bytes, None] = {}
+        self._sending: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def soon(self, key: bytes) -> None:
+        """Queues a key; does not block."""
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > _MAX_WAITING:
+            del self._keys[next(iter(self._keys))]
+        if not self._closed and (self._sending is None or self._sending.done()):
+            self._sending = asyncio.create_task(self._run())
+
+    def close(self) -> None:
+        """Drops queued keys, and ignores later ones."""
+        self._closed = True
+        if self._sending is not None:
+            self._sending.cancel()
+
+    async def _run(self) -> None:
+        while self._keys:
+            await asyncio.sleep(_RISE_AFTER_SECONDS)
+            keys = list(self._keys)[:_MAX_RISING]
+            for key in keys:
+                del self._keys[key]
+            with contextlib.suppress(errors.ServiceError):
+                await self._send(keys)
+
+
+def _put_message(part: pb.PutRequest | memoryview) -> bytes:
+    return frames.encode_frame(part) if isinstance(part, memoryview) else part.SerializeToString()

@@ -6,25 +6,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fusionkv.kvcache_service.__main__ import make_store
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.memory import MemoryTier
 
 
 async def check(data_dir: Path, disk_bytes: int) -> int:
-    """Opens a disk tier as a start does, and checks it.
+    """Opens a disk tier as a start does, checks it, and returns the number of entries.
 
-    Returns:
-        Number of entries.
-
-    Raises:
-        OSError: The directory cannot be used, or a service is using it.
-        AssertionError: Index, entries and places disagree, or something is held.
+    Raises OSError if the directory cannot be used, or a service is using it; AssertionError if index, entries and
+    places disagree, or something is held.
     """
-    store = Store(
-        Config(data_dir=data_dir, disk_bytes=disk_bytes), [MemoryTier(1 << 20), DiskTier(data_dir, disk_bytes)]
-    )
+    store = make_store(Config(data_dir=data_dir, disk_bytes=disk_bytes, memory_bytes=1 << 20))
     await store.open()
     try:
         store.check_integrity()

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import Observation
 
 _COUNTERS = {
     "lookups": ("{chunk}", "Path elements looked up, by kind of hit"),
@@ -48,29 +48,19 @@ class Counters:
 def observe_tiers(tiers: Callable[[], Iterable[tuple[str, int, int]]]) -> None:
     """Exports used and maximum bytes of each tier, from (tier, used, capacity)."""
 
-    def used(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(n, {"fusionkv.tier": tier}) for tier, n, _ in tiers()]
+    def bytes_of(which: int) -> list[Observation]:
+        return [Observation(sizes[which], {"fusionkv.tier": tier}) for tier, *sizes in tiers()]
 
-    def capacity(_: CallbackOptions) -> Iterable[Observation]:
-        return [Observation(n, {"fusionkv.tier": tier}) for tier, _, n in tiers()]
-
-    meter = metrics.get_meter(__name__)
-    meter.create_observable_gauge("fusionkv.kvcache.tier.used", [used], "By", "Bytes taken in each tier")
-    meter.create_observable_gauge("fusionkv.kvcache.tier.capacity", [capacity], "By", "Bytes that each tier may take")
+    _gauge("fusionkv.kvcache.tier.used", "By", "Bytes taken in each tier", lambda: bytes_of(0))
+    _gauge("fusionkv.kvcache.tier.capacity", "By", "Bytes that each tier may take", lambda: bytes_of(1))
 
 
 def observe_remote(state: Callable[[], tuple[bool, int]]) -> None:
     """Exports the state of the remote tier: reachability, and number of entries waiting to be written back."""
-    meter = metrics.get_meter(__name__)
-    meter.create_observable_gauge(
-        "fusionkv.kvcache.remote.reachable",
-        [lambda _: [Observation(state()[0])]],
-        "{tier}",
-        "Whether the remote tier answers",
-    )
-    meter.create_observable_gauge(
-        "fusionkv.kvcache.remote.waiting",
-        [lambda _: [Observation(state()[1])]],
-        "{entry}",
-        "Entries that are not written back to the remote tier yet",
-    )
+    answers, waiting = "Whether the remote tier answers", "Entries that are not written back to the remote tier yet"
+    _gauge("fusionkv.kvcache.remote.reachable", "{tier}", answers, lambda: [Observation(state()[0])])
+    _gauge("fusionkv.kvcache.remote.waiting", "{entry}", waiting, lambda: [Observation(state()[1])])
+
+
+def _gauge(name: str, unit: str, description: str, observe: Callable[[], list[Observation]]) -> None:
+    metrics.get_meter(__name__).create_observable_gauge(name, [lambda _: observe()], unit, description)

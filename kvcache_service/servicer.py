@@ -1,26 +1,24 @@
-"""The service's RPC handlers."""
+"""The service's RPC handlers, and validation of requests."""
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
 import grpc
 
-from fusionkv.kvcache_service import checks
 from fusionkv.kvcache_service.client import RESERVED
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.local.segments import readable_files
+from fusionkv.kvcache_service.index import record as records
+from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.remote.sharing import Sharing
+from fusionkv.kvcache_service.store import reading, writing
 from fusionkv.kvcache_service.store.entries import StoredEntry
-from fusionkv.kvcache_service.store.reading import Reader
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.store.writing import Writer
-from fusionkv.kvcache_service.tiers.disk import DiskTier
+from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
@@ -28,16 +26,7 @@ from fusionkv.protos.runtime.errors import InvalidArgument, ResourceExhausted, S
 
 SERVICE = pb.DESCRIPTOR.services_by_name["KVCacheService"]
 
-_KINDS = {
-    HitKind.EXACT: pb.HIT_KIND_EXACT,
-    HitKind.ALTERNATIVE: pb.HIT_KIND_ALTERNATIVE,
-    HitKind.MISS: pb.HIT_KIND_MISS,
-}
-_OUTCOMES = {
-    "stored": pb.PutResponse.OUTCOME_STORED,
-    "exists": pb.PutResponse.OUTCOME_EXISTS,
-    "superfluous": pb.PutResponse.OUTCOME_SUPERFLUOUS,
-}
+_KINDS: dict[HitKind, Any] = {kind: pb.HitKind.Value(f"HIT_KIND_{kind.name}") for kind in HitKind}
 _TIERS = {"memory": pb.TIER_MEMORY, "disk": pb.TIER_DISK, "remote": pb.TIER_REMOTE}
 # Lookups run on the event loop; with this limit, one takes less than a millisecond per chunk.
 _MAX_VARIANTS = 64
@@ -70,9 +59,9 @@ class KVCacheServicer:
 
     async def Lookup(self, request: pb.LookupRequest, context: grpc.aio.ServicerContext) -> pb.LookupResponse:
         path = [element.digest for element in request.path]
-        checks.path(request.namespace, path, self._config.max_path)
+        _check_path(request.namespace, path, self._config.max_path)
         for element in request.path:
-            checks.digests(element.variants, "a variant")
+            _check_digests(element.variants, "a variant")
             if len(element.variants) > _MAX_VARIANTS:
                 raise InvalidArgument(f"{len(element.variants)} variants of one chunk; at most {_MAX_VARIANTS}")
         lease_ms = min(request.lease_ms or self._config.lease_ms, self._config.max_lease_ms)
@@ -88,40 +77,31 @@ class KVCacheServicer:
             else pb.Hit(kind=_KINDS[kind], entry=self._entry(entry) if entry else None)
             for i, (kind, entry) in enumerate(local)
         ]
-        own = (entry for i, (_, entry) in enumerate(local) if entry is not None and i not in remote)
-        files_read = self._files is not None and context.peer().startswith("unix:")
-        self._store.prefetcher.soon([entry for entry in dict.fromkeys(own) if self._slow(entry, files_read)])
+        own = dict.fromkeys(entry for i, (_, entry) in enumerate(local) if entry is not None and i not in remote)
+        slow = [entry for entry in own if self._store.residents.fastest(entry).blocking]
+        if self._files is not None and context.peer().startswith("unix:"):  # the caller reads the disk tier's files
+            slow = [entry for entry in slow if DiskTier.name not in entry.places]
+        reading.prefetch(self._store, slow)
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
-        checks.digests([request.key], "the key")
-        if self._fetches >= self._config.max_fetches:
-            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
-        self._fetches += 1
-        reader: Reader | None = None
-
-        def end(_: object) -> None:
-            if reader is not None:
-                reader.close()
-            self._fetches -= 1
-
+        _check_digests([request.key], "the key")
+        ended = contextlib.ExitStack()
+        ended.enter_context(self._fetching())
         # gRPC calls this at any end of the call; the `finally` of a cancelled generator waits for garbage collection.
-        context.add_done_callback(end)  # type: ignore[arg-type]  # the stubs want a class here
-        reader = await self._read(request.key)
-        async for frame in reader.frames():
+        context.add_done_callback(lambda _: ended.close())  # type: ignore[arg-type]  # the stubs want a class here
+        if self._sharing is not None and self._store.residents.get(request.key) is None:
+            await self._sharing.bring(request.key)
+        entry = ended.enter_context(reading.pinned(self._store, request.key))
+        async for frame in reading.frames(self._store, entry):
             yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
-        checks.digests(request.keys, "a key")
+        _check_digests(request.keys, "a key")
         if len(request.keys) > self._config.max_path:
             raise InvalidArgument(f"{len(request.keys)} keys at once; at most {self._config.max_path}")
-        if self._fetches >= self._config.max_fetches:
-            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
-        self._fetches += 1
-        try:
+        with self._fetching():
             await asyncio.gather(*map(self._rise, request.keys))
-        finally:
-            self._fetches -= 1
         residents = map(self._store.residents.get, request.keys)
         entries = [pb.Prefetched(arena_offset=_arena_offset(entry)) for entry in residents]
         return pb.PrefetchResponse(entries=entries, arena=self._arena)
@@ -129,29 +109,21 @@ class KVCacheServicer:
     async def Put(
         self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
     ) -> pb.PutResponse:
-        try:
-            return await self._put(requests, context)
-        except ResourceExhausted:
-            self._store.counters.add("puts", kind="refused")
-            raise
-
-    async def _put(
-        self, requests: AsyncIterator[pb.PutRequest | memoryview], context: grpc.aio.ServicerContext
-    ) -> pb.PutResponse:
-        header = checks.header(await anext(requests, None))
-        record = checks.record(header, self._config.max_path)
-        if self._puts >= self._config.max_puts:
-            raise ResourceExhausted(f"{self._puts} puts are running: try again, or raise max_puts")
-        self._puts += 1
+        record = record_of(await anext(requests, None), self._config.max_path)
         writer = None
+        stored = False
+        self._puts += 1
         try:
+            if self._puts > self._config.max_puts:
+                raise ResourceExhausted(f"{self._puts - 1} puts are running: try again, or raise max_puts")
             await self._store.opened()
-            writer = self._store.write(record)
-            stored = False
+            writer = writing.reserve(self._store, record)
             if writer is not None:
                 await context.send_initial_metadata(((RESERVED, "1"),))
                 stored = await _receive(requests, writer)
-        except ServiceError:
+        except ServiceError as error:
+            if isinstance(error, ResourceExhausted):
+                self._store.counters.add("puts", kind="refused")
             if writer is not None:
                 writer.abort()
                 await _drain(requests, record.size)
@@ -165,7 +137,7 @@ class KVCacheServicer:
         self._store.counters.add("puts", kind=outcome)
         if stored:
             self._store.counters.add("bytes.put", record.size)
-        return pb.PutResponse(outcome=_OUTCOMES[outcome], key=record.key)
+        return pb.PutResponse(outcome=f"OUTCOME_{outcome.upper()}", key=record.key)
 
     async def Release(self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext) -> pb.ReleaseResponse:
         self._store.leases.release(request.lease)
@@ -177,8 +149,8 @@ class KVCacheServicer:
         keys, namespace = list(request.keys), request.namespace
         if len(keys) > _MAX_KEYS:
             raise InvalidArgument(f"{len(keys)} keys; at most {_MAX_KEYS} are deleted in one call")
-        checks.digests(keys, "a key")
-        checks.digests([namespace] if namespace else [], "the namespace")
+        _check_digests(keys, "a key")
+        _check_digests([namespace] if namespace else [], "the namespace")
         sharing = None if request.here else self._sharing
         shared = await sharing.known(keys, namespace) if sharing is not None else []
         deleted = await self._store.delete(keys or self._store.residents.index.namespace_keys(namespace))
@@ -188,9 +160,29 @@ class KVCacheServicer:
 
     async def Stats(self, request: pb.StatsRequest, context: grpc.aio.ServicerContext) -> pb.StatsResponse:
         self._store.leases.expire()
-        counters = self._store.counters
+        residents, counters = self._store.residents, self._store.counters
+        tiers = [
+            pb.TierStats(
+                tier=_TIERS[tier.name],
+                entries=residents.count(tier),
+                used_bytes=tier.used_bytes,
+                capacity_bytes=tier.capacity_bytes,
+                promotions=counters.get("promotions", tier.name),
+                demotions=counters.get("demotions", tier.name),
+                evictions=counters.get("evictions", tier.name),
+            )
+            for tier in residents.tiers
+        ]
+        remote = None
+        if self._sharing is not None:
+            remote = pb.RemoteStats(
+                reachable=self._sharing.reachable,
+                waiting=self._sharing.waiting,
+                written=counters.get("remote.writes"),
+                read=counters.get("remote.reads"),
+            )
         return pb.StatsResponse(
-            tiers=list(self._tier_stats()),
+            tiers=tiers,
             hits_exact=counters.get("lookups", "exact"),
             hits_alternative=counters.get("lookups", "alternative"),
             misses=counters.get("lookups", "miss"),
@@ -202,51 +194,32 @@ class KVCacheServicer:
             bytes_put=counters.get("bytes.put"),
             active_leases=len(self._store.leases),
             uptime_seconds=time.monotonic() - self._started,
-            remote=self._sharing.stats() if self._sharing else None,
+            remote=remote,
         )
 
-    async def _read(self, key: bytes) -> Reader:
-        """Opens an entry, copied from the remote tier if it is not local. Raises NotFound as `Store.read` does."""
-        if self._store.residents.get(key) is None and self._sharing is not None:
-            await self._sharing.bring(key)
-        return self._store.read(key)
+    @contextlib.contextmanager
+    def _fetching(self) -> Iterator[None]:
+        if self._fetches >= self._config.max_fetches:
+            raise ResourceExhausted(f"{self._fetches} fetches are running: try again, or raise max_fetches")
+        self._fetches += 1
+        try:
+            yield
+        finally:
+            self._fetches -= 1
 
     async def _rise(self, key: bytes) -> None:
         if self._store.residents.get(key) is not None:
-            await self._store.rise(key)
+            await reading.rise(self._store, key)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.bring(key)
 
-    def _tier_stats(self) -> Iterator[pb.TierStats]:
-        residents, counters = self._store.residents, self._store.counters
-        for tier in residents.tiers:
-            yield pb.TierStats(
-                tier=_TIERS[tier.name],
-                entries=residents.count(tier),
-                used_bytes=tier.used_bytes,
-                capacity_bytes=tier.capacity_bytes,
-                promotions=counters.get("promotions", tier.name),
-                demotions=counters.get("demotions", tier.name),
-                evictions=counters.get("evictions", tier.name),
-            )
-
     def _entry(self, entry: StoredEntry) -> pb.Entry:
-        fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
-        local = {"arena_offset": _arena_offset(entry), "extent": self._extent(entry)}
-        return _entry_of(entry.record, _TIERS[fastest.name], **local)
-
-    def _slow(self, entry: StoredEntry, files_read: bool) -> bool:
-        """Whether an entry is only in slow tiers; files_read: the caller reads the disk tier's files itself."""
-        fastest = next(tier for tier in self._store.residents.tiers if tier.name in entry.places)
-        return fastest.blocking and not (files_read and DiskTier.name in entry.places)
-
-    def _extent(self, entry: StoredEntry) -> pb.Extent | None:
-        place = entry.places.get(DiskTier.name)
-        if self._files is None or place is None:
-            return None
-        segment, offset = self._files.extent(place)
-        return pb.Extent(segment=segment, offset=offset)
+        fastest, place, extent = self._store.residents.fastest(entry), entry.places.get(DiskTier.name), None
+        if self._files is not None and place is not None:
+            segment, offset = self._files.extent(place)
+            extent = pb.Extent(segment=segment, offset=offset)
+        return _entry_of(entry.record, _TIERS[fastest.name], arena_offset=_arena_offset(entry), extent=extent)
 
 
 def _arena_offset(entry: StoredEntry | None) -> int | None:
@@ -268,7 +241,7 @@ def _entry_of(record: Record, tier: pb.Tier, **more: Any) -> pb.Entry:
     )
 
 
-async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: Writer) -> bool:
+async def _receive(requests: AsyncIterator[pb.PutRequest | memoryview], writer: writing.Writer) -> bool:
     async for part in requests:
         if not isinstance(part, memoryview):
             raise InvalidArgument("a message after the header that is not data")
@@ -285,3 +258,46 @@ async def _drain(requests: AsyncIterator[pb.PutRequest | memoryview], limit: int
         limit -= len(part) + 1 if isinstance(part, memoryview) else part.ByteSize()
         if limit < 0:
             return
+
+
+def _check_digests(values: Iterable[bytes], what: str) -> None:
+    for digest in values:
+        if len(digest) != DIGEST_BYTES:
+            raise InvalidArgument(f"{what} has {len(digest)} bytes, a digest has {DIGEST_BYTES}")
+
+
+def _check_path(namespace: bytes, elements: Sequence[bytes], limit: int) -> None:
+    _check_digests([namespace], "the namespace")
+    if not 1 <= len(elements) <= limit:
+        raise InvalidArgument(f"a path of {len(elements)} elements; 1 to {limit} are allowed")
+    _check_digests(elements, "a digest of the path")
+
+
+def record_of(first: pb.PutRequest | memoryview | None, max_path: int) -> Record:
+    """Record of the header in a Put's first message."""
+    if first is None or isinstance(first, memoryview) or not first.HasField("header"):
+        raise InvalidArgument("the first message must be the header")
+    header = first.header
+    _check_path(header.namespace, header.path, max_path)
+    if header.variant:
+        _check_digests([header.variant], "the variant")
+        if len(header.path) == 1:
+            raise InvalidArgument("a system prompt is found by its exact path only: it has no variants")
+    if len(header.checksum) != records.CHECKSUM_BYTES:
+        raise InvalidArgument(f"the checksum has {len(header.checksum)} bytes, 16 are required")
+    if len(header.signature) > records.MAX_SIGNATURE_BYTES:
+        limit = records.MAX_SIGNATURE_BYTES
+        raise InvalidArgument(f"the signature has {len(header.signature)} bytes; at most {limit} are allowed")
+    if not header.size_bytes or not header.tokens:
+        raise InvalidArgument("an entry has at least one token and one byte")
+    return records.make(
+        header.namespace,
+        list(header.path),
+        header.variant,
+        header.size_bytes,
+        header.tokens,
+        header.base,
+        header.checksum,
+        offered=header.offered,
+        signature=header.signature,
+    )

@@ -1,6 +1,7 @@
 """Runs calls to other services in an event loop of a separate thread."""
 
 import asyncio
+import logging
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
@@ -8,8 +9,11 @@ from typing import Any, TypeVar
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.kvcache_service.client import CacheClient
+from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
+from fusionkv.vllm.prompts import FusedPrompt
 
+log = logging.getLogger("vllm.fusionkv")
 T = TypeVar("T")
 
 
@@ -35,8 +39,14 @@ class Background:
             self._workers[address] = WorkerClient(address, self._tls)
         return self._workers[address]
 
+    async def release(self, prompt: FusedPrompt, error: str, ranks: int = 1) -> None:
+        """Releases a prompt at its worker, for one of `ranks` ranks. error: why it was not loaded, if so."""
+        try:
+            await self.worker(prompt.worker).release_prefill(bytes.fromhex(prompt.handle), ranks, error[:500])
+        except ServiceError as failure:
+            log.warning("the KV of a prompt was not released and will expire: %s", failure)
+
     def close(self) -> None:
-        """Closes the connections and stops the loop."""
         self.run(self._close()).result(5.0)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(5.0)

@@ -20,9 +20,8 @@ from fusionkv.protos.runtime.tls import ClientTLS
 from fusionkv.vllm.background import Background
 from fusionkv.vllm.moving import Moving
 from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prompts import KVLayout
+from fusionkv.vllm.prompts import KVLayout, Load, Save
 from fusionkv.vllm.scheduling import Scheduling
-from fusionkv.vllm.transfers import Transfers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Options:
 
 @dataclass
 class _Metadata(KVConnectorMetadata):
-    transfers: Transfers
+    transfers: list[Load | Save]
 
 
 class FusionKVConnector(KVConnectorBase_V1):

@@ -5,6 +5,7 @@ import logging
 import mmap
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,10 @@ import torch
 from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.runtime.cancellation import to_the_end
 from fusionkv.protos.runtime.checksum import checksum
-from fusionkv.protos.runtime.errors import DataLoss, NotFound, ServiceError
+from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.vllm.background import Background
 from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prefixes import Prefix
-from fusionkv.vllm.prompts import FusedPrompt
-from fusionkv.vllm.transfers import Load, Save, Transfers
+from fusionkv.vllm.prompts import FusedPrompt, Load, Prefix, Save
 
 log = logging.getLogger("vllm.fusionkv")
 # Limits host memory: pages copied but not yet put. Further saves are dropped.
@@ -30,11 +29,9 @@ class Moving:
     """Loads and saves of one rank. `start`, `ended` and `damaged` are called in vLLM's thread."""
 
     def __init__(self, background: Background, pages: Pages, rank: int, ranks: int, seconds: float) -> None:
-        """Creates the transfers of one rank.
+        """The pages hold the KV heads of one of `ranks` ranks.
 
-        Args:
-            rank, ranks: which part of the KV heads the pages hold.
-            seconds: maximum duration of a load, after which vLLM prefills the prompt itself.
+        After `seconds`, a load is given up, and vLLM prefills the prompt itself.
         """
         self._background, self._pages = background, pages
         self._rank, self._ranks, self._seconds = rank, ranks, seconds
@@ -44,12 +41,9 @@ class Moving:
         self._damaged: set[int] = set()
         self._saves = 0
 
-    def start(self, transfers: Transfers) -> None:
-        """Starts the transfers of a step."""
-        for load in transfers.loads:
-            self._background.run(self._load(load))
-        for save in transfers.saves:
-            self._background.run(self._save(save))
+    def start(self, transfers: Sequence[Load | Save]) -> None:
+        for transfer in transfers:
+            self._background.run(self._load(transfer) if isinstance(transfer, Load) else self._save(transfer))
 
     def ended(self) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose pages have been read, and requests whose loads have ended or failed, since the last call."""
@@ -97,16 +91,9 @@ class Moving:
                 await self._write(kv[:, :, load.start : load.stop], load)
         except BaseException as error:
             why = str(error) or f"loading took longer than {self._seconds:g} s"
-            await self._release(source, why)
+            await self._background.release(source, why, self._ranks)
             raise RuntimeError(why) from error
-        await self._release(source, "")
-
-    async def _release(self, source: FusedPrompt, why: str) -> None:
-        try:
-            worker = self._background.worker(source.worker)
-            await worker.release_prefill(bytes.fromhex(source.handle), self._ranks, why[:500])
-        except ServiceError as error:
-            log.warning("the KV of a prompt was not released and will expire: %s", error)
+        await self._background.release(source, "", self._ranks)
 
     async def _load_prefix(self, load: Load, prefix: Prefix) -> None:
         cache, namespace = self._background.cache, load.namespaces[self._rank]

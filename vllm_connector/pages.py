@@ -1,7 +1,9 @@
 """Reads and writes vLLM's paged KV cache by token, for any page layout of the attention backend."""
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,13 +19,11 @@ class Pages:
     def __init__(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any], blocks: int) -> None:
         """Detects the layout of the pages.
 
-        Args:
-            caches: KV cache by the layer's name.
-            layers: attention layer by name.
-            blocks: number of pages of each layer.
+        Raises ValueError if the KV of some layer is not plain keys and values in the model's dtype.
 
-        Raises:
-            ValueError: the KV of some layer is not plain keys and values in the model's dtype.
+        Args:
+            caches, layers: KV cache and attention layer by the layer's name.
+            blocks: number of pages of each layer.
         """
         self._layers: list[tuple[Any, torch.Tensor]] = []
         for name in sorted(caches, key=lambda name: [int(n) for n in _NUMBER.findall(name)]):
@@ -40,10 +40,8 @@ class Pages:
         if others:
             raise ValueError(f"can't tell which dimension of {tuple(cache.shape)} is that of the {blocks} pages")
         self.page_tokens = cache.numel() // blocks // (2 * self.heads * self.head_dim)
-        self._order: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Number of layers."""
         return len(self._layers)
 
     def token_bytes(self) -> int:
@@ -70,7 +68,7 @@ class Pages:
         out = torch.empty(len(self), 2, stop - start, self.heads, self.head_dim, dtype=self.dtype)
         for into, (_, cache) in zip(out, self._layers, strict=True):
             flat = cache.index_select(self._dim, indices).movedim(self._dim, 0).reshape(len(indices), -1)
-            for part, order in zip(into, self._places(), strict=True):
+            for part, order in zip(into, self._places, strict=True):
                 part.copy_(flat[:, order].view(-1, self.heads, self.head_dim)[inside])
         return out
 
@@ -79,40 +77,32 @@ class Pages:
         table = torch.tensor(pages, dtype=torch.int64)
         return (table[at // self.page_tokens] * self.page_tokens + at % self.page_tokens).to(self.device)
 
-    def _places(self) -> tuple[torch.Tensor, torch.Tensor]:
+    @cached_property
+    def _places(self) -> list[torch.Tensor]:
         """Where in a page each element of keys and of values lies: int64 `[page_tokens * kv_heads * head_dim]`.
 
         Found by writing a page of numbers through the backend, digit by digit.
         """
-        if self._order is None:
-            layer, cache = self._layers[0]
-            shape = list(cache.shape)
-            shape[self._dim] = 1
-            count = self.page_tokens * self.heads * self.head_dim
-            numbers = torch.arange(count, device=self.device).view(self.page_tokens, self.heads, self.head_dim)
-            slots = torch.arange(self.page_tokens, device=self.device)
-            orders = []
-            for which in range(2):
-                there = torch.zeros(2 * count, dtype=torch.int64, device=self.device)
-                for digit in (*self._digits(numbers), torch.ones_like(numbers)):
-                    page = torch.zeros(shape, dtype=self.dtype, device=self.device)
-                    given = [torch.zeros(numbers.shape, dtype=self.dtype, device=self.device) for _ in range(2)]
-                    given[which].copy_(digit)
-                    layer.impl.do_kv_cache_update(layer, *given, page, slots)
-                    there = there * _BASE + page.movedim(self._dim, 0).reshape(-1).long()
-                # The last digit marks the elements that were written at all.
-                (written,) = (there % _BASE).nonzero(as_tuple=True)
-                order = written[(there[written] // _BASE).argsort()]
-                if len(order) != count:
-                    raise ValueError(f"{type(layer.impl).__name__} wrote {len(order)} of {count} elements of a page")
-                orders.append(order)
-            self._order = orders[0], orders[1]
-        return self._order
-
-    @staticmethod
-    def _digits(numbers: torch.Tensor) -> Iterator[torch.Tensor]:
-        count = 1
-        while _BASE**count < numbers.numel():
-            count += 1
-        for power in reversed(range(count)):
-            yield numbers // _BASE**power % _BASE
+        layer, cache = self._layers[0]
+        shape = list(cache.shape)
+        shape[self._dim] = 1
+        count = self.page_tokens * self.heads * self.head_dim
+        numbers = torch.arange(count, device=self.device).view(self.page_tokens, self.heads, self.head_dim)
+        slots = torch.arange(self.page_tokens, device=self.device)
+        powers = range(next(digits for digits in itertools.count(1) if _BASE**digits >= count))
+        orders = []
+        for which in range(2):
+            there = torch.zeros(2 * count, dtype=torch.int64, device=self.device)
+            # The last digit marks the elements that were written at all.
+            for digit in (*(numbers // _BASE**power % _BASE for power in reversed(powers)), torch.ones_like(numbers)):
+                page = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                given = [torch.zeros(numbers.shape, dtype=self.dtype, device=self.device) for _ in range(2)]
+                given[which].copy_(digit)
+                layer.impl.do_kv_cache_update(layer, *given, page, slots)
+                there = there * _BASE + page.movedim(self._dim, 0).reshape(-1).long()
+            (written,) = (there % _BASE).nonzero(as_tuple=True)
+            order = written[(there[written] // _BASE).argsort()]
+            if len(order) != count:
+                raise ValueError(f"{type(layer.impl).__name__} wrote {len(order)} of {count} elements of a page")
+            orders.append(order)
+        return orders

@@ -1,4 +1,4 @@
-"""The request parameters that describe a prompt prefilled by a fusion worker, and checks that its KV fits."""
+"""Sources of a prompt's KV: the fusion worker that prefilled it, or prefixes in a cache service; and transfers."""
 
 import hashlib
 import re
@@ -7,10 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import HitKind, Lookup
+
 PARAMETER = "fusionkv"
 """Key of `kv_transfer_params` that holds a `FusedPrompt`."""
 # The only paths that are opened, whoever sends them: a worker's file for processes of the same user.
 _PATH = re.compile(r"/proc/\d+/fd/\d+")
+_NO_SYSTEM = keys.chunk_digest(())
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +45,7 @@ class FusedPrompt:
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> "FusedPrompt | None":
-        """Parses the parameters of a request; None if they name no prefilled prompt.
-
-        Raises:
-            ValueError: the parameters are invalid.
-        """
+        """Parses the parameters of a request; None if they name no prefilled prompt. Raises ValueError."""
         values = (params or {}).get(PARAMETER)
         if values is None:
             return None
@@ -77,3 +77,59 @@ class FusedPrompt:
 def digest(tokens: Sequence[int]) -> str:
     """SHA-256 of token ids, each as 4 bytes, little-endian."""
     return hashlib.sha256(struct.pack(f"<{len(tokens)}I", *tokens)).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The chunks of a prompt that vLLM computes, each an entry of a cache service, found by its exact path.
+
+    Attributes: tenant: vLLM's cache_salt; only requests with the same one share the prefix. digests: digest of every
+    complete chunk of `tokens` tokens.
+    """
+
+    tenant: str
+    digests: tuple[bytes, ...]
+    tokens: int
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], salt: str, tokens: int) -> "Prefix":
+        """The prefix of all tokens but the last, which is always computed."""
+        starts = range(0, len(prompt) - tokens, tokens)
+        return cls(salt, tuple(keys.chunk_digest(prompt[at : at + tokens]) for at in starts), tokens)
+
+    def path(self, chunks: int) -> list[bytes]:
+        """Path of the first `chunks` chunks in the cache service, beginning with the empty system prompt."""
+        return [_NO_SYSTEM, *self.digests[:chunks]]
+
+    def found(self, lookup: Lookup) -> int:
+        """Number of consecutive chunks, from the first, with an exact hit."""
+        for count, hit in enumerate(lookup.hits[1:]):
+            if hit.kind is not HitKind.EXACT or hit.entry is None or hit.entry.tokens != self.tokens:
+                return count
+        return len(lookup.hits) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Loads tokens `[start, stop)` of a request into its pages, from a fusion worker or the cache service.
+
+    A prefix has a namespace of the cache service for each tensor-parallel rank.
+    """
+
+    request: str
+    pages: tuple[int, ...]
+    start: int
+    stop: int
+    source: FusedPrompt | Prefix
+    namespaces: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Saves the chunks of a request from `first` on, from its pages to the cache service."""
+
+    request: str
+    pages: tuple[int, ...]
+    first: int
+    prefix: Prefix
+    namespaces: tuple[bytes, ...]

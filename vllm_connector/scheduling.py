@@ -11,9 +11,7 @@ from fusionkv.fusion_worker.library.resolve import resolve
 from fusionkv.kvcache_service import keys
 from fusionkv.protos.runtime.errors import ServiceError
 from fusionkv.vllm.background import Background
-from fusionkv.vllm.prefixes import Prefix
-from fusionkv.vllm.prompts import FusedPrompt, KVLayout
-from fusionkv.vllm.transfers import Load, Save, Transfers
+from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Load, Prefix, Save
 
 log = logging.getLogger("vllm.fusionkv")
 _LOOKUP_SECONDS = 2.0
@@ -25,9 +23,8 @@ _LEASE_MS = 60_000
 class _Request:
     """A waiting or running request.
 
-    Attributes:
-        available: number of tokens, from the first, whose KV is available.
-        tried: whether its load was started or is no longer needed.
+    Attributes: available: number of tokens, from the first, whose KV is available. tried: whether its load was
+    started or is no longer needed.
     """
 
     source: FusedPrompt | Prefix | None
@@ -51,7 +48,7 @@ class Scheduling:
         self._layout, self._ranks, self._chunk_tokens = layout, ranks, chunk_tokens
         self._fingerprint = background.run(asyncio.to_thread(lambda: fingerprint(resolve(model))))
         self._requests: dict[str, _Request] = {}
-        self._next = Transfers()
+        self._transfers: list[Load | Save] = []
 
     def matched(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Number of tokens after the first `computed` whose KV can be loaded, and whether to load beside steps.
@@ -68,7 +65,7 @@ class Scheduling:
             return tokens - computed, True
         if tokens and isinstance(state.source, FusedPrompt):
             state.tried = True
-            self._release(state.source, "")  # vLLM's prefix cache holds all of it
+            self._background.run(self._background.release(state.source, ""))  # vLLM's prefix cache holds all of it
         return 0, False
 
     def allocated(self, request: Any, pages: tuple[int, ...], tokens: int) -> None:
@@ -79,33 +76,33 @@ class Scheduling:
         state.tried = True
         stop = state.available.result()
         load = Load(request.request_id, pages, stop - tokens, stop, state.source, state.namespaces)
-        self._next.loads.append(load)
+        self._transfers.append(load)
 
-    def transfers(self) -> Transfers:
-        """The transfers of the next step."""
-        current, self._next = self._next, Transfers()
-        return current
+    def transfers(self) -> list[Load | Save]:
+        transfers, self._transfers = self._transfers, []
+        return transfers
 
     def finished(self, request: Any, pages: tuple[int, ...], completed: bool) -> bool:
         """Handles the end of a request; returns whether its pages are needed until its prefix has been read.
 
-        Args:
-            completed: whether the request was completed, so that its whole prompt was computed.
+        completed: whether the request was completed, so that its whole prompt was computed.
         """
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return False
-        for lease in state.leases:
-            self._background.run(self._end(lease))
+        if self._background.cache is not None:
+            for lease in state.leases:
+                self._background.run(self._background.cache.release(lease))
         if isinstance(state.source, FusedPrompt) and not state.tried:
-            self._release(state.source, "the request ended before vLLM loaded its KV")
+            why = "the request ended before vLLM loaded its KV"
+            self._background.run(self._background.release(state.source, why))
         prefix, loaded = state.source, state.available.result() if state.available and state.available.done() else 0
         if not completed or not isinstance(prefix, Prefix) or not state.namespaces:
             return False
         first = loaded // prefix.tokens
         if first == len(prefix.digests):
             return False
-        self._next.saves.append(Save(request.request_id, pages, first, prefix, state.namespaces))
+        self._transfers.append(Save(request.request_id, pages, first, prefix, state.namespaces))
         return True
 
     def _new(self, request: Any) -> _Request:
@@ -136,7 +133,7 @@ class Scheduling:
         except (ServiceError, OSError) as error:
             why = str(error)
         log.warning("vLLM prefills a prompt itself: %s", why)
-        self._release(source, why)
+        self._background.run(self._background.release(source, why))
         return 0
 
     async def _available_prefix(self, state: _Request, prefix: Prefix) -> int:
@@ -162,14 +159,3 @@ class Scheduling:
     def _namespace(self, model: bytes, prefix: Prefix, rank: int) -> bytes:
         settings = {"engine": "vllm", "dtype": self._layout.dtype, "rank": f"{rank} of {self._ranks}"}
         return keys.namespace(model, settings, prefix.tenant)
-
-    def _release(self, source: FusedPrompt, why: str) -> None:
-        async def release() -> None:
-            handle = bytes.fromhex(source.handle)
-            await self._background.worker(source.worker).release_prefill(handle, error=why[:500])
-
-        self._background.run(release())
-
-    async def _end(self, lease: int) -> None:
-        assert self._background.cache is not None
-        await self._background.cache.release(lease)

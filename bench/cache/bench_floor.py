@@ -14,7 +14,7 @@ import redis.asyncio
 from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff
 
-from fusionkv.protos.runtime import frames, rpc
+from fusionkv.protos.runtime import frames, process, rpc
 
 _MIB = 1 << 20
 
@@ -41,7 +41,7 @@ class Floor(grpc.GenericRpcHandler):
 
 
 async def serve(addresses: Sequence[str]) -> None:
-    frames.keep_freed_memory()
+    process.keep_freed_memory()
     await rpc.serve("floor", addresses, {"floor": Floor()}, drain_seconds=0)
 
 

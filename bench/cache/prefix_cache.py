@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 
 

@@ -27,8 +27,8 @@ from rich.table import Table
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier

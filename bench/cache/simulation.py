@@ -24,9 +24,10 @@ from fusionkv.bench.cache.prefix_cache import PrefixCache
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
@@ -101,7 +102,7 @@ class Service:
         data = path[-1]
         checksum = checksum_of(data)
         entry = record.make(NAMESPACE, path, b"", len(data), 512, 0, checksum, offered=True)
-        writer = self.store.write(entry)
+        writer = reserve(self.store, entry)
         assert writer is not None
         await writer.write(memoryview(data))
         assert await writer.commit()

@@ -23,7 +23,7 @@ from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import PIECE_BYTES, of_pieces
 
 log = logging.getLogger(__name__)
-# As many files, of 1 GiB each, as a client keeps open (kvcache_service/local/segments.py); kvikio opens each twice.
+# As many files, of 1 GiB each, as a client keeps open (kvcache_service/local.py); kvikio opens each twice.
 _MAX_FILES = 128
 
 

@@ -27,7 +27,7 @@ from fusionkv.kvcache_service.client import CacheClient, Entry, Hit, HitKind
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, ServiceError
-from fusionkv.protos.runtime.key_ring import ID_BYTES, KeyRing
+from fusionkv.protos.runtime.watched import ID_BYTES, KeyRing
 
 # Maximum seconds that a request waits for rejected entries to be deleted, so that it can store their replacements.
 DELETE_SECONDS = 0.5
@@ -63,7 +63,7 @@ class Signer:
     """
 
     def __init__(self, file: Path) -> None:
-        """Raises BadFile when the file can't be read or does not have the format of protos/runtime/key_ring.py."""
+        """Raises BadFile when the file can't be read or does not have the format of protos/runtime/watched.py."""
         self._keys = KeyRing(file, "the signing keys", _Secrets.of)
 
     def sign(

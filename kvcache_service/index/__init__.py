@@ -1,1 +1,1 @@
-"""The in-memory index: from a prompt's path to entries, with their records, heat and leases."""
+"""The in-memory index: from a prompt's path to entries, with their records and heat."""

@@ -1,4 +1,4 @@
-"""Heat, the exponentially decayed access frequency of an entry, and a queue of the coldest entries."""
+"""Heat, the exponentially decayed access frequency of entries; the coldest ones; approximate counts of lookups."""
 
 import heapq
 import math
@@ -11,13 +11,8 @@ _ROW_BITS = 32
 _ROW = (1 << _ROW_BITS) - 1
 
 
-def first(now: float, half_life: float) -> float:
-    """Heat after a first access at `now`, in seconds since a fixed time."""
-    return now / half_life
-
-
 def again(heat: float, now: float, half_life: float) -> float:
-    """Heat after another access.
+    """Heat after another access at `now`, in seconds since a fixed time; after the first, it is now / half_life.
 
     With accesses at times t, the decayed frequency at time s is the sum of 2^((t - s) / half_life). Its logarithm
     is log2(sum 2^(t / half_life)) - s / half_life, whose second term is the same for all entries. So heat is the
@@ -101,3 +96,24 @@ class ColdQueue:
         for item in self._heap:
             lowest[item & _ROW] = min(item, lowest.get(item & _ROW, item))
         assert all(row in lowest and lowest[row] <= self._item(row) for row in members)
+
+
+class FrequencySketch:
+    """Counts recent lookups by name: the last `limit` to 2 * `limit` distinct ones, in about 150 bytes per name.
+
+    Names are truncated to 8 bytes: among 65,536 names, two collide with a probability of 1 in 4 billion.
+    """
+
+    def __init__(self, limit: int = 32_768) -> None:
+        self._limit = limit
+        self._young: dict[bytes, int] = {}
+        self._old: dict[bytes, int] = {}
+
+    def add(self, name: bytes) -> None:
+        self._young[name[:8]] = self.count(name) + 1
+        if len(self._young) >= self._limit:
+            self._young, self._old = {}, self._young
+
+    def count(self, name: bytes) -> int:
+        """Number of recent calls of `add` for a name; 0 if forgotten."""
+        return self._young.get(name[:8]) or self._old.get(name[:8], 0)

@@ -1,13 +1,11 @@
-"""The in-memory index: finds entries for a prompt's path, exact or alternative."""
+"""The in-memory index: finds entries for a prompt's path, exact or alternative; ranks those of the remote tier."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.index.rows import Rows
-from fusionkv.kvcache_service.index.table import Table
-from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, path_keys, replica_key, variant_key
+from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.index.rows import Rows, Table
+from fusionkv.kvcache_service.keys import DIGEST_BYTES, VERSIONS, entry_key, path_keys, replica_key, variant_key
 
 
 class Index:
@@ -29,18 +27,8 @@ class Index:
         self._single = Table()
         self._crowds: dict[bytes, list[tuple[bytes, int]]] = {}
 
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __iter__(self) -> Iterator[Record]:
-        return map(self.rows.record, self.rows)
-
     def row(self, key: bytes) -> int | None:
         return next((row for row in self._keys.rows(key) if self.rows.key(row) == key), None)
-
-    def get(self, key: bytes) -> Record | None:
-        row = self.row(key)
-        return None if row is None else self.rows.record(row)
 
     def namespace_keys(self, namespace: bytes) -> list[bytes]:
         return [self.rows.key(row) for row in self.rows.in_namespace(namespace)]
@@ -92,7 +80,6 @@ class Index:
         no alternatives.
 
         Args:
-            path: Digests of the system prompt and the chunks.
             variants: Variants wanted for each element, best first.
 
         Returns:
@@ -151,7 +138,6 @@ class Index:
 
 
 def group_key(record: Record) -> bytes:
-    """Digest of the group that a record belongs to."""
     return _group_of(record.namespace, record.system, record.chunk, record.variant)
 
 
@@ -162,8 +148,7 @@ def _group_of(namespace: bytes, system: bytes, chunk: bytes, variant: bytes) -> 
 def _nearest(crowd: Sequence[tuple[bytes, int]], path: Sequence[bytes]) -> int:
     """Row of the member of a sorted group that shares the longest suffix with a path.
 
-    If only the chunk is shared, an entry encoded without other chunks before it is preferred, since it does not
-    depend on any.
+    If only the chunk is shared, an entry encoded without other chunks before it is preferred: it depends on none.
     """
     near = b"".join(reversed(path))
     at = bisect_left(crowd, (near, -1))
@@ -184,13 +169,12 @@ def _most_similar(versions: Sequence[tuple[bytes, int]], path: Sequence[bytes]) 
 
 def similarity(a: bytes, b: bytes) -> tuple[float, int]:
     """Similarity of the chunks between two trails' ends: their Jaccard index, then the length of `common`."""
-    one, other = ({trail[i : i + DIGEST_BYTES] for i in _between(trail)} for trail in (a, b))
+    # All digests but the chunk's and the system prompt's.
+    one, other = (
+        {trail[at : at + DIGEST_BYTES] for at in range(DIGEST_BYTES, len(trail) - DIGEST_BYTES, DIGEST_BYTES)}
+        for trail in (a, b)
+    )
     return len(one & other) / max(1, len(one | other)), common(a, b)
-
-
-def _between(trail: bytes) -> range:
-    """Offsets of all digests but the chunk's and the system prompt's."""
-    return range(DIGEST_BYTES, len(trail) - DIGEST_BYTES, DIGEST_BYTES)
 
 
 def common(a: bytes, b: bytes) -> int:
@@ -200,3 +184,49 @@ def common(a: bytes, b: bytes) -> int:
     while at < limit and a[at : at + DIGEST_BYTES] == b[at : at + DIGEST_BYTES]:
         at += DIGEST_BYTES
     return at // DIGEST_BYTES
+
+
+class HitRanker:
+    """Ranks entries of the remote tier for the last element of a path, in the order of preference of `Index.find`."""
+
+    def __init__(self, namespace: bytes, path: Sequence[bytes], variants: Sequence[bytes]) -> None:
+        self._namespace = namespace
+        self._exact = path_keys(namespace, path)[-1]
+        self._near = b"".join(reversed(path))
+        self._ends = (path[-1], path[0])
+        self._first = len(path) == 1
+        self._variants = {variant: -i for i, variant in reversed(list(enumerate(variants)))}
+
+    def rank(self, record: Record) -> tuple[float, ...]:
+        """Rank of an entry, higher is better: exact, then by variant, then by common suffix; () if not usable."""
+        if record.key == self._exact:
+            return (2,)
+        if self._first or record.depth == 1 or (record.variant and record.variant not in self._variants):
+            return ()
+        if record.variant in VERSIONS:
+            similar, shared = similarity(record.trail, self._near)
+            return (True, self._variants[record.variant], similar, shared) if similar else ()
+        shared = common(record.trail, self._near)
+        # If only the chunk is shared, an entry encoded without other chunks before it is preferred.
+        alone = shared == 1 and record.depth == 2
+        return (bool(record.variant), self._variants.get(record.variant, 0), shared, alone)
+
+    def kind(self, record: Record) -> HitKind:
+        return HitKind.EXACT if record.key == self._exact else HitKind.ALTERNATIVE
+
+    def best(self, own: Record | None, others: Iterable[Record]) -> Record | None:
+        """The highest-ranked of `others`, if it ranks above `own`."""
+        floor = self.rank(own) if own is not None else ()
+        for record in sorted(others, key=self.rank, reverse=True):
+            if self.rank(record) <= floor:
+                return None
+            if self._genuine(record):
+                return record
+        return None
+
+    def _genuine(self, record: Record) -> bool:
+        """Whether a record matches its key, so that other services' records never lead to another tenant's KV."""
+        trail, end = record.trail, len(record.trail)
+        path = [trail[at - DIGEST_BYTES : at] for at in range(end, 0, -DIGEST_BYTES)]
+        names = (record.chunk, record.system) == self._ends and record.namespace == self._namespace
+        return names and entry_key(record.namespace, path, record.variant) == record.key

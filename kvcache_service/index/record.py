@@ -1,7 +1,9 @@
-"""An entry's metadata, and its serialised form in persistent indexes."""
+"""An entry's metadata, its serialised form in persistent indexes, and the kinds of hits."""
 
+import enum
 import struct
 from dataclasses import dataclass
+from typing import Any
 
 import xxhash
 
@@ -18,6 +20,14 @@ _VARIANT, _OFFERED = 1, 2
 _HEAD = struct.Struct("<BHBQII16sQ")
 # Limits of the in-memory columns, above those of entries and tiers.
 _MAX_BYTES, _MAX_OFFSET = 2**32 - 1, 2**63 - 1
+
+
+class HitKind(enum.Enum):
+    """EXACT: found by its exact path. ALTERNATIVE: encoded behind other chunks, or as a variant. MISS: not found."""
+
+    EXACT = "exact"
+    ALTERNATIVE = "alternative"
+    MISS = "miss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +101,11 @@ def encode(record: Record, offset: int) -> bytes:
 
 def place(key: bytes, value: bytes) -> tuple[int, int] | None:
     """Decodes only offset and size, at a quarter of the cost of `decode`; None if `decode` would raise."""
-    if len(value) < _HEAD.size + 8 or xxhash.xxh3_64_digest(key + value[:-8]) != value[-8:]:
+    try:
+        _, _, _, size, *_, offset = _head(key, value)
+    except ValueError:
         return None
-    version, depth, flags, size, *_, offset = _HEAD.unpack_from(value)
-    if not _possible(key, version, depth, size, offset):
-        return None
-    names = DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
-    return (offset, size) if _fits(version, len(value) - _HEAD.size - 8 - names) else None
+    return offset, size
 
 
 def decode(key: bytes, value: bytes) -> tuple[Record, int]:
@@ -106,27 +114,26 @@ def decode(key: bytes, value: bytes) -> tuple[Record, int]:
     Raises:
         ValueError: `value` is not the output of `encode` for `key`.
     """
-    body, checksum = value[:-8], value[-8:]
-    if len(body) < _HEAD.size or xxhash.xxh3_64_digest(key + body) != checksum:
-        raise ValueError("a damaged index record")
-    version, depth, flags, size, tokens, base, digest, offset = _HEAD.unpack_from(body)
-    names, at = body[_HEAD.size :], DIGEST_BYTES * (1 + (flags & _VARIANT))
+    _, depth, flags, size, tokens, base, digest, offset = _head(key, value)
+    names, at = value[_HEAD.size : -8], DIGEST_BYTES * (1 + (flags & _VARIANT))
     end = at + DIGEST_BYTES * depth
-    if not _possible(key, version, depth, size, offset) or not _fits(version, len(names) - end):
-        raise ValueError(f"an index record of version {version} that is invalid in versions 1 to {_SIGNED}")
     namespace, variant, trail, signature = names[:DIGEST_BYTES], names[DIGEST_BYTES:at], names[at:end], names[end:]
     offered = bool(flags & _OFFERED)
     return Record(key, namespace, trail, variant, size, tokens, base, digest, offered, signature), offset
 
 
-def _possible(key: bytes, version: int, depth: int, size: int, offset: int) -> bool:
-    known = version in (_PLAIN, _SIGNED) and depth > 0 and len(key) == DIGEST_BYTES
-    return known and size <= _MAX_BYTES and offset <= _MAX_OFFSET
-
-
-def _fits(version: int, signature_bytes: int) -> bool:
-    """Whether a record of this version may end with so many bytes of signature."""
-    return signature_bytes == 0 if version == _PLAIN else 0 < signature_bytes <= MAX_SIGNATURE_BYTES
+def _head(key: bytes, value: bytes) -> tuple[Any, ...]:
+    """The fields of `_HEAD` of a valid record. Raises ValueError as `decode` does."""
+    if len(value) < _HEAD.size + 8 or xxhash.xxh3_64_digest(key + value[:-8]) != value[-8:]:
+        raise ValueError("a damaged index record")
+    head = _HEAD.unpack_from(value)
+    version, depth, flags, size, *_, offset = head
+    possible = version in (_PLAIN, _SIGNED) and depth > 0 and len(key) == DIGEST_BYTES
+    signature_bytes = len(value) - _HEAD.size - 8 - DIGEST_BYTES * (1 + (flags & _VARIANT) + depth)
+    fits = signature_bytes == 0 if version == _PLAIN else 0 < signature_bytes <= MAX_SIGNATURE_BYTES
+    if not possible or not fits or size > _MAX_BYTES or offset > _MAX_OFFSET:
+        raise ValueError(f"an index record of version {version} that is invalid in versions 1 to {_SIGNED}")
+    return head
 
 
 def later(key: bytes, value: bytes) -> bool:

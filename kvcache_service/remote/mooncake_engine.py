@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.remote.tier import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime import process
 
@@ -40,9 +40,8 @@ class MooncakeEngine(Engine):
     def __init__(self, url: str, segment_bytes: int) -> None:
         """url: mooncake://MASTER:PORT?host=OWN&protocol=tcp|rdma&device=NAMES&metadata=URL, the last four optional.
 
-        Raises:
-            ImportError: The package, or a library that it needs, is not installed.
-            ValueError: The URL is malformed.
+        Raises ImportError if the package, or a library that it needs, is not installed; ValueError if the URL is
+        malformed.
         """
         self._make = _store_class()
         parts = urlsplit(url)
@@ -61,7 +60,7 @@ class MooncakeEngine(Engine):
         values = [value or None for value in store.get_batch(list(names))] if names else []
         if not any(values):
             # An empty response may also mean that there was none.
-            self.touch(["fusionkv:probe"])
+            self.probe()
         return values
 
     def put(self, values: Sequence[tuple[str, bytes]]) -> None:
@@ -94,7 +93,7 @@ class MooncakeEngine(Engine):
 
     def _probe(self, answered: threading.Event) -> None:
         with contextlib.suppress(OSError):
-            self.touch(["fusionkv:probe"])
+            self.probe()
             answered.set()
 
     def _connected(self) -> Any:
@@ -126,7 +125,6 @@ class MooncakeEngine(Engine):
 
 
 def _done(answer: int) -> None:
-    """Raises an OSError for an error code."""
     if answer <= -900:
         raise Unreachable(f"the Mooncake Store is unreachable: {answer}")
     if answer < 0:

@@ -5,6 +5,7 @@ import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
@@ -13,9 +14,8 @@ from redis.exceptions import RedisClusterException, RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.remote.tier import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from fusionkv.protos.runtime import redis_url
 
 _SCAN = 1000
 _CONNECTION_ERRORS = (RedisConnectionError, RedisTimeoutError, RedisClusterException)
@@ -25,14 +25,9 @@ class RedisEngine(Engine):
     """Values expire `ttl` seconds after the last write or touch; Redis's `maxmemory` limits their size."""
 
     def __init__(self, url: str, *, ttl: float, timeout: float, password: str | None = None) -> None:
-        """Creates the clients, without connecting.
+        """Creates the clients, without connecting. Raises ValueError if the URL is malformed.
 
-        Args:
-            ttl: Time to live in seconds.
-            timeout: Seconds for one response.
-
-        Raises:
-            ValueError: The URL is malformed.
+        ttl: time to live in seconds. timeout: seconds for one response.
         """
         self._ttl = int(1000 * ttl)
         self._url = url
@@ -43,7 +38,7 @@ class RedisEngine(Engine):
             "retry": Retry(NoBackoff(), 1),
             **({"password": password} if password else {}),
         }
-        self._node: Any = redis_url.connect(redis.Redis, url, **self._options)
+        self._node: Any = connect(redis.Redis, url, **self._options)
         self._cluster: Any = None
         self._checked = False
         self._connecting = threading.Lock()
@@ -90,7 +85,7 @@ class RedisEngine(Engine):
             with self._connecting:
                 if not self._checked:
                     if self._node.info("cluster").get("cluster_enabled"):
-                        self._cluster = redis_url.connect(redis.RedisCluster, self._url, **self._options)
+                        self._cluster = connect(redis.RedisCluster, self._url, **self._options)
                     self._checked = True
             yield self._cluster or self._node
         except _CONNECTION_ERRORS as error:
@@ -102,3 +97,23 @@ class RedisEngine(Engine):
 def _message(error: Exception) -> str:
     """Message of an error, without the password of a URL in it."""
     return re.sub(r"//[^@/\s]*@", "//", f"{type(error).__name__} {error}".strip())
+
+
+def connect(kind: Any, url: str, **options: Any) -> Any:
+    """Returns `kind.from_url(url)`, where `kind` is a client class of redis-py. Raises ValueError if it is malformed.
+
+    The message does not quote the URL, because any part may belong to the password: for `redis://:ab/cd@host`, the
+    parser reports the port "ab".
+    """
+    try:
+        parts = urlsplit(url)
+        # An "@" after the first "/", "?" or "#" means that the password contains one of these characters.
+        cut = parts.path + parts.fragment + ("" if "=" in parts.query else parts.query)
+        if parts.scheme == "unix" or "@" not in cut:
+            return kind.from_url(url, **options)
+    except ValueError:
+        pass
+    raise ValueError(
+        "not a Redis URL (redis://host:port, rediss://host:port, unix:///path): put the password in a file, "
+        "or write its characters / ? # @ % as %2F %3F %23 %40 %25"
+    )

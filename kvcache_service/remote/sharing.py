@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Any, TypeVar
 
-from fusionkv.kvcache_service.hits import HitKind
-from fusionkv.kvcache_service.index.ranker import HitRanker
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.index import HitRanker
+from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.remote.tier import RemoteTier, blocks_of
 from fusionkv.kvcache_service.store.entries import StoredEntry
+from fusionkv.kvcache_service.store.reading import frames, pinned
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ServiceError, Unavailable
 
@@ -49,12 +49,11 @@ class Sharing:
     when it is fetched, or in advance.
     """
 
-    def __init__(self, store: Store, tier: RemoteTier, *, lookup_seconds: float, ttl: float) -> None:
-        """lookup_seconds: maximum wait of a Lookup. ttl: time to live in the remote tier, in seconds."""
+    def __init__(self, store: Store, tier: RemoteTier) -> None:
         self._store = store
         self._tier = tier
-        self._lookup_seconds = lookup_seconds
-        self._alive_seconds = min(_ALIVE_SECONDS, ttl / 4)
+        self._lookup_seconds = store.config.remote_lookup_ms / 1000
+        self._alive_seconds = min(_ALIVE_SECONDS, store.config.remote_ttl_seconds / 4)
         self._threads = ThreadPoolExecutor(_THREADS, "kvcache-remote")
         self._turns = asyncio.Semaphore(_PULLS)
         self._found: dict[bytes, Record] = {}
@@ -66,33 +65,22 @@ class Sharing:
         self._wake = asyncio.Event()
         self._kept_alive = time.monotonic()
         self.reachable = True
-        store.watcher = self
+        store.on_stored, store.on_used = self.stored, self.used
 
     @property
     def waiting(self) -> int:
-        """Number of entries waiting to be written back."""
         return len(self._waiting)
-
-    def stats(self) -> pb.RemoteStats:
-        counters = self._store.counters
-        return pb.RemoteStats(
-            reachable=self.reachable,
-            waiting=self.waiting,
-            written=counters.get("remote.writes"),
-            read=counters.get("remote.reads"),
-        )
 
     async def find(
         self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], local: LocalHits
     ) -> dict[int, tuple[HitKind, Record]]:
-        """Finds entries of the remote tier that rank above those found locally, and starts to copy some of them.
+        """Finds entries of the remote tier that rank above local ones, and starts to copy some of them.
 
         Args:
             local: Result of `Store.lookup` for the same path.
 
         Returns:
-            Kind of hit and record by element number. Empty while the tier is unreachable, or the store loads its
-            index.
+            Kind of hit and record by element number. Empty if the tier is unreachable, or the index not loaded yet.
         """
         wanted = [i for i, (kind, _) in enumerate(local) if kind is not HitKind.EXACT]
         if not wanted or not self.reachable or not self._store.ready.is_set():
@@ -113,9 +101,7 @@ class Sharing:
             best = ranker.best(own.record if own is not None else None, offered)
             if best is not None:
                 better[i] = ranker.kind(best), best
-                self._found.pop(best.key, None)
-                self._found[best.key] = best
-        _cut(self._found, _MAX_FOUND)
+                _renew(self._found, best.key, best, _MAX_FOUND)
         for kind, n in Counter(kind for kind, _ in better.values()).items():
             self._store.counters.add("lookups.remote", n, kind=kind.value)
         for _, record in better.values():
@@ -126,8 +112,7 @@ class Sharing:
     async def bring(self, key: bytes) -> bool:
         """Copies an entry that a Lookup found in the remote tier; returns whether it is in the store afterwards.
 
-        Raises:
-            ResourceExhausted: The store has no room.
+        Raises ResourceExhausted if the store has no room.
         """
         pull = self._pulls.get(key)
         if pull is None:
@@ -138,9 +123,7 @@ class Sharing:
         return await asyncio.shield(pull)
 
     def stored(self, record: Record) -> None:
-        """Schedules the write-back of a stored entry."""
-        self._waiting[record.key] = None
-        _cut(self._waiting, _MAX_ENTRIES)
+        _renew(self._waiting, record.key, None, _MAX_ENTRIES)
         if self.reachable:
             self._wake.set()
 
@@ -165,8 +148,7 @@ class Sharing:
     async def delete(self, entries: Sequence[Record], namespace: bytes) -> None:
         """Deletes entries from the remote tier, or all of a namespace.
 
-        Raises:
-            Unavailable: The tier is unreachable, or returned an error.
+        Raises Unavailable if the tier is unreachable, or returned an error.
         """
         for record in entries:
             self._found.pop(record.key, None)
@@ -212,7 +194,7 @@ class Sharing:
             pull.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._tier.close()
+        self._tier.engine.close()
 
     def _pull(self, record: Record) -> "asyncio.Task[bool]":
         task = self._pulls.get(record.key)
@@ -234,7 +216,7 @@ class Sharing:
         return local
 
     async def _copy_here(self, record: Record) -> bool:
-        writer = self._store.copy(record)
+        writer = reserve(self._store, record, copied=True)
         if writer is None:
             return True
         try:
@@ -276,8 +258,8 @@ class Sharing:
     async def _copy_there(self, record: Record) -> None:
         """Raises NotFound if the entry is gone, DataLoss if it is damaged here, OSError as the tier does."""
         first, batch = 0, list[bytes]()
-        with contextlib.closing(self._store.read(record.key)) as reader:
-            async for frame in reader.frames():
+        with pinned(self._store, record.key) as entry:
+            async for frame in frames(self._store, entry):
                 batch.append(bytes(frame))
                 if len(batch) == _BATCH:
                     await self._call(self._tier.write, record, first, batch)
@@ -308,14 +290,12 @@ class Sharing:
                     self.stored(entry.record)
 
     def _confirm(self, key: bytes) -> None:
-        self._confirmed.pop(key, None)
-        self._confirmed[key] = time.monotonic()
-        _cut(self._confirmed, _MAX_ENTRIES)
+        _renew(self._confirmed, key, time.monotonic(), _MAX_ENTRIES)
 
     async def _probe(self) -> None:
         try:
             async with asyncio.timeout(self._lookup_seconds):
-                await self._call(self._tier.probe)
+                await self._call(self._tier.engine.probe)
         except OSError:
             return
         log.info("the remote tier is reachable")
@@ -334,7 +314,9 @@ class Sharing:
         return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
 
-def _cut(entries: dict[bytes, Any], limit: int) -> None:
-    """Drops the oldest items above a limit."""
+def _renew(entries: dict[bytes, T], key: bytes, value: T, limit: int) -> None:
+    """Sets an item as the newest one, and drops the oldest above a limit."""
+    entries.pop(key, None)
+    entries[key] = value
     while len(entries) > limit:
         del entries[next(iter(entries))]

@@ -1,21 +1,23 @@
-"""Which entries live in which tier, and which to evict."""
+"""Which entries live in which tier, which are leased, and which to evict."""
 
 import contextlib
 import heapq
 import itertools
 import math
+import secrets
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index.heat import ColdQueue
 from fusionkv.kvcache_service.index.index import Index
-from fusionkv.kvcache_service.index.record import Record
+from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.keys import entry_key, path_keys
 from fusionkv.kvcache_service.metrics import Counters
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
 from fusionkv.kvcache_service.tiers.extents import aligned
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -47,6 +49,59 @@ class StoredEntry:
         return self.leases > 0 or self.pins > 0
 
 
+class Leases:
+    """Active leases by id. `clock` is monotonic, in seconds; `ended` is called when an entry loses its last lease."""
+
+    def __init__(self, limit: int, clock: Callable[[], float], ended: Callable[[StoredEntry], None]) -> None:
+        self._limit = limit
+        self._clock = clock
+        self._ended = ended
+        self._held: dict[int, list[StoredEntry]] = {}
+        self._expiry: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def grant(self, entries: Iterable[StoredEntry], seconds: float) -> int:
+        """Leases distinct entries; returns the lease's id. Raises ResourceExhausted at the limit of active leases."""
+        self.expire()
+        if len(self._held) >= self._limit:
+            raise ResourceExhausted(
+                f"{self._limit} leases are active: release leases when done, or raise max_leases in [kvcache]"
+            )
+        # Random, so that ids from before a restart are not reused; 0 means "no lease".
+        lease = secrets.randbits(63) + 1
+        self._held[lease] = list(entries)
+        for entry in self._held[lease]:
+            entry.leases += 1
+        heapq.heappush(self._expiry, (self._clock() + seconds, lease))
+        return lease
+
+    def release(self, lease: int) -> None:
+        """Ends a lease; an unknown id is ignored."""
+        for entry in self._held.pop(lease, ()):
+            entry.leases -= 1
+            if entry.leases == 0:
+                self._ended(entry)
+        # The heap is rebuilt when most of its leases are released.
+        if len(self._expiry) > 2 * len(self._held) + 64:
+            self._expiry = [item for item in self._expiry if item[1] in self._held]
+            heapq.heapify(self._expiry)
+
+    def expire(self) -> None:
+        now = self._clock()
+        while self._expiry and self._expiry[0][0] <= now:
+            self.release(heapq.heappop(self._expiry)[1])
+
+    def check_integrity(self, entries: Iterable[StoredEntry]) -> None:
+        """Asserts that entries' lease counts match the leases, and that every lease will expire."""
+        counts = Counter(id(entry) for held in self._held.values() for entry in held)
+        assert {lease for _, lease in self._expiry} >= set(self._held)
+        assert counts == {id(entry): entry.leases for entry in entries if entry.leases}, (
+            "leases and the entries' counts disagree"
+        )
+
+
 class Residents:
     """Entries and their places in the tiers, fastest first. The last tier is the home: every entry is in it.
 
@@ -54,13 +109,14 @@ class Residents:
     """
 
     def __init__(self, tiers: Sequence[Tier], counters: Counters) -> None:
-        self.tiers = tuple(tiers)
+        self.tiers, self.home = tuple(tiers), tiers[-1]
         self.index = Index(len(tiers))
         self._counters = counters
         self._seen: weakref.WeakValueDictionary[int, StoredEntry] = weakref.WeakValueDictionary()
         self._leaving: set[StoredEntry] = set()
-        self._finder: Callable[[bytes], Recovered | None] | None = None
+        self.finder: Callable[[bytes], Recovered | None] | None = None  # during recovery: searches the home tier
         self._early: set[int] = set()  # rows found by key that were not recovered yet
+        self.touched: set[int] = set()  # rows whose heat is to be saved
         self.replaced: weakref.WeakValueDictionary[bytes, StoredEntry] = weakref.WeakValueDictionary()
         """Invisible entries that were replaced by another; clients with a lease may still fetch them."""
         self._reserved: dict[tuple[str, int], int] = {}
@@ -68,12 +124,8 @@ class Residents:
         self._places = {tier.name: column for tier, column in zip(self.tiers, rows.places, strict=True)}
         self._cold = {tier.name: ColdQueue(rows.heats, self._places[tier.name]) for tier in tiers}
 
-    @property
-    def home(self) -> Tier:
-        return self.tiers[-1]
-
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index.rows)
 
     def __iter__(self) -> Iterator[StoredEntry]:
         return map(self._resident, self.index.rows)
@@ -87,10 +139,10 @@ class Residents:
     ) -> list[tuple[HitKind, StoredEntry | None, bytes]]:
         """As `Index.find`, with entries in place of rows.
 
-        During recovery, missing entries are searched in the home tier: by exact path, or encoded directly after the
-        system prompt.
+        During recovery, entries are also searched in the home tier: by exact path, or directly after the system
+        prompt.
         """
-        if self._finder is not None:
+        if self.finder is not None:
             for i, key in enumerate(path_keys(namespace, path)):
                 if self._row(key) is None and i:
                     alone = [path[0], path[i]]
@@ -104,35 +156,27 @@ class Residents:
         """All entries of a record's group: same chunk, system prompt and encoding."""
         return [self._resident(row) for row in self.index.replicas(record)]
 
-    def count(self, tier: Tier) -> int:
-        """Number of entries in a tier."""
-        return len(self._cold[tier.name])
+    def fastest(self, entry: StoredEntry) -> Tier:
+        return next(tier for tier in self.tiers if tier.name in entry.places)
 
-    def hottest(self) -> float:
-        """The highest heat, before any entry was removed; 0 if there is none."""
-        return max(self.index.rows.heats, default=0.0)
+    def count(self, tier: Tier) -> int:
+        return len(self._cold[tier.name])
 
     def warmest(self, count: int) -> list[bytes]:
         """Keys of the `count` hottest entries."""
         rows = self.index.rows
         return [rows.key(row) for row in heapq.nlargest(count, rows, rows.heats.__getitem__)]
 
-    def saved(self, row: int) -> tuple[bytes, float] | None:
-        """Key and heat of the entry in a row; None if the row is unused."""
-        rows = self.index.rows
-        return (rows.key(row), rows.heats[row]) if row in rows else None
-
     def reserve(
         self, tier: Tier, size: int, colder_than: float = math.inf
     ) -> tuple[Place, list[tuple[bytes, Place]]]:
         """Reserves a place, if needed by evicting entries that are not held and are colder than `colder_than`.
 
+        Raises NoSpace if evicting all these is not enough; nothing was changed then.
+
         Returns:
             The place, and key and place of entries evicted from the home tier. `Tier.forget` must be called for these
             before the place is written.
-
-        Raises:
-            NoSpace: Evicting all these entries is not enough. Nothing was changed.
         """
         rows, places = self.index.rows, self._places[tier.name]
         candidates: dict[int, int] = {}
@@ -178,10 +222,6 @@ class Residents:
         if entry.row is not None:
             self._enter(entry.row, tier.name, place)
 
-    def begin_recovery(self) -> None:
-        """Enables lookups by key in the home tier, until `end_recovery`."""
-        self._finder = self.home.finder()
-
     def recover(self, entries: Iterable[Recovered]) -> None:
         """Makes persisted entries of the home tier visible."""
         for found in entries:
@@ -194,7 +234,7 @@ class Residents:
 
     def end_recovery(self) -> None:
         """Deletes entries found by key but not recovered: the index is damaged, or their place overlaps another."""
-        self._finder = None
+        self.finder = None
         for entry in map(self._resident, self._early):
             if not self.home.claim(entry.places[self.home.name]):
                 self._leave(entry, self.home)
@@ -213,6 +253,7 @@ class Residents:
         """Raises the heat of a visible entry."""
         assert entry.row is not None
         entry.heat = self.index.rows.heats[entry.row] = heat
+        self.touched.add(entry.row)
 
     def withdraw(self, entry: StoredEntry) -> None:
         """Makes a visible entry invisible, and frees its places unless it is held."""
@@ -241,7 +282,7 @@ class Residents:
 
     def _row(self, key: bytes) -> int | None:
         row = self.index.row(key)
-        if row is None and self._finder is not None and (found := self._finder(key)) is not None:
+        if row is None and self.finder is not None and (found := self.finder(key)) is not None:
             row = self.index.add(found.record, found.heat)
             self._enter(row, self.home.name, found.place)
             self._early.add(row)

@@ -1,95 +1,239 @@
-"""The store: reserves, reads and promotes entries."""
+"""The store: lookups, leases, heat, eviction, deletion, and I/O threads."""
 
 import asyncio
 import contextlib
-from typing import Any
+import logging
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any, TypeVar
 
+from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index import heat
-from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.store.core import StoreCore
-from fusionkv.kvcache_service.store.prefetcher import Prefetcher
-from fusionkv.kvcache_service.store.reading import Reader
-from fusionkv.kvcache_service.store.writing import Writer
-from fusionkv.kvcache_service.tiers.base import Place, Tier
-from fusionkv.kvcache_service.tiers.extents import NoSpace
-from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
+from fusionkv.kvcache_service.index.record import HitKind, Record
+from fusionkv.kvcache_service.metrics import Counters
+from fusionkv.kvcache_service.store.entries import Leases, Residents, StoredEntry
+from fusionkv.kvcache_service.tiers.base import Recovered, Tier
+from fusionkv.protos.runtime.errors import ResourceExhausted, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_IO_THREADS = 8
+_SWEEP_SECONDS = 1.0
+# Entries deleted per batch: about 5 ms on the event loop.
+_DELETE_BATCH = 1024
+# Maximum wait of a Put or Delete for the index, in which a few hundred thousand entries are loaded.
+_OPEN_SECONDS = 10.0
+# Entries that a thread reads per batch at start, and that become visible per slice: 0.3 ms on the event loop.
+_LOAD_BATCH, _LOAD_SLICE = 512, 32
+# Limit of plausible heat above that of the clock: log2 of accesses. Above it, the clock was ahead.
+_MAX_LOG_ACCESSES = 40.0
+# Interval in which heat is saved: kill -9 loses the accesses since, but no entries.
+_SAVE_HEAT_SECONDS = 10.0
 
 
-class Store(StoreCore):
-    """A StoreCore with readers, writers and a prefetcher."""
+class Store:
+    """All entries of one process. Methods must be called on one event loop; blocking work runs in threads.
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        """See StoreCore."""
-        super().__init__(*args, **more)
-        self.prefetcher = Prefetcher(self.rise)
+    Entries are written by `writing.reserve`, and read by `reading.frames`.
+
+    `clock` (monotonic seconds) determines leases and heat. Since heat persists, it is based on `wall` (seconds since
+    the epoch), which is read only at start: later changes of the system clock have no effect on heat. If `wall` is
+    far behind persisted heat, time continues from the hottest entry.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        tiers: Sequence[Tier],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.counters = Counters()
+        self.residents = Residents(tiers, self.counters)
+        # In-progress commits by group (index.py).
+        self.committing: dict[bytes, asyncio.Event] = {}
+        self.loading: dict[StoredEntry, asyncio.Task[bool]] = {}
+        self.prefetching: set[asyncio.Task[None]] = set()
+        self.leases = Leases(config.max_leases, clock, self.residents.let_go)
+        self._clock, self._wall = clock, wall
+        self._epoch = wall() - clock()
+        self.threads = ThreadPoolExecutor(_IO_THREADS, "kvcache-io")
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.demand = heat.FrequencySketch()
+        self.ready = asyncio.Event()
+        self.ready.set()
+        # Called for every stored entry that is no copy, and for every access to an existing one by Lookup or Put.
+        self.on_stored: Callable[[Record], None] = lambda record: None
+        self.on_used: Callable[[bytes], None] = lambda key: None
+
+    @property
+    def now(self) -> float:
+        """Seconds since the epoch, by `clock`."""
+        return self._epoch + self._clock()
+
+    async def open(self) -> None:
+        """Loads the index of the home tier, in about 20 s per million entries.
+
+        Meanwhile, lookups find entries by key on the disk, and reads work. Changes of the home tier wait (`opened`).
+        Raises OSError if the home tier cannot be used; nothing of it was changed then.
+        """
+        home = self.residents.home
+        self.ready.clear()
+        self.residents.finder = home.finder()
+        entries, batch = home.recover(), list[Recovered]()
+        while batch := await self.in_thread(list, islice(entries, _LOAD_BATCH)):
+            for at in range(0, len(batch), _LOAD_SLICE):
+                self.residents.recover(batch[at : at + _LOAD_SLICE])
+                await asyncio.sleep(0)  # serves calls, each of which takes several rounds of the event loop
+        self.residents.end_recovery()
+        self.ready.set()
+        hottest, half_life = max(self.residents.index.rows.heats, default=0.0), self.config.half_life_seconds
+        if hottest > self._wall() / half_life + _MAX_LOG_ACCESSES:
+            self._epoch = hottest * half_life - self._clock()
+        log.info("%d entries, %d bytes in the %s tier", len(self.residents), home.used_bytes, home.name)
+
+    async def opened(self) -> None:
+        """Waits until `open` has ended. Before, it is unknown which space of the home tier is free.
+
+        Raises Unavailable if `open` has not ended after 10 s.
+        """
+        try:
+            async with asyncio.timeout(_OPEN_SECONDS):
+                await self.ready.wait()
+        except TimeoutError:
+            raise Unavailable(
+                "the index is being loaded; until then nothing is stored or deleted: try again"
+            ) from None
+
+    async def sweep(self) -> None:
+        """Expires leases, evicts above the watermark and saves heat, until cancelled."""
+        saved = time.monotonic()
+        while True:
+            await asyncio.sleep(_SWEEP_SECONDS)
+            self.leases.expire()
+            await self.make_room()
+            if time.monotonic() - saved >= _SAVE_HEAT_SECONDS:
+                await self.save_heat()
+                saved = time.monotonic()
+
+    async def make_room(self) -> None:
+        """Evicts the coldest entries of the home tier from the high watermark down to the low one.
+
+        A Put that must evict waits for the deletion of index records, and a batch of a thousand deletions costs as
+        much as ten single ones. Faster tiers need no watermark: dropping a copy writes nothing.
+        """
+        home = self.residents.home
+        if home.used_bytes <= self.config.high_watermark * home.capacity_bytes:
+            return
+        limit = int(self.config.low_watermark * home.capacity_bytes)
+        while entries := self.residents.surplus(home, limit, _DELETE_BATCH):
+            try:
+                await self.to_the_end(self.withdraw(entries))
+            except OSError as error:
+                log.warning("can't record the eviction of %d entries: %s", len(entries), error)
+                return
+            self.counters.add("evictions", len(entries), tier=home.name)
+
+    def lookup(
+        self, namespace: bytes, path: Sequence[bytes], variants: Sequence[Sequence[bytes]], lease_seconds: float
+    ) -> tuple[list[tuple[HitKind, StoredEntry | None]], int]:
+        """Finds and leases the best entry for each element of a path, and increases their heat.
+
+        Exact paths behind at least one other chunk are counted, for `writing.reserve`. Raises ResourceExhausted at
+        the limit of active leases.
+
+        Returns:
+            Kind of hit and entry for each element, and the lease: 0 if nothing was found.
+        """
+        hits = self.residents.find(namespace, path, variants)
+        entries = dict.fromkeys(entry for _, entry, _ in hits if entry is not None)
+        lease = self.leases.grant(entries, lease_seconds) if entries else 0
+        for entry in entries:
+            self.residents.warm(entry, heat.again(entry.heat, self.now, self.config.half_life_seconds))
+            self.on_used(entry.record.key)
+        for _, _, key in hits[2:]:
+            self.demand.add(key)
+        return [(kind, entry) for kind, entry, _ in hits], lease
+
+    async def withdraw(self, entries: Sequence[StoredEntry]) -> None:
+        """Deletes entries. They become invisible at once; places are freed after their index records are deleted.
+
+        Raises OSError if the deletion cannot be recorded; the entries reappear at the next start then.
+        """
+        home = self.residents.home
+        for entry in entries:
+            entry.pins += 1
+            self.residents.withdraw(entry)
+        try:
+            if entries:
+                await self.in_thread(home.forget, [(e.record.key, e.places[home.name]) for e in entries])
+        finally:
+            for entry in entries:
+                entry.pins -= 1
+                self.residents.let_go(entry)
+
+    async def delete(self, keys: Sequence[bytes]) -> int:
+        """Deletes entries persistently, and returns their number.
+
+        Raises ResourceExhausted if the deletion cannot be recorded; the entries reappear at the next start then.
+        Raises Unavailable while the index is being loaded.
+        """
+        await self.opened()
+        deleted, names = 0, list(dict.fromkeys(keys))
+        for at in range(0, len(names), _DELETE_BATCH):
+            batch = names[at : at + _DELETE_BATCH]
+            entries = [entry for key in batch if (entry := self.residents.get(key)) is not None]
+            try:
+                await self.to_the_end(self.withdraw(entries))
+            except OSError as error:
+                raise ResourceExhausted(f"can't record the deletion: {error}") from error
+            deleted += len(entries)
+        return deleted
+
+    async def drop(self, entry: StoredEntry) -> None:
+        """Deletes a damaged entry; never raises."""
+        with contextlib.suppress(OSError, Unavailable):  # the next read tries again
+            await self.opened()
+            if entry.visible:
+                await self.to_the_end(self.withdraw([entry]))
+
+    def in_thread(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return await asyncio.shield(task)
+
+    async def save_heat(self) -> None:
+        touched, self.residents.touched = self.residents.touched, set()
+        rows = self.residents.index.rows
+        heats = [(rows.key(row), rows.heats[row]) for row in touched if row in rows]
+        if heats:
+            try:
+                await self.in_thread(self.residents.home.save_heat, heats)
+            except OSError as error:
+                log.warning("can't save the heat of %d entries: %s", len(heats), error)
 
     async def close(self) -> None:
-        """Waits for work in progress, saves heat, and closes the tiers."""
-        self.prefetcher.close()
-        while pending := [*self.tasks, *self.loading.values(), *self.prefetcher.running]:
+        """Cancels prefetching, waits for work in progress, saves heat, and closes the tiers."""
+        for task in self.prefetching:
+            task.cancel()  # a read in progress is completed
+        while pending := [*self.tasks, *self.loading.values(), *self.prefetching]:
             await asyncio.gather(*pending, return_exceptions=True)
         await self.save_heat()
         self.threads.shutdown(wait=True)
         for tier in self.residents.tiers:
             tier.close()
 
-    def write(self, record: Record) -> Writer | None:
-        """Reserves space for an entry. Must not be called before `opened`.
-
-        The home tier evicts entries that are not held; faster tiers drop copies of colder entries.
-
-        Returns:
-            None if the entry exists, or is offered and superfluous.
-
-        Raises:
-            ResourceExhausted: There is no room, or the entry exceeds the limit.
-        """
-        if self.residents.get(record.key) is not None:
-            self.used(record.key)
-            return None
-        return self._reserved(record) if self.wanted(record) else None
-
-    def copy(self, record: Record) -> Writer | None:
-        """As `write`, for an entry of the remote tier, which is never superfluous."""
-        return None if self.residents.get(record.key) is not None else self._reserved(record, copied=True)
-
-    def _reserved(self, record: Record, *, copied: bool = False) -> Writer:
-        if record.size > self.config.max_entry_bytes:
-            raise ResourceExhausted(
-                f"an entry of {record.size} bytes exceeds the limit of {self.config.max_entry_bytes}: "
-                "raise max_entry_bytes in [kvcache]"
-            )
-        assert self.ready.is_set(), "before `opened`"
-        self.leases.expire()
-        home = self.residents.home
-        try:
-            place, evicted = self.residents.reserve(home, record.size)
-        except NoSpace:
-            raise ResourceExhausted(
-                f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: its entries "
-                f"are leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
-            ) from None
-        warmth = heat.first(self.now, self.config.half_life_seconds)
-        places: dict[Tier, Place] = {home: place}
-        for tier in self.residents.tiers[:-1]:
-            with contextlib.suppress(NoSpace):
-                places[tier] = self.residents.reserve(tier, record.size, warmth)[0]
-        return Writer(self, record, warmth, places, evicted, copied=copied)
-
-    def read(self, key: bytes) -> Reader:
-        """Pins an entry for reading.
-
-        Raises:
-            NotFound: There is no such entry.
-        """
-        entry = self.residents.get(key) or self.residents.replaced.get(key)
-        if entry is None or not (entry.visible or entry.leases):
-            raise NotFound(f"no entry {key.hex()}: never stored, evicted, or deleted")
-        return Reader(self, entry)
-
-    async def rise(self, key: bytes) -> bool:
-        """Promotes an entry to a fast tier; returns whether it is in one afterwards."""
-        if self.residents.get(key) is None:
-            return False
-        with contextlib.closing(self.read(key)) as reader:
-            return await reader.rise()
+    def check_integrity(self) -> None:
+        """Asserts that index, entries, tiers and leases agree. No thread may be working."""
+        self.residents.check_integrity()
+        self.leases.check_integrity(self.residents.all())
+        assert not self.committing

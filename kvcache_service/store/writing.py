@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 
 from fusionkv.kvcache_service.index.index import group_key
 from fusionkv.kvcache_service.index.record import Record
-from fusionkv.kvcache_service.store.core import StoreCore
+from fusionkv.kvcache_service.keys import VERSIONS
 from fusionkv.kvcache_service.store.entries import StoredEntry
+from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Place, Tier
+from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.protos.runtime.checksum import Checksum
 from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ResourceExhausted
 
@@ -17,32 +19,100 @@ from fusionkv.protos.runtime.errors import DataLoss, InvalidArgument, ResourceEx
 _BATCH_BYTES = 4 << 20
 
 
+def reserve(store: Store, record: Record, *, copied: bool = False) -> "Writer | None":
+    """Reserves space for an entry, after `Store.opened`; None if it exists, or is offered and superfluous.
+
+    The home tier evicts entries that are not held; faster tiers drop copies of colder entries. A `copied` entry, from
+    the remote tier, is always stored, and not written back.
+
+    Raises ResourceExhausted if there is no room, or the entry exceeds the limit.
+    """
+    residents = store.residents
+    if residents.get(record.key) is not None:
+        if not copied:
+            store.on_used(record.key)
+        return None
+    if not copied and not _wanted(store, record):
+        return None
+    if record.size > store.config.max_entry_bytes:
+        raise ResourceExhausted(
+            f"an entry of {record.size} bytes exceeds the limit of {store.config.max_entry_bytes}: "
+            "raise max_entry_bytes in [kvcache]"
+        )
+    assert store.ready.is_set(), "before `opened`"
+    store.leases.expire()
+    home = residents.home
+    try:
+        place, evicted = residents.reserve(home, record.size)
+    except NoSpace:
+        raise ResourceExhausted(
+            f"no room for {record.size} bytes in the {home.name} tier of {home.capacity_bytes}: its entries "
+            f"are leased or in use; try again later, or raise {home.name}_bytes in [kvcache]"
+        ) from None
+    entry = StoredEntry(record, store.now / store.config.half_life_seconds)
+    places: dict[Tier, Place] = {home: place}
+    for tier in residents.tiers[:-1]:
+        with contextlib.suppress(NoSpace):
+            places[tier] = residents.reserve(tier, record.size, entry.heat)[0]
+    return Writer(store, entry, places, evicted, copied=copied)
+
+
+def _wanted(store: Store, record: Record) -> bool:
+    """Whether to store an entry. One replica of a chunk serves every path, so others need a reason.
+
+    Precomputed entries are always stored. An offered entry is stored if it is the first of its chunk, if it has
+    fewer preceding chunks than all others (it depends on fewer, so it serves other paths better), or if its exact
+    path was looked up before the request that computed it, since it is lossless there.
+    """
+    if not record.offered or record.depth == 1 or record.variant:
+        return True
+    others = store.residents.replicas(record)
+    return all(record.depth < other.record.depth for other in others) or store.demand.count(record.key) > 1
+
+
+def _replaced_by(store: Store, record: Record) -> list[StoredEntry]:
+    """Replicas to delete on publication: offered, deeper, and without recent lookups of their exact path."""
+    if record.depth == 1 or record.variant:
+        return []
+    return [
+        other
+        for other in store.residents.replicas(record)
+        if other.record.offered and other.record.depth > record.depth and store.demand.count(other.record.key) <= 1
+    ]
+
+
+def _crowded_out(store: Store, record: Record) -> list[StoredEntry]:
+    """The coldest versions beyond the limit of their variant, once `record` is published as one of them."""
+    limit = VERSIONS.get(record.variant)
+    if limit is None:
+        return []
+    others = sorted(store.residents.replicas(record), key=lambda other: other.heat, reverse=True)
+    return others[limit - 1 :]
+
+
 class Writer:
     """Receives the bytes of one entry, until `commit` or `abort`. `abort` after either is a no-op.
 
     `places` are reservations in the home tier and possibly in faster ones. `evicted` entries are deleted from the
-    home tier's index before anything is written. A `copied` entry comes from the remote tier: it is always stored,
-    and not written back.
+    home tier's index before anything is written.
     """
 
     def __init__(
         self,
-        store: StoreCore,
-        record: Record,
-        heat: float,
+        store: Store,
+        entry: StoredEntry,
         places: dict[Tier, Place],
         evicted: Sequence[tuple[bytes, Place]],
         *,
         copied: bool,
     ) -> None:
         self._store = store
-        self._entry = StoredEntry(record, heat)
+        self._entry = entry
         self._places = places
         self._copied = copied
         self._hasher = Checksum()
         self._received = 0
         self._batch: list[memoryview] = []
-        self._batch_bytes = 0
         self._written = 0
         home = store.residents.home
         self._pending = store.in_thread(home.forget, evicted) if evicted else None
@@ -50,9 +120,8 @@ class Writer:
     async def write(self, data: memoryview) -> None:
         """Appends bytes, which must not change afterwards.
 
-        Raises:
-            InvalidArgument: There are more bytes than the header specifies.
-            ResourceExhausted: Earlier bytes could not be written.
+        Raises InvalidArgument if there are more than the header specifies, ResourceExhausted if earlier ones could
+        not be written.
         """
         record = self._entry.record
         if self._received + len(data) > record.size:
@@ -64,20 +133,16 @@ class Writer:
         self._received += len(data)
         if any(tier.blocking for tier in self._places) and len(data):
             self._batch.append(data)
-            self._batch_bytes += len(data)
-            if self._batch_bytes >= _BATCH_BYTES:
-                await self._flush()
+            if self._received - self._written >= _BATCH_BYTES:
+                # Once the previous batch is written.
+                await self._finished()
+                self._pending = self._store.in_thread(self._take_batch(self._places))
 
     async def commit(self) -> bool:
-        """Verifies and publishes the entry.
+        """Verifies and publishes the entry; returns False if it, or a better one, was stored meanwhile.
 
-        Returns:
-            Whether it was stored. False if it, or a better one, was stored meanwhile.
-
-        Raises:
-            InvalidArgument: There are fewer bytes than the header specifies.
-            DataLoss: The checksum does not match the header's.
-            ResourceExhausted: The bytes cannot be written.
+        Raises InvalidArgument if bytes are missing, DataLoss if their checksum is not the header's, and
+        ResourceExhausted if they cannot be written.
         """
         record = self._entry.record
         if self._received != record.size:
@@ -114,30 +179,28 @@ class Writer:
             write_rest()
             home.commit(record, place, self._entry.heat)
 
-        # `wanted` depends on the whole group, so commits of a group are serialised.
+        # `_wanted` depends on the whole group, so commits of a group are serialised.
         group = group_key(record)
         while (other := store.committing.get(group)) is not None:
             await other.wait()
         done = store.committing[group] = asyncio.Event()
         try:
             # Checked again, since others may have been stored since the reservation.
-            existing = residents.get(record.key)
-            stored = existing is None and (self._copied or store.wanted(record))
+            stored = residents.get(record.key) is None and (self._copied or _wanted(store, record))
             if stored:
                 # Lookups that found the replaced entries will find this one.
-                self._entry.heat = max([self._entry.heat, *(other.heat for other in store.replaced_by(self._entry))])
+                self._entry.heat = max([self._entry.heat, *(other.heat for other in _replaced_by(store, record))])
                 await store.in_thread(finish, places[home])
                 for tier in list(places):
                     residents.settle(self._entry, tier, places.pop(tier))
-                replaced = [*store.replaced_by(self._entry), *store.crowded_out(self._entry)]
+                replaced = [*_replaced_by(store, record), *_crowded_out(store, record)]
                 residents.publish(self._entry)
                 residents.replaced.update((other.record.key, other) for other in replaced)
-                with contextlib.suppress(
-                    OSError
-                ):  # they reappear at the next start, and are replaced by the next Put
+                # On failure, they reappear at the next start, and are replaced by the next Put.
+                with contextlib.suppress(OSError):
                     await store.withdraw(replaced)
-                if store.watcher is not None and not self._copied:
-                    store.watcher.stored(record)
+                if not self._copied:
+                    store.on_stored(record)
             return stored
         except OSError as error:
             raise _unwritable(error) from error
@@ -147,16 +210,11 @@ class Writer:
             del store.committing[group]
             done.set()
 
-    async def _flush(self) -> None:
-        """Writes the batch in a thread, once the previous one is written."""
-        await self._finished()
-        self._pending = self._store.in_thread(self._take_batch(self._places))
-
     def _take_batch(self, places: dict[Tier, Place]) -> Callable[[], None]:
         """Starts a new batch; returns a function that writes the current one."""
         batch, at = self._batch, self._written
         blocking = [(tier, place) for tier, place in places.items() if tier.blocking]
-        self._batch, self._batch_bytes, self._written = [], 0, self._received
+        self._batch, self._written = [], self._received
 
         def write() -> None:
             for tier, place in blocking:

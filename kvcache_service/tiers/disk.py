@@ -25,16 +25,12 @@ from fusionkv.kvcache_service.index import heat as heats
 from fusionkv.kvcache_service.index.record import Record, decode
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier, Unreachable
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex, sync_directory
-from fusionkv.kvcache_service.tiers.extents import Extents
-from fusionkv.kvcache_service.tiers.index_reader import IndexReader
-from fusionkv.kvcache_service.tiers.index_rewrite import HEATS, RECORDS
-from fusionkv.protos.runtime.checksum import Checksum
+from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
 
 log = logging.getLogger(__name__)
 
 # The maximum size of an entry, below the 2 GiB that one preadv transfers at most.
 SEGMENT_BYTES = 1 << 30
-_READ_BYTES = 1 << 20
 _MARK_BYTES = 64
 # Transient reasons why a file cannot be opened: its content may be intact.
 _TRANSIENT = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM, errno.EROFS}
@@ -50,24 +46,19 @@ class DiskTier(Tier):
     """Whether segment files contain entries' bytes unencrypted."""
 
     def __init__(self, directory: Path, capacity_bytes: int, *, sync: bool = False) -> None:
-        """Opens or creates the tier.
-
-        Raises:
-            OSError: The directory cannot be used, or another process uses it.
-        """
-        super().__init__(Extents(capacity_bytes, SEGMENT_BYTES))
+        """Opens or creates the tier. Raises OSError if the directory cannot be used, or another process uses it."""
+        super().__init__(capacity_bytes, SEGMENT_BYTES)
         self._directory = directory
         self._sync = sync
         (directory / "segments").mkdir(parents=True, exist_ok=True)
         self._lock = _lock(directory / "lock")
-        self._files: dict[int, int] = {}  # segment -> file descriptor
+        self._files: dict[tuple[int, str], int] = {}  # (segment, ending) -> file descriptor
 
     @cached_property
     def _ledger(self) -> DiskIndex:
         """The index, checked and opened on first use; empty if the one on disk cannot be used.
 
-        Raises:
-            OSError: The index was written by a later version. Nothing was changed.
+        Raises OSError if it was written by a later version; nothing was changed then.
         """
         trusted = self._trusted()
         if not trusted:
@@ -124,9 +115,9 @@ class DiskTier(Tier):
             columns[0].append(offset)
             columns[1].append(size)
         starts, sizes = (np.array(column, np.int64) for column in columns)
-        good = self._extents.fit(starts, sizes)
+        good = self.fit(starts, sizes)
         self._drop_false_claims(starts, sizes, good)
-        self._extents.restore(starts[good], sizes[good])
+        self.restore(starts[good], sizes[good])
         # Frees 30 bytes per record before the in-memory index grows.
         del columns, starts, sizes
         bad: list[tuple[bytes, int]] = []
@@ -162,7 +153,7 @@ class DiskTier(Tier):
                 whole = at + record.size <= self._path(segment, "kv").stat().st_size
             except (ValueError, OSError):
                 return None
-            if not whole or not self._extents.fit(np.array([offset]), np.array([record.size])).all():
+            if not whole or not self.fit(np.array([offset]), np.array([record.size])).all():
                 return None
             return Recovered(record, Place(offset, record.size), heats.stored(reader.get(HEATS, key)))
 
@@ -207,7 +198,7 @@ class DiskTier(Tier):
         doubtful = set(order[np.unique(np.concatenate([meet, meet + 1]))].tolist())
         for number, (_, known, _) in enumerate(self._ledger.load()):
             if number in doubtful:
-                good[number] = known is not None and self._intact(known[0], known[1])
+                good[number] = known is not None and self._intact(*known)
         kept_end = 0
         for number in order[good[order]].tolist():
             if starts[number] < kept_end:
@@ -216,25 +207,22 @@ class DiskTier(Tier):
                 kept_end = int(starts[number] + sizes[number])
 
     def _intact(self, record: Record, offset: int) -> bool:
-        hasher, place = Checksum(), Place(offset, record.size)
-        with contextlib.suppress(OSError):
-            for at in range(0, place.size, _READ_BYTES):
-                hasher.update(self.read(place, at, min(_READ_BYTES, place.size - at)))
-        return hasher.digest() == record.checksum
+        try:
+            return self.copy(Place(offset, record.size), {}) == record.checksum
+        except OSError:
+            return False
 
     def _at(self, place: Place, at: int) -> tuple[int, int]:
         """File descriptor of the segment, and offset in it, of byte `at` of a place."""
         segment, offset = divmod(place.offset, SEGMENT_BYTES)
-        return self._file(self._files, segment, "kv"), offset + at
+        return self._file(segment, "kv"), offset + at
 
-    def _file(self, files: dict[int, int], segment: int, ending: str) -> int:
-        """File descriptor of a segment, opened or created on first use.
+    def _file(self, segment: int, ending: str) -> int:
+        """File descriptor of a segment's file, opened or created on first use.
 
-        Raises:
-            Unreachable: The file cannot be opened for a transient reason, such as too many open files.
-            OSError: The file cannot be opened.
+        Raises OSError if it cannot be opened: Unreachable for a transient reason, such as too many open files.
         """
-        file = files.get(segment)
+        file = self._files.get((segment, ending))
         if file is None:
             path = self._path(segment, ending)
             try:
@@ -244,9 +232,9 @@ class DiskTier(Tier):
                     raise Unreachable(f"can't open {path}: {error.strerror}") from error
                 raise
             # Two threads may open the same file: the second descriptor is closed.
-            if files.setdefault(segment, file) != file:
+            if self._files.setdefault((segment, ending), file) != file:
                 os.close(file)
-                file = files[segment]
+                file = self._files[segment, ending]
         return file
 
     def _path(self, segment: int, ending: str) -> Path:
@@ -275,6 +263,11 @@ class DiskTier(Tier):
         finally:
             os.close(file)
         sync_directory(self._directory)
+
+
+def readable_files(tiers: Sequence[Tier]) -> DiskTier | None:
+    """The disk tier, if there is one and its files are not encrypted."""
+    return next((tier for tier in tiers if isinstance(tier, DiskTier) and tier.readable), None)
 
 
 def _boot_id() -> str:

@@ -16,13 +16,13 @@ import lmdb
 
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.record import Record, decode, encode, place
-from fusionkv.kvcache_service.tiers.index_rewrite import DAMAGED, HEATS, LATER, RECORDS
+from fusionkv.kvcache_service.tiers.index_file import DAMAGED, HEATS, LATER, RECORDS
 
 log = logging.getLogger(__name__)
 
 _FILE = "data.mdb"
 _HEAT = struct.Struct("<d")
-_REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_rewrite")
+_REWRITE = ("-m", "fusionkv.kvcache_service.tiers.index_file")
 # Exit statuses that prove damage. Others, such as SIGKILL, must not delete anything.
 _BROKEN = {DAMAGED, *(-number for number in (signal.SIGABRT, signal.SIGALRM, signal.SIGBUS, signal.SIGSEGV))}
 # Time limit of a rewrite, above what a slow disk needs.
@@ -44,12 +44,11 @@ class DiskIndex:
         anew: bool = False,
         first: Callable[[], None] = lambda: None,
     ) -> None:
-        """Checks, rewrites and opens the database.
+        """Checks, rewrites and opens the database, of at most `map_bytes`. A damaged one is discarded.
 
         Args:
-            map_bytes: Maximum size of the database.
             sync: Flush every transaction to the device.
-            anew: Discard the content. A damaged database is always discarded.
+            anew: Discard the content.
             first: Called after the check and before the first change.
 
         Raises:
@@ -88,7 +87,7 @@ class DiskIndex:
         with self._errors(), self._env.begin(write=True) as txn:
             for key, offset in entries:
                 value = txn.get(key, db=self._records)
-                if value is not None and _offset(key, value) in (offset, None):
+                if value is not None and ((known := place(key, value)) is None or known[0] == offset):
                     txn.delete(key, db=self._records)
                     txn.delete(key, db=self._heats)
 
@@ -130,13 +129,9 @@ class DiskIndex:
 
 
 def _rewrite(directory: Path, new: Path, map_bytes: int) -> str:
-    """Checks the database in a subprocess, which LMDB may crash, and copies it to `new`.
+    """Checks the database in a subprocess, which LMDB may crash, and copies it to `new`, if there is room.
 
-    Returns:
-        The damage found; empty if there is none. Without room for a copy, `new` does not exist.
-
-    Raises:
-        OSError: The database was written by a later version.
+    Returns the damage found; empty if there is none. Raises OSError if a later version wrote the database.
     """
     file = directory / _FILE
     if not file.exists() or not file.stat().st_size:
@@ -166,8 +161,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(file)
     finally:
         os.close(file)
-
-
-def _offset(key: bytes, value: bytes) -> int | None:
-    known = place(key, value)
-    return None if known is None else known[0]

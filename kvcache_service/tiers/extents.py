@@ -3,6 +3,7 @@
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,14 @@ ALIGNMENT = 4096
 
 class NoSpace(Exception):
     """No hole is large enough, and none can be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Location of an entry's bytes within a tier, in bytes."""
+
+    offset: int
+    size: int
 
 
 def aligned(size: int) -> int:
@@ -69,91 +78,85 @@ class Holes:
 
 
 class Extents:
-    """Free space within 0..capacity. An extent starts at a multiple of 4096 and crosses no multiple of `boundary`.
+    """Space within 0..capacity. A place starts at a multiple of 4096 and crosses no multiple of `boundary`.
 
-    Only holes are stored: owners keep start and size of their extents, so memory does not grow with their number.
+    Only holes are stored: owners keep their places, so memory does not grow with their number.
     """
 
-    def __init__(self, capacity: int, boundary: int | None = None) -> None:
-        self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self._boundary = boundary or max(self.capacity, ALIGNMENT)
-        starts = list(range(0, self.capacity, self._boundary))
-        self._holes = Holes(starts, [min(s + self._boundary, self.capacity) for s in starts], self._boundary)
-        self.used = 0
+    def __init__(self, capacity_bytes: int, boundary: int | None = None) -> None:
+        self.capacity_bytes = capacity_bytes // ALIGNMENT * ALIGNMENT
+        self._boundary = boundary or max(self.capacity_bytes, ALIGNMENT)
+        self.restore(np.empty(0, np.int64), np.empty(0, np.int64))
 
-    def allocate(self, size: int, victims: Iterable[tuple[int, int]] = ()) -> tuple[int, list[int]]:
-        """Allocates an extent for `size` bytes, and frees victims if no hole is large enough.
+    def reserve(self, size: int, victims: Iterable[Place] = ()) -> tuple[Place, list[int]]:
+        """Allocates a place for `size` bytes; returns it, and the offsets of the victims freed for it.
 
         Args:
-            victims: Start and size of extents that may be freed, in order of preference. They are consumed until a
-                hole is large enough; only those that overlap the new extent are freed.
-
-        Returns:
-            Start of the extent, and the starts of the freed victims.
+            victims: Places that may be freed, in order of preference. They are consumed until a hole is large
+                enough; only those that overlap the new place are freed.
 
         Raises:
-            NoSpace: Freeing all victims is not enough. Nothing was changed.
+            NoSpace: `size` exceeds the capacity, or freeing all victims is not enough. Nothing was changed.
         """
         length = aligned(size)
-        if length > min(self.capacity, self._boundary):
+        if length > min(self.capacity_bytes, self._boundary):
             raise NoSpace
         start = self._holes.find(length)
-        freed: list[tuple[int, int]] = []
+        freed: list[Place] = []
         if start is None:
             start, freed = self._plan(length, victims)
             for victim in freed:
-                self.free(*victim)
+                self.free(victim)
         self._holes.take(start, start + length)
-        self.used += length
-        return start, [victim for victim, _ in freed]
+        self.used_bytes += length
+        return Place(start, size), [victim.offset for victim in freed]
 
-    def claim(self, start: int, size: int) -> bool:
-        """Allocates the given extent if it is free."""
-        end = start + aligned(size)
-        if not self._holes.cover(start, end):
+    def claim(self, place: Place) -> bool:
+        """Allocates the given place; False if it overlaps another."""
+        end = place.offset + aligned(place.size)
+        if not self._holes.cover(place.offset, end):
             return False
-        self._holes.take(start, end)
-        self.used += end - start
+        self._holes.take(place.offset, end)
+        self.used_bytes += end - place.offset
         return True
 
-    def free(self, start: int, size: int) -> None:
-        """Frees an extent, given the size that it was allocated with."""
-        self._holes.add(start, start + aligned(size))
-        self.used -= aligned(size)
+    def free(self, place: Place) -> None:
+        self._holes.add(place.offset, place.offset + aligned(place.size))
+        self.used_bytes -= aligned(place.size)
 
     def fit(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Mask of valid extents: aligned, within the range, and within one boundary."""
+        """Mask of valid places: aligned, within the range, and within one boundary."""
         ends = starts + -(-sizes // ALIGNMENT) * ALIGNMENT
-        whole = (starts >= 0) & (starts % ALIGNMENT == 0) & (sizes > 0) & (ends <= self.capacity)
+        whole = (starts >= 0) & (starts % ALIGNMENT == 0) & (sizes > 0) & (ends <= self.capacity_bytes)
         same: npt.NDArray[np.bool_] = starts // self._boundary == (ends - 1) // self._boundary
         return whole & same
 
     def restore(self, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> None:
-        """Allocates all extents of an empty range at once; each must `fit`, and none may overlap another."""
+        """Replaces all places; each must `fit`, and none may overlap another."""
         order = np.argsort(starts)
         starts, lengths = starts[order], -(-sizes[order] // ALIGNMENT) * ALIGNMENT
         ends = starts + lengths
         assert np.all(ends[:-1] <= starts[1:]), "two extents overlap"
-        gaps = np.stack([np.concatenate([[0], ends]), np.concatenate([starts, [self.capacity]])], axis=1)
+        gaps = np.stack([np.concatenate([[0], ends]), np.concatenate([starts, [self.capacity_bytes]])], axis=1)
         self._holes = Holes([], [], self._boundary)
         for start, end in gaps[gaps[:, 0] < gaps[:, 1]].tolist():
             for at in (start, *range((start // self._boundary + 1) * self._boundary, end, self._boundary)):
-                self._holes.starts.append(at)
-                self._holes.ends.append(min(end, (at // self._boundary + 1) * self._boundary))
-        self.used = int(lengths.sum())
+                self._holes.add(at, min(end, (at // self._boundary + 1) * self._boundary))
+        self.used_bytes = int(lengths.sum())
+        """Allocated bytes; each place is rounded up to a multiple of 4096."""
 
-    def _plan(self, length: int, victims: Iterable[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
+    def _plan(self, length: int, victims: Iterable[Place]) -> tuple[int, list[Place]]:
         holes, candidates = self._holes.copy(), []
-        for victim, size in victims:
-            candidates.append((victim, size))
-            start, end = holes.add(victim, victim + aligned(size))
+        for victim in victims:
+            candidates.append(victim)
+            start, end = holes.add(victim.offset, victim.offset + aligned(victim.size))
             if end - start >= length:
-                return start, [(v, n) for v, n in candidates if start <= v < start + length]
+                return start, [place for place in candidates if start <= place.offset < start + length]
         raise NoSpace
 
-    def check_integrity(self, held: Mapping[int, int]) -> None:
-        """Asserts that `held` (size by start) and the holes tile the range, and that `used` is right."""
-        taken = {start: aligned(size) for start, size in held.items()}
+    def check_integrity(self, held: Mapping[Place, bytes | None]) -> None:
+        """Asserts that the allocated places are those in `held`: key by place, None for a write in progress."""
+        taken = {place.offset: aligned(place.size) for place in held}
         free = list(zip(self._holes.starts, self._holes.ends, strict=True))
         regions = sorted([*free, *((s, s + n) for s, n in taken.items())])
         at = 0
@@ -161,7 +164,7 @@ class Extents:
             assert at == start < end, f"a gap or an overlap at {at}"
             assert start // self._boundary == (end - 1) // self._boundary, f"{start}..{end} crosses a boundary"
             at = end
-        assert at == self.capacity
+        assert at == self.capacity_bytes
         merged = all(e != s or s % self._boundary == 0 for (_, e), (s, _) in itertools.pairwise(free))
         assert merged, "two holes touch"
-        assert self.used == sum(taken.values())
+        assert self.used_bytes == sum(taken.values())

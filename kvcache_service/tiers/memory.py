@@ -5,12 +5,10 @@ import fcntl
 import mmap
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator, Sequence
 
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place, Recovered, Tier
-from fusionkv.kvcache_service.tiers.extents import Extents
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.13 on
 
@@ -26,8 +24,9 @@ class MemoryTier(Tier):
     blocking = False
 
     def __init__(self, capacity_bytes: int) -> None:
-        super().__init__(Extents(capacity_bytes))
-        fd = _anonymous_file()
+        super().__init__(capacity_bytes)
+        # A memfd is not subject to the 64 MiB limit of a container's /dev/shm.
+        fd = os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, self.capacity_bytes)
             self._map = mmap.mmap(fd, self.capacity_bytes)
@@ -67,22 +66,12 @@ class MemoryTier(Tier):
         os.close(self.file)
 
 
-def _anonymous_file() -> int:
-    """An anonymous file: a memfd, which is not subject to the 64 MiB limit of a container's /dev/shm."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("fusionkv-kvcache", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    fd, path = tempfile.mkstemp(prefix="fusionkv-kvcache")
-    os.unlink(path)
-    return fd
-
-
 def _seal(fd: int) -> None:
     """Forbids new writable mappings and changes of the file's size.
 
-    A process with a read-only descriptor could reopen it through /proc for writing, or truncate the file, which would
-    raise SIGBUS here.
+    A process with a read-only descriptor could reopen it through /proc for writing, or truncate it, which would raise
+    SIGBUS here.
     """
-    # OSError: no memfd, or an older kernel
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # an older kernel
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)

@@ -12,17 +12,41 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import ALIGNMENT
-from fusionkv.protos.runtime.key_ring import ID_BYTES
+from fusionkv.protos.runtime.watched import ID_BYTES, KeyRing
 
 BLOCK_BYTES = 1 << 20
 _NONCE_BYTES, _TAG_BYTES = 12, 16
-_SEAL_BYTES = ID_BYTES + _NONCE_BYTES + _TAG_BYTES
+HEAD_BYTES = ID_BYTES + _NONCE_BYTES
+_SEAL_BYTES = HEAD_BYTES + _TAG_BYTES
+
+
+class DiskKeys(KeyRing[AESGCM]):
+    """AES-256-GCM keys of a file, for the disk tier and the remote tier: the first encrypts, all decrypt."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises BadFile if the file cannot be read or is malformed."""
+        super().__init__(file, "the disk keys", AESGCM)
+
+    def seal(self, data: bytes, bound: bytes) -> tuple[bytes, bytes]:
+        """Head (key id and nonce) and ciphertext, which ends with the tag. `bound` is authenticated too."""
+        key, nonce = self.newest, os.urandom(_NONCE_BYTES)
+        return key.id + nonce, key.value.encrypt(nonce, data, bound)
+
+    def open(self, head: bytes, sealed: bytes, bound: bytes, what: str) -> bytes:
+        """Decrypts what `seal` returned. Raises FileNotFoundError, which names `what`, if that is impossible."""
+        key = self.find(head[:ID_BYTES])
+        if key is None:
+            raise FileNotFoundError(f"{what} is not encrypted, or its key is unknown")
+        try:
+            return key.value.decrypt(head[ID_BYTES:], sealed, bound)
+        except (InvalidTag, ValueError) as error:  # ValueError: the head is truncated
+            raise FileNotFoundError(f"{what} is damaged") from error
 
 
 class SealedDiskTier(DiskTier):
@@ -34,7 +58,6 @@ class SealedDiskTier(DiskTier):
         """See DiskTier."""
         super().__init__(directory, capacity_bytes, sync=sync)
         self._keys = keys
-        self._seals: dict[int, int] = {}  # segment -> file descriptor of its seal file
         self._tails: dict[int, bytearray] = {}  # offset of a place -> bytes of an incomplete block
 
     def write(self, place: Place, at: int, data: Sequence[memoryview]) -> None:
@@ -66,38 +89,24 @@ class SealedDiskTier(DiskTier):
             os.fdatasync(self._seal_at(place, 0)[0])
         super().commit(record, place, heat)
 
-    def close(self) -> None:
-        for file in self._seals.values():
-            os.fsync(file)
-            os.close(file)
-        self._seals.clear()
-        super().close()
-
     def _seal(self, place: Place, start: int, block: bytes) -> None:
-        key, nonce = self._keys.newest, os.urandom(_NONCE_BYTES)
-        sealed = memoryview(key.value.encrypt(nonce, block, _bound(place, start)))
+        head, sealed = self._keys.seal(block, _bound(place, start))
         file, offset = self._seal_at(place, start)
-        os.pwrite(file, key.id + nonce + bytes(sealed[len(block) :]), offset)
-        super().write(place, start, [sealed[: len(block)]])
+        os.pwrite(file, head + sealed[-_TAG_BYTES:], offset)
+        super().write(place, start, [memoryview(sealed)[:-_TAG_BYTES]])
 
     def _open(self, place: Place, start: int) -> bytes:
         """Decrypts the block at byte `start` of a place."""
         file, offset = self._seal_at(place, start)
         seal = os.pread(file, _SEAL_BYTES, offset)
-        key = self._keys.find(seal[:ID_BYTES])
-        if key is None:
-            raise OSError(f"a block at {place.offset + start} is not encrypted, or its key is unknown")
         data = super().read(place, start, min(BLOCK_BYTES, place.size - start))
-        nonce, tag = seal[ID_BYTES : ID_BYTES + _NONCE_BYTES], seal[ID_BYTES + _NONCE_BYTES :]
-        try:
-            return key.value.decrypt(nonce, bytes(data) + tag, _bound(place, start))
-        except (InvalidTag, ValueError) as error:  # ValueError: the seal file is truncated
-            raise OSError(f"a block at {place.offset + start} is damaged") from error
+        sealed = bytes(data) + seal[HEAD_BYTES:]
+        return self._keys.open(seal[:HEAD_BYTES], sealed, _bound(place, start), f"a block at {place.offset + start}")
 
     def _seal_at(self, place: Place, start: int) -> tuple[int, int]:
         """File descriptor and offset of a block's seal. Blocks start at distinct multiples of 4096."""
         segment, offset = divmod(place.offset + start, SEGMENT_BYTES)
-        return self._file(self._seals, segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
+        return self._file(segment, "seal"), offset // ALIGNMENT * _SEAL_BYTES
 
 
 def _bound(place: Place, start: int) -> bytes:

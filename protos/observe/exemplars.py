@@ -27,7 +27,6 @@ class Exemplified(CollectorRegistry):
         self.reader = _Reader(self)
 
     def note(self, metric: str, point: HistogramDataPoint) -> None:
-        """Keeps the exemplars of a data point."""
         labels = frozenset((name.replace(".", "_"), str(value)) for name, value in (point.attributes or {}).items())
         for exemplar in point.exemplars:
             if exemplar.trace_id is not None and exemplar.span_id is not None:

@@ -28,8 +28,7 @@ _ErrorInfo: TypeAlias = "tuple[type[BaseException], BaseException, TracebackType
 def attach(service: str) -> None:
     """Sets up the process's log: FUSIONKV_LOG is its level, FUSIONKV_LOG_FORMAT `text` or `json`.
 
-    Raises:
-        ValueError: the level or the format is unknown.
+    Raises ValueError if the level or the format is unknown.
     """
     form = os.environ.get("FUSIONKV_LOG_FORMAT", "text").lower()
     if form not in ("text", "json"):

@@ -9,7 +9,7 @@ names.
 import logging
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from opentelemetry import metrics, trace
@@ -140,22 +140,7 @@ def detach() -> None:
             shutdown()
 
 
-def server_interceptors() -> list[Any]:
-    """Server interceptors that continue the caller's trace with one span per RPC."""
-    from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
-
-    return [aio_server_interceptor(filter_=filters.negate(filters.health_check()))]
-
-
-def client_interceptors() -> list[Any]:
-    """Client interceptors that propagate the current trace with one span per RPC."""
-    from opentelemetry.instrumentation.grpc import aio_client_interceptors
-
-    return list(aio_client_interceptors())
-
-
 def record_error(error: Exception) -> None:
-    """Marks the current span as failed."""
     span = trace.get_current_span()
     span.record_exception(error, {"exception.message": details(error)})
     span.set_status(Status(StatusCode.ERROR, details(error)))

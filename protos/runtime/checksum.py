@@ -21,7 +21,6 @@ class Checksum:
         self._begun = 0  # bytes in the current piece
 
     def update(self, data: bytes | bytearray | memoryview) -> None:
-        """Adds the next bytes."""
         rest = memoryview(data).cast("B")
         while len(rest):
             part = rest[: PIECE_BYTES - self._begun]
@@ -45,7 +44,6 @@ class Checksum:
 
 
 def checksum(data: bytes | bytearray | memoryview) -> bytes:
-    """The checksum of bytes."""
     state = Checksum()
     state.update(data)
     return state.digest()

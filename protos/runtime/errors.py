@@ -77,16 +77,13 @@ def details(error: Exception) -> str:
 
 def trailing_metadata(error: ServiceError) -> tuple[tuple[str, str], ...]:
     """Trailing metadata of the status: the retry delay."""
-    if error.retry_after is None:
-        return ()
-    return ((_RETRY_AFTER, str(math.ceil(1000 * error.retry_after))),)
+    return () if error.retry_after is None else ((_RETRY_AFTER, str(math.ceil(1000 * error.retry_after))),)
 
 
 def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:
     """Converts a gRPC error to a service error; `doing` names the attempt ("reach the worker at ...").
 
-    Raises:
-        CancelledError: the caller's task was cancelled, which grpc.aio with interceptors may report as a status.
+    Raises CancelledError if the caller's task was cancelled, which grpc.aio with interceptors may report as a status.
     """
     status = error.code()
     if status is grpc.StatusCode.CANCELLED:

@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import grpc
 from google.protobuf import descriptor, message_factory
@@ -92,11 +92,12 @@ def dial(
 
     Traced calls can't wait for a server's initial metadata: the interceptors wait for the end of the call.
 
-    Args:
-        name: name that the server's certificate must have, instead of the address.
-        retries: whether undelivered calls of a gateway are retried.
+    name: name that the server's certificate must have, instead of the address. retries: whether undelivered calls of
+    a gateway are retried.
     """
-    interceptors = telemetry.client_interceptors() if traced else None
+    from opentelemetry.instrumentation.grpc import aio_client_interceptors  # blocking clients need not load it
+
+    interceptors = list(aio_client_interceptors()) if traced else None
     options = _RETRYING_OPTIONS if retries else _CLIENT_OPTIONS
     if address.startswith("unix:"):
         options = [*(option for option in options if option[0] != _LOCAL_BACKOFF[0]), _LOCAL_BACKOFF]
@@ -122,20 +123,12 @@ def handlers(
     deserialisers: Mapping[str, Deserialiser] | None = None,
     serialisers: Mapping[str, Serialiser] | None = None,
 ) -> grpc.GenericRpcHandler:
-    """Binds a servicer's methods to a service by name.
-
-    Args:
-        deserialisers, serialisers: overrides by method name.
-    """
+    """Binds a servicer's methods to a service by name, with other deserialisers and serialisers for some methods."""
     table = {}
     for method in service.methods:
         request = message_factory.GetMessageClass(method.input_type)
         response = message_factory.GetMessageClass(method.output_type)
-        kind = (
-            ("stream" if method.client_streaming else "unary")
-            + "_"
-            + ("stream" if method.server_streaming else "unary")
-        )
+        kind = "_".join("stream" if many else "unary" for many in (method.client_streaming, method.server_streaming))
         table[method.name] = getattr(grpc, f"{kind}_rpc_method_handler")(
             _with_status(getattr(servicer, method.name), method.client_streaming, method.server_streaming),
             request_deserializer=_reader((deserialisers or {}).get(method.name, request.FromString)),
@@ -144,32 +137,27 @@ def handlers(
     return grpc.method_handlers_generic_handler(service.full_name, table)
 
 
-class _Unreadable:
-    """Stands for a malformed message: a deserialiser that raises would cause UNKNOWN and a traceback."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def refuse(self) -> NoReturn:
-        raise InvalidArgument(f"the request is malformed: {self._error}")
-
-
 def _reader(parse: Deserialiser) -> Deserialiser:
     def read(data: bytes) -> Any:
+        """The message, or an error for `_readable` to raise: raised here, it would cause UNKNOWN and a traceback."""
         try:
             return parse(data)
         except (DecodeError, ValueError) as error:
             rejected.note("grpc_message")
-            return _Unreadable(error)
+            return InvalidArgument(f"the request is malformed: {error}")
 
     return read
 
 
-async def _readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+def _readable(request: Any) -> Any:
+    if isinstance(request, InvalidArgument):
+        raise request
+    return request
+
+
+async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        if isinstance(request, _Unreadable):
-            request.refuse()
-        yield request
+        yield _readable(request)
 
 
 def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) -> Callable[..., Any]:
@@ -182,10 +170,7 @@ def _with_status(method: Callable[..., Any], takes_stream: bool, streams: bool) 
         log.exception("unexpected error in %s", method.__qualname__)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
-    def readable(request: Any) -> Any:
-        if isinstance(request, _Unreadable):
-            request.refuse()
-        return _readable(request) if takes_stream else request
+    readable = _all_readable if takes_stream else _readable
 
     async def unary(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
@@ -248,28 +233,28 @@ async def serve(
     """Serves until SIGTERM or SIGINT, then drains: health becomes NOT_SERVING, calls in flight get `drain_seconds`.
 
     Prints one line `<name> serving on <address> [<address>]` once it accepts calls, with port 0 resolved, and one
-    line for each listener in `beside`.
+    line for each other listener of the process, in `beside`. Raises OSError if an address can't be bound, or a
+    certificate can't be used.
 
     Args:
         on_stop: called with half of the drain's seconds, while new calls are still accepted.
         on_drain: called after all calls have ended.
         tls: applies to all ports, but not to unix sockets.
         interceptors: run after those of telemetry.
-        beside: other listeners of the process.
         failure: when it fails, health becomes NOT_SERVING, calls in flight end with UNAVAILABLE, neither callback
             runs, and its error is raised.
-
-    Raises:
-        OSError: an address can't be bound, or a certificate can't be used.
     """
+    # Clients need not load these.
+    from grpc_reflection.v1alpha import reflection, reflection_pb2
+    from opentelemetry.instrumentation.grpc import aio_server_interceptor, filters
+
     credentials = tls.credentials() if tls else None
+    traced = aio_server_interceptor(filter_=filters.negate(filters.health_check()))
     server = grpc.aio.server(
         options=[*_SERVER_OPTIONS, *(_TLS_OPTIONS if tls else [])],
-        interceptors=[*telemetry.server_interceptors(), *interceptors],
+        interceptors=[traced, *interceptors],
         maximum_concurrent_rpcs=max_concurrent,
     )
-    from grpc_reflection.v1alpha import reflection, reflection_pb2  # clients need not load it
-
     described = reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"]
     checks = _Health()
     names = [*services, health.SERVICE_NAME]

@@ -24,13 +24,8 @@ _LONG_KEY = re.compile(rf"""(?:^|[{{,])[ \t\[]*(?:[\w"'-]+[ \t]*\.[ \t]*){{{_MAX
 _UNITS = {
     "": 1,
     "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "kib": 1 << 10,
-    "mib": 1 << 20,
-    "gib": 1 << 30,
-    "tib": 1 << 40,
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmg", 1)},
+    **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)},
 }
 
 
@@ -71,8 +66,7 @@ def load(
 ) -> T:
     """Builds `cls` from the table `[section]` of a TOML file, the environment and the flags.
 
-    Raises:
-        SettingsError: an unknown key, a value of the wrong type or out of bounds, or an unreadable file.
+    Raises SettingsError for an unknown key, a value of the wrong type or out of bounds, or an unreadable file.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -116,9 +110,8 @@ def add_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 def toml(text: str) -> dict[str, Any]:
     """Parses a TOML document.
 
-    Raises:
-        ValueError: the document is malformed, or has a key of too many parts: tomllib's memory is quadratic in their
-            number, 256 MB for 8,000.
+    Raises ValueError if it is malformed, or has a key of too many parts: tomllib's memory is quadratic in their
+    number, 256 MB for 8,000.
     """
     if _LONG_KEY.search(text):
         raise ValueError(f"a key has more than {_MAX_PARTS} parts")

@@ -16,13 +16,7 @@ _GROUP = 100
 def shorten(text: str, left_out: float) -> str:
     """Omits a share of a text's characters, or slightly more: keeps the best whole sentences that fit, in order.
 
-    At least one of every hundred sentences is kept.
-
-    Args:
-        left_out: the share to omit, from 0 to less than 1.
-
-    Raises:
-        FailedPrecondition: sumy is not installed.
+    At least one of every hundred sentences is kept. Raises FailedPrecondition if sumy is not installed.
     """
     try:
         from sumy.models.dom import ObjectDocumentModel, Paragraph, Sentence

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,14 +19,6 @@ if TYPE_CHECKING:
 C = TypeVar("C", grpc.Channel, grpc.aio.Channel)
 # After a certificate changes, calls in flight complete on their connection; the longest answers take minutes.
 _GRACE_SECONDS = 3600.0
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """A certificate chain and its key, both PEM."""
-
-    chain: bytes
-    key: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +47,9 @@ class ServerTLS:
     def credentials(self) -> grpc.ServerCredentials:
         """Credentials that use the latest files for every new connection.
 
-        Raises:
-            BadFile: a file is missing or invalid, or the key does not belong to the certificate.
+        Raises BadFile if a file is missing or invalid, or the key does not belong to the certificate.
         """
-        files = [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
-        watched = Watched(files, self._read)
+        watched = Watched(self._files(), self._read)
         used = watched.value
 
         def fetch() -> Any:
@@ -68,16 +59,18 @@ class ServerTLS:
             if newest is used:
                 return None
             used = newest
-            return _configuration(newest)
+            return newest
 
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(used), fetch, require_client_authentication=self.client_ca is not None
+            used, fetch, require_client_authentication=self.client_ca is not None
         )
 
     def context(self) -> ssl.SSLContext:
         """The same for servers other than gRPC's. Raises as `credentials`."""
-        files = [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
-        return _NewestContext(Watched(files, self._read_context))
+        return _NewestContext(Watched(self._files(), self._read_context))
+
+    def _files(self) -> list[Path]:
+        return [self.cert, self.key, *([self.client_ca] if self.client_ca else [])]
 
     def _read_context(self) -> ssl.SSLContext:
         self._read()  # for its precise errors
@@ -91,8 +84,10 @@ class ServerTLS:
             raise BadFile(f"the certificate {self.cert}, its key or the client CA can't be used for TLS") from error
         return context
 
-    def _read(self) -> tuple[Identity, bytes | None]:
-        return read_identity(self.cert, self.key), read_ca(self.client_ca) if self.client_ca else None
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        own = read_identity(self.cert, self.key)
+        client_ca = read_ca(self.client_ca) if self.client_ca else None
+        return grpc.ssl_server_certificate_configuration([own], client_ca)
 
 
 class _NewestContext(ssl.SSLContext):
@@ -139,11 +134,10 @@ class ClientTLS:
         ca = read_ca(self._ca)
         if self._cert is None or self._key is None:
             return grpc.ssl_channel_credentials(ca)
-        own = read_identity(self._cert, self._key)
-        return grpc.ssl_channel_credentials(ca, own.key, own.chain)
+        return grpc.ssl_channel_credentials(ca, *read_identity(self._cert, self._key))
 
 
-class _Renewed:
+class _Renewed(contextlib.AbstractContextManager["_Renewed"], contextlib.AbstractAsyncContextManager["_Renewed"]):
     """A channel that is replaced when its credentials change."""
 
     def __init__(
@@ -167,17 +161,15 @@ class _Renewed:
             # A blocking channel is kept alive by its calls, and closes with the last of them.
         return self._channel
 
-    def unary_unary(self, *args: Any, **kwargs: Any) -> "_Method":
-        return _Method(self.current, "unary_unary", args, kwargs)
+    def _method(self, kind: str, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        """An RPC of a kind, on the channel that is current when it is called."""
+        bound = functools.lru_cache(maxsize=1)(lambda channel: getattr(channel, kind)(*args, **kwargs))
+        return lambda *request, **options: bound(self.current())(*request, **options)
 
-    def unary_stream(self, *args: Any, **kwargs: Any) -> "_Method":
-        return _Method(self.current, "unary_stream", args, kwargs)
-
-    def stream_unary(self, *args: Any, **kwargs: Any) -> "_Method":
-        return _Method(self.current, "stream_unary", args, kwargs)
-
-    def stream_stream(self, *args: Any, **kwargs: Any) -> "_Method":
-        return _Method(self.current, "stream_stream", args, kwargs)
+    unary_unary = functools.partialmethod(_method, "unary_unary")
+    unary_stream = functools.partialmethod(_method, "unary_stream")
+    stream_unary = functools.partialmethod(_method, "stream_unary")
+    stream_stream = functools.partialmethod(_method, "stream_stream")
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         state: grpc.ChannelConnectivity = self.current().get_state(try_to_connect)
@@ -192,42 +184,17 @@ class _Renewed:
             closing.cancel()
         return self._channel.close()
 
-    async def __aenter__(self) -> "_Renewed":
-        return self
-
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
-
-    def __enter__(self) -> "_Renewed":
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-class _Method:
-    """One RPC, on the channel that is current when it is called."""
+def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
+    """Reads a private key and its certificate chain, the leaf certificate first, both PEM.
 
-    def __init__(self, current: Callable[[], Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._current = current
-        self._kind, self._args, self._kwargs = kind, args, kwargs
-        self._channel: Any = None
-        self._call: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        channel = self._current()
-        if channel is not self._channel or self._call is None:
-            self._channel = channel
-            self._call = getattr(channel, self._kind)(*self._args, **self._kwargs)
-        return self._call(*args, **kwargs)
-
-
-def read_identity(cert: Path, key: Path) -> Identity:
-    """Reads a certificate chain, the leaf certificate first, and its private key.
-
-    Raises:
-        BadFile: a file can't be read or is not PEM of its kind, or the key has a password or belongs to another
-            certificate.
+    Raises BadFile if a file can't be read or is not PEM of its kind, or the key has a password or is another's.
     """
     from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_pem_private_key
 
@@ -242,15 +209,11 @@ def read_identity(cert: Path, key: Path) -> Identity:
     form = Encoding.DER, PublicFormat.SubjectPublicKeyInfo
     if private.public_key().public_bytes(*form) != own.public_key().public_bytes(*form):
         raise BadFile(f"the key {key} does not belong to the certificate {cert}")
-    return Identity(chain, secret)
+    return secret, chain
 
 
 def read_ca(file: Path) -> bytes:
-    """Reads CA certificates in PEM.
-
-    Raises:
-        BadFile: the file can't be read or contains none.
-    """
+    """Reads CA certificates in PEM. Raises BadFile if the file can't be read or contains none."""
     data = read_bytes(file, "the CA certificates")
     _certificates(data, "the CA certificates", file)
     return data
@@ -264,8 +227,3 @@ def _certificates(data: bytes, what: str, file: Path) -> "list[x509.Certificate]
         return x509.load_pem_x509_certificates(data)
     except ValueError as error:
         raise BadFile(f"{what} {file}: contains no valid PEM certificate") from error
-
-
-def _configuration(state: tuple[Identity, bytes | None]) -> grpc.ServerCertificateConfiguration:
-    own, client_ca = state
-    return grpc.ssl_server_certificate_configuration([(own.key, own.chain)], client_ca)

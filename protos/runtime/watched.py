@@ -1,9 +1,11 @@
-"""Values from files that are read again when a file changes: certificates, tokens and quotas, without a restart."""
+"""Values from files that are read again when a file changes, without a restart: certificates, keys, tokens."""
 
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -11,6 +13,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # A check is one stat per file, about 3 us each.
 _CHECK_SECONDS = 1.0
+KEY_BYTES = 32
+ID_BYTES = 4
 
 
 class BadFile(OSError):
@@ -21,11 +25,7 @@ class Watched(Generic[T]):
     """The value that `read()` makes of `files`, which raises BadFile if it can't. Thread-safe."""
 
     def __init__(self, files: Sequence[Path], read: Callable[[], T]) -> None:
-        """Reads the files for the first time.
-
-        Raises:
-            BadFile: the files can't be used.
-        """
+        """Reads the files for the first time. Raises BadFile if they can't be used."""
         self._files = tuple(files)
         self._read = read
         self._checking = threading.Lock()
@@ -63,11 +63,7 @@ class Watched(Generic[T]):
 
 
 def read_bytes(file: Path, what: str, limit: int = 1 << 20) -> bytes:
-    """Reads a whole file of at most `limit` bytes.
-
-    Raises:
-        BadFile: the file can't be read, is empty, or is too large.
-    """
+    """Reads a file of at most `limit` bytes. Raises BadFile if it can't be read, is empty, or is too large."""
     try:
         with file.open("rb") as stream:
             data = stream.read(limit + 1)
@@ -85,3 +81,47 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Key(Generic[T]):
+    """A value derived from a key; `id` is a prefix of the key's SHA-256, which reveals nothing about the key."""
+
+    id: bytes
+    value: T = field(repr=False)
+
+
+class KeyRing(Watched[list[Key[T]]]):
+    """Keys from a file with 64 hexadecimal digits per line: the first is used, all are accepted. Thread-safe."""
+
+    def __init__(self, file: Path, what: str, make: Callable[[bytes], T]) -> None:
+        """Reads the file. Raises BadFile if it can't be read or does not have this form.
+
+        what: the file's name in messages. make: derives a key's value from its 32 bytes.
+        """
+
+        def read() -> list[Key[T]]:
+            keys = []
+            for number, line in enumerate(read_bytes(file, what).splitlines(), 1):
+                try:
+                    raw = bytes.fromhex(line.decode())
+                except ValueError:
+                    raw = b"?"
+                if not raw:
+                    continue
+                if len(raw) != KEY_BYTES:
+                    raise BadFile(f"{what} {file}: line {number} is not a key of {2 * KEY_BYTES} hex digits")
+                keys.append(Key(hashlib.sha256(raw).digest()[:ID_BYTES], make(raw)))
+            if len({key.id for key in keys}) < len(keys) or not keys:
+                raise BadFile(f"{what} {file}: the file has no key, or a key twice")
+            return keys
+
+        super().__init__([file], read)
+
+    @property
+    def newest(self) -> Key[T]:
+        return self.value[0]
+
+    def find(self, id: bytes) -> Key[T] | None:
+        """The key with an id; None if it is not, or no longer, in the file."""
+        return next((key for key in self.value if key.id == id), None)

@@ -10,9 +10,9 @@ import pytest
 import xxhash
 from google.protobuf.message import DecodeError
 
-from fusionkv.kvcache_service import answers, checks
+from fusionkv.kvcache_service import client, servicer
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.ranker import HitRanker
+from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.remote import tier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
@@ -63,8 +63,7 @@ def frame(message: bytes) -> None:
 def put_message(message: bytes) -> None:
     """The first message of a Put."""
     try:
-        said = checks.header(_put_message(message))
-        made = checks.record(said, 256)
+        made = servicer.record_of(_put_message(message), 256)
     except (DecodeError, ValueError, InvalidArgument):
         return
     assert record.decode(made.key, record.encode(made, 0)) == (made, 0)
@@ -76,10 +75,10 @@ def answered_hit(message: bytes) -> None:
         found = pb.Hit.FromString(message)
     except DecodeError:
         return
-    hit = answers.hit(found, 7, _ARENA)
+    hit = client.hit_of(found, 7, _ARENA)
     if hit.entry is not None and hit.entry.shared is not None:
         assert len(hit.entry.shared) == hit.entry.size
-    assert hit.kind in answers.HitKind
+    assert hit.kind in client.HitKind
 
 
 def remote_records(found: Sequence[bytes]) -> None:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.base import Place
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
-from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from tests.fuzz import decoders
 from tests.fuzz.effort import fuzz

@@ -18,7 +18,7 @@ from fusionkv.gateway.auth.jwks import KeyFile
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.runtime import settings
 from fusionkv.protos.runtime.errors import FailedPrecondition, PermissionDenied, Unauthenticated
 from fusionkv.protos.runtime.settings import SettingsError

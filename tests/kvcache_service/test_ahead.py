@@ -9,7 +9,7 @@ import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
-from fusionkv.kvcache_service.store import prefetcher
+from fusionkv.kvcache_service.store import reading
 from tests.kvcache_service import tools
 from tests.waiting import until
 
@@ -25,7 +25,7 @@ class Slow:
         monkeypatch.setattr(service.store, "in_thread", self.in_thread)
 
     async def in_thread(self, function: Any, *args: Any) -> Any:
-        if function.__name__ == "_copy_verified":
+        if function.__name__ == "copy":
             self.waiting += 1
             await self.gate.wait()
         return await self.read(function, *args)
@@ -71,14 +71,14 @@ async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     slow = Slow(monkeypatch, service)
     found = [await service.find(digest) for digest in digests]
     assert all(there.hits[0].entry.tier == "disk" for there in found)
-    assert slow.waiting == len(service.store.prefetcher.running) == prefetcher._MAX_LOOKUPS
+    assert slow.waiting == len(service.store.prefetching) == reading._MAX_LOOKUPS
     fetching = asyncio.create_task(service.fetch(found[0].hits[0].entry))
     slow.gate.set()
     assert await fetching == tools.payload("a", 900_000)
     await service.settled()
-    assert in_memory(service) > set(digests[: prefetcher._MAX_LOOKUPS])
-    assert not in_memory(service) & set(digests[prefetcher._MAX_LOOKUPS :])
-    assert service.store.counters.get("promotions", "memory") == prefetcher._MAX_LOOKUPS, "read once, by both"
+    assert in_memory(service) > set(digests[: reading._MAX_LOOKUPS])
+    assert not in_memory(service) & set(digests[reading._MAX_LOOKUPS :])
+    assert service.store.counters.get("promotions", "memory") == reading._MAX_LOOKUPS, "read once, by both"
 
 
 async def test_for_who_has_let_go_nothing_more_rises(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, 
     entry = (await client.lookup(tools.digest("namespace"), [(a, ())], timeout=30)).hits[0].entry
     assert entry is not None
     assert entry.extent is not None
-    assert not service.store.prefetcher.running
+    assert not service.store.prefetching
     await client.close()
     await server.stop(0)
 
@@ -124,8 +124,9 @@ async def test_a_store_that_closes_waits_for_one_read_and_begins_no_other(
         slow = Slow(monkeypatch, service)
         await service.find(s, a)
         await until(lambda: slow.waiting == 1)
-        service.store.prefetcher.close()
-        await until(lambda: not service.store.prefetcher.running)
+        for task in service.store.prefetching:
+            task.cancel()
+        await until(lambda: not service.store.prefetching)
         assert service.store.loading
         slow.gate.set()
         await service.settled()

@@ -16,8 +16,7 @@ import grpc
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.local.arena import ShmServer, ShmView, path_of, receive
-from fusionkv.kvcache_service.local.segments import FdServer
+from fusionkv.kvcache_service.local import LocalTiers, path_of, receive, share_memory, share_segments
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.tiers.base import Place
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
@@ -55,7 +54,7 @@ async def nearby(service: Any, socket_path: Path, *, hand_over: bool = True) -> 
     memory = service.store.residents.tiers[0]
     path = path_of(f"unix:{socket_path}")
     assert path is not None
-    doorway = ShmServer(path, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
+    doorway = share_memory(path, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
     client = CacheClient(f"unix:{socket_path}")
     try:
         yield Near(service, client, tools.digest("namespace"))
@@ -119,7 +118,7 @@ async def test_what_is_copied_after_the_lease_may_be_another_entry_s_and_is_not_
 
 
 async def test_a_lease_released_during_a_copy_makes_it_void() -> None:
-    window = ShmView("unix:/nowhere")
+    window = LocalTiers("unix:/nowhere")
     window.leased(7, float("inf"))
     data = memoryview(bytes(9 * MIB))
     copying = asyncio.create_task(window.copied(data, 7, memoryview(bytearray(9 * MIB))))
@@ -171,13 +170,13 @@ async def test_a_service_started_anew_hands_over_anew(start: Any, tmp_path: Path
     first = await start()
     await first.put([s], b"first")
     async with nearby(first, tmp_path / "s") as near:
-        window = near.client._window
+        window = near.client._local
         old = (await near.find(s)).hits[0].entry
         assert bytes(old.shared) == b"first"
     # The same client meets another service behind the same name.
     later = MemoryTier(MIB)
     later.write(Place(0, 5), 0, [memoryview(b"later")])
-    doorway = ShmServer(tmp_path / "s.arena", later.arena, later.capacity_bytes, later.file)
+    doorway = share_memory(tmp_path / "s.arena", later.arena, later.capacity_bytes, later.file)
     try:
         assert await window.open(b"n" * 16) is None, "another name was handed over: one start later"
         view = await window.open(later.arena)
@@ -227,10 +226,10 @@ async def test_a_door_opens_again_after_a_shortage_of_descriptors(
     path = tmp_path / "door"
     tier: Any = next(tier for tier in service.store.residents.tiers if (tier.name == "memory") == (door == "memory"))
     if door == "memory":
-        opened: Any = ShmServer(path, tier.arena, tier.capacity_bytes, tier.file)
+        opened: Any = share_memory(path, tier.arena, tier.capacity_bytes, tier.file)
     else:
         await service.put([tools.digest("S")], tools.payload("x", 2 * MIB))
-        opened = FdServer(path, b"n" * 16, tier)
+        opened = share_segments(path, b"n" * 16, tier.open_segment)
     monkeypatch.setattr(socket.socket, "accept", short)
     reader, writer = await asyncio.open_unix_connection(str(path))
     writer.write(struct.pack("<I", 0))

@@ -5,10 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace
+from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace, Place
 from tests.examples import examples
 
 BLOCK = 4096
+
+
+def places(held: dict[int, int]) -> dict[Place, bytes | None]:
+    """From sizes by start."""
+    return {Place(start, size): None for start, size in held.items()}
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -19,52 +24,52 @@ def test_random_allocations_tile_the_range(data: st.DataObject, blocks: int, bou
     for _ in range(data.draw(st.integers(1, 60))):
         if held and data.draw(st.booleans()):
             start = data.draw(st.sampled_from(sorted(held)))
-            extents.free(start, held.pop(start))
+            extents.free(Place(start, held.pop(start)))
         else:
             size = data.draw(st.integers(1, 6 * BLOCK))
             victims = data.draw(st.permutations(sorted(held)))[: data.draw(st.integers(0, 8))]
             before = dict(held)
             try:
-                start, freed = extents.allocate(size, [(victim, held[victim]) for victim in victims])
+                place, freed = extents.reserve(size, [Place(victim, held[victim]) for victim in victims])
             except NoSpace:
                 assert held == before
             else:
                 assert set(freed) <= set(victims)
                 for victim in freed:
                     length = -(-held.pop(victim) // BLOCK) * BLOCK
-                    assert victim < start + size
-                    assert start < victim + length, "a victim that was not in the way"
-                held[start] = size
-        extents.check_integrity(held)
+                    assert victim < place.offset + size
+                    assert place.offset < victim + length, "a victim that was not in the way"
+                held[place.offset] = size
+        extents.check_integrity(places(held))
 
 
 def test_eviction_takes_only_what_lies_in_the_way() -> None:
     extents = Extents(4 * BLOCK)
-    a, b, c, d = (extents.allocate(BLOCK)[0] for _ in range(4))
-    start, freed = extents.allocate(2 * BLOCK, [(v, BLOCK) for v in (a, d, c)])
-    assert start == c
-    assert sorted(freed) == [c, d], "a was looked at first, but freeing it makes no hole of two blocks"
-    extents.check_integrity({a: BLOCK, b: BLOCK, c: 2 * BLOCK})
+    a, b, c, d = (extents.reserve(BLOCK)[0] for _ in range(4))
+    place, freed = extents.reserve(2 * BLOCK, [a, d, c])
+    assert place == Place(c.offset, 2 * BLOCK)
+    assert sorted(freed) == [c.offset, d.offset], "a was looked at first, but freeing it makes no hole of two blocks"
+    extents.check_integrity(dict.fromkeys([a, b, place]))
 
 
 def test_refusal_changes_nothing() -> None:
     extents = Extents(4 * BLOCK)
-    held = [extents.allocate(BLOCK)[0] for _ in range(4)]
+    held = [extents.reserve(BLOCK)[0] for _ in range(4)]
     with pytest.raises(NoSpace):
-        extents.allocate(3 * BLOCK, [(held[i], BLOCK) for i in (0, 2, 3)])
+        extents.reserve(3 * BLOCK, [held[i] for i in (0, 2, 3)])
     with pytest.raises(NoSpace):
-        extents.allocate(5 * BLOCK, [(v, BLOCK) for v in held])
-    extents.check_integrity(dict.fromkeys(held, BLOCK))
-    assert extents.used == 4 * BLOCK
+        extents.reserve(5 * BLOCK, held)
+    extents.check_integrity(dict.fromkeys(held))
+    assert extents.used_bytes == 4 * BLOCK
 
 
 def test_no_extent_crosses_a_boundary() -> None:
     extents = Extents(8 * BLOCK, 4 * BLOCK)
-    first = extents.allocate(3 * BLOCK)[0]
-    second = extents.allocate(2 * BLOCK)[0]
-    assert (first, second) == (0, 4 * BLOCK)
+    first = extents.reserve(3 * BLOCK)[0]
+    second = extents.reserve(2 * BLOCK)[0]
+    assert (first.offset, second.offset) == (0, 4 * BLOCK)
     with pytest.raises(NoSpace):
-        extents.allocate(5 * BLOCK, [(first, 3 * BLOCK), (second, 2 * BLOCK)])
+        extents.reserve(5 * BLOCK, [first, second])
 
 
 def test_what_can_be_an_extent() -> None:
@@ -88,15 +93,15 @@ def test_restored_extents_leave_the_rest_free(pieces: list[tuple[bool, int]], bo
     whole = Extents(96 * BLOCK, boundary)
     taken: dict[int, int] = {}
     for keep, size in pieces:
-        start, _ = whole.allocate(size)
+        place, _ = whole.reserve(size)
         if keep:
-            taken[start] = size
+            taken[place.offset] = size
     held = list(taken.items())[::-1]
     extents = Extents(96 * BLOCK, boundary)
     extents.restore(np.array([s for s, _ in held], np.int64), np.array([n for _, n in held], np.int64))
-    extents.check_integrity(taken)
+    extents.check_integrity(places(taken))
     for start, size in held:
-        extents.free(start, size)
+        extents.free(Place(start, size))
     extents.check_integrity({})
 
 

@@ -16,7 +16,7 @@ times = st.lists(st.floats(1.7e9, 1.7e9 + 3600), min_size=1, max_size=8).map(sor
 
 
 def heat_of(accesses: list[float]) -> float:
-    value = heat.first(accesses[0], HALF_LIFE)
+    value = accesses[0] / HALF_LIFE
     for time in accesses[1:]:
         value = heat.again(value, time, HALF_LIFE)
     return value

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.index.index import Index
+from fusionkv.kvcache_service.index.record import HitKind
 from tests.examples import examples
 from tests.kvcache_service.tools import path
 
@@ -85,7 +85,7 @@ def test_removed_entries_are_not_found() -> None:
     assert find(index, "SXA", {2: "v"})[2] == ("alternative", two)
     index.remove(two.key)
     index.check_integrity()
-    assert not len(index)
+    assert not len(index.rows)
     assert index.namespace_keys(NAMESPACE) == []
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.tiers import index_rewrite
+from fusionkv.kvcache_service.tiers import index_file
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 
 NAMESPACE, SYSTEM = keys.namespace(b"pages", {}, ""), keys.chunk_digest([0])
@@ -163,7 +163,7 @@ def test_keys_out_of_order_are_noticed(whole: tuple[Path, set[bytes]], tmp_path:
     data, key = (folder / "data.mdb").read_bytes(), min(whole[1])
     (folder / "data.mdb").write_bytes(data.replace(key, bytes([key[0] ^ 0x80, *key[1:]])))
     with pytest.raises(lmdb.CorruptedError, match="entries are in order"):
-        index_rewrite.rewrite(str(folder), str(tmp_path / "new"), MAP_BYTES)
+        index_file.rewrite(str(folder), str(tmp_path / "new"), MAP_BYTES)
 
 
 def test_a_file_that_ends_too_early_starts_empty(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:

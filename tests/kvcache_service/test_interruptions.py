@@ -194,15 +194,15 @@ async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any, s: b
     service = await start(memory=1 * MIB, disk=16 * MIB)
     entry = await on_disk_only(service, s)
     disk = service.store.residents.home
-    writable = disk._files[0]
-    disk._files[0] = os.open(segment(service), os.O_RDONLY)
+    writable = disk._files[0, "kv"]
+    disk._files[0, "kv"] = os.open(segment(service), os.O_RDONLY)
     for size in (100, 9 * MIB):
         with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await service.put([s, tools.digest("new")], tools.payload("new", size))
     await service.settled()
     assert await service.fetch(entry) == tools.payload("bad", 600_000)
-    os.close(disk._files[0])
-    disk._files[0] = writable
+    os.close(disk._files[0, "kv"])
+    disk._files[0, "kv"] = writable
     assert (await service.put([s, tools.digest("new")], tools.payload("new", 9 * MIB)))[1]
     assert (await service.client.stats()).puts_refused == 2
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.index.leases import Leases
+from fusionkv.kvcache_service.store.entries import Leases
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from tests.kvcache_service import tools
 
@@ -18,7 +18,7 @@ class Thing:
 
 def test_the_last_lease_to_end_is_reported() -> None:
     clock, ended = tools.Clock(), []
-    leases: Leases[Thing] = Leases(10, clock, ended.append)
+    leases = Leases(10, clock, ended.append)
     thing, other = Thing(), Thing()
     first, second = leases.grant([thing, other], 5), leases.grant([thing], 9)
     assert first != second
@@ -35,7 +35,7 @@ def test_the_last_lease_to_end_is_reported() -> None:
 
 def test_the_limit_counts_live_leases_only() -> None:
     clock = tools.Clock()
-    leases: Leases[Thing] = Leases(2, clock, lambda _: None)
+    leases = Leases(2, clock, lambda _: None)
     leases.grant([Thing()], 1)
     leases.grant([Thing()], 100)
     with pytest.raises(ResourceExhausted, match="raise max_leases"):
@@ -47,7 +47,7 @@ def test_the_limit_counts_live_leases_only() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["grant", "release", "wait"]), st.integers(0, 300)), max_size=300))
 def test_counts_agree_and_nothing_piles_up(steps: list[tuple[str, int]]) -> None:
     now, things = [0.0], [Thing() for _ in range(4)]
-    leases: Leases[Thing] = Leases(1000, lambda: now[0], lambda thing: None)
+    leases = Leases(1000, lambda: now[0], lambda thing: None)
     granted: list[int] = []
     for step, n in steps:
         if step == "grant":

@@ -18,12 +18,11 @@ from fusionkv.bench.cache import scale
 from fusionkv.kvcache_service import integrity
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.kvcache_service.index.record import encode
-from fusionkv.kvcache_service.store import core
+from fusionkv.kvcache_service.store import store
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
-from fusionkv.kvcache_service.tiers.index_reader import IndexReader
-from fusionkv.kvcache_service.tiers.index_rewrite import HEATS, RECORDS
+from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, Unavailable
 from tests.kvcache_service import tools
 from tests.kvcache_service.test_index_rewrite import MAP_BYTES, PAGE, churn
@@ -49,7 +48,7 @@ class Held(DiskTier):
 @asynccontextmanager
 async def opening(directory: Path, first: int | None, monkeypatch: Any) -> AsyncIterator[tuple[tools.Service, Any]]:
     """A service while it loads `first` entries (None: the check of the index has not ended), and what ends that."""
-    monkeypatch.setattr(core, "_LOAD_BATCH", 1)
+    monkeypatch.setattr(store, "_LOAD_BATCH", 1)
     monkeypatch.setattr(Held, "go", threading.Event(), raising=False)
     monkeypatch.setattr(Held, "later", threading.Event(), raising=False)
     monkeypatch.setattr(Held, "first", first or 0)
@@ -124,7 +123,7 @@ async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
 
 async def test_what_waits_too_long_is_unavailable(tmp_path: Path, monkeypatch: Any) -> None:
     await filled(tmp_path)
-    monkeypatch.setattr(core, "_OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(store, "_OPEN_SECONDS", 0.05)
     async with opening(tmp_path, None, monkeypatch) as (service, _):
         with pytest.raises(Unavailable, match="the index is being loaded"):
             await service.put([SYSTEM, tools.digest("new")], b"x" * 9000)
@@ -137,7 +136,7 @@ async def test_a_damaged_entry_is_deleted_once_that_can_be(tmp_path: Path, monke
     # Before the lookup, which may copy the entry to memory at any time.
     for segment in (tmp_path / "segments").glob("*.kv"):
         segment.write_bytes(segment.read_bytes().replace(DATA["A"], DATA["A"][:100] + b"damage" + DATA["A"][106:]))
-    monkeypatch.setattr(core, "_OPEN_SECONDS", 0.05)
+    monkeypatch.setattr(store, "_OPEN_SECONDS", 0.05)
     async with opening(tmp_path, None, monkeypatch) as (service, release):
         entry = (await service.find(SYSTEM, tools.digest("A"))).hits[1].entry
         for _ in range(2):

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.index import record as records
-from fusionkv.kvcache_service.index.ranker import HitRanker
+from fusionkv.kvcache_service.index.index import HitRanker
 from fusionkv.kvcache_service.index.record import Record
 from fusionkv.kvcache_service.keys import VERSIONS, path_keys
-from fusionkv.kvcache_service.remote.engine import BLOCK_BYTES, Engine
 from fusionkv.kvcache_service.remote.redis_engine import RedisEngine
-from fusionkv.kvcache_service.remote.tier import SLOTS, RemoteTier, _blocks, blocks_of
+from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, RemoteTier, _blocks, blocks_of
 from fusionkv.kvcache_service.tiers.base import Unreachable
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.runtime.checksum import checksum
 from tests.kvcache_service.tools import path
 from tests.system.mooncake_process import MooncakeMaster

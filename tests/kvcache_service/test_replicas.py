@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from fusionkv.bench.cache.workload import SYSTEM, Workload
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.frequency_sketch import FrequencySketch
+from fusionkv.kvcache_service.index.heat import FrequencySketch
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.examples import examples
@@ -45,7 +46,7 @@ class Replicas:
         new = record.make(NAMESPACE, digests, b"", 32, 1, 0, checksum_of(data), offered=offered)
 
         async def send() -> bool:
-            writer = self.store.write(new)
+            writer = reserve(self.store, new)
             if writer is None:
                 return False
             await writer.write(memoryview(data))
@@ -113,7 +114,7 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
             data = path(names)[-1]
             checksum = checksum_of(data)
             entry = record.make(NAMESPACE, path(names), b"", 32, 1, 0, checksum, offered=True)
-            writer = replicas.store.write(entry)
+            writer = reserve(replicas.store, entry)
             assert writer is not None
             await writer.write(memoryview(data))
             writers.append(writer)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fusionkv.kvcache_service.store.rise import Rise
+from fusionkv.kvcache_service.client import Rise
 from fusionkv.protos.runtime.errors import Unavailable
 from tests.waiting import until
 

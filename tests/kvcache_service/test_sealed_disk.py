@@ -13,11 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
-from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, DiskKeys, SealedDiskTier
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
-from fusionkv.protos.runtime.key_ring import ID_BYTES
-from fusionkv.protos.runtime.watched import BadFile
+from fusionkv.protos.runtime.watched import ID_BYTES, BadFile
 from tests.kvcache_service import tools
 from tests.waiting import wait_until
 

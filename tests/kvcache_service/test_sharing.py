@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fusionkv.kvcache_service.client import HitKind
-from fusionkv.kvcache_service.remote.engine import Engine
+from fusionkv.kvcache_service.remote.tier import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
 from tests.kvcache_service import tools

@@ -29,13 +29,13 @@ async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any, nam
             await service.put([names["S"], names["A"]], bytes(41 * MIB))
     assert service.store.counters.get("bytes.put") == len(data)
     disk = service.store.residents.home
-    writable = disk._files[0]
-    disk._files[0] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
+    writable = disk._files[0, "kv"]
+    disk._files[0, "kv"] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
     for _ in range(10):
         with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await service.put([names["S"], names["A"]], data[: 24 * MIB])
-    os.close(disk._files[0])
-    disk._files[0] = writable
+    os.close(disk._files[0, "kv"])
+    disk._files[0, "kv"] = writable
 
 
 async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: Any, names: dict[str, bytes]) -> None:

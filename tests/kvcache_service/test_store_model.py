@@ -1,7 +1,6 @@
 """Random sequences of everything a store can do, against a model that is a dictionary."""
 
 import asyncio
-import contextlib
 import shutil
 import tempfile
 from pathlib import Path
@@ -13,9 +12,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from fusionkv.kvcache_service.config import Config
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
+from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.kvcache_service.store.reading import frames, pinned
 from fusionkv.kvcache_service.store.store import Store
+from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
 from tests.examples import examples
@@ -67,7 +68,7 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             leased = self.leased()
 
             async def begin() -> Any:
-                return self.store.write(new)
+                return reserve(self.store, new)
 
             try:
                 writer = self.loop.run_until_complete(begin())
@@ -143,15 +144,15 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             key = data.draw(st.sampled_from(sorted(self.content)))
 
             async def read() -> bytes:
-                with contextlib.closing(self.store.read(key)) as reader:
-                    return b"".join([bytes(frame) async for frame in reader.frames()])
+                with pinned(self.store, key) as entry:
+                    return b"".join([bytes(frame) async for frame in frames(self.store, entry)])
 
             assert self.loop.run_until_complete(read()) == self.content[key][2]
 
         @rule()
         def fetch_what_is_not_there(self) -> None:
-            with pytest.raises(NotFound):
-                self.store.read(b"?" * 32)
+            with pytest.raises(NotFound), pinned(self.store, b"?" * 32):
+                pass
 
         @precondition(lambda self: self.leases)
         @rule(data=st.data())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.index.table import Table
+from fusionkv.kvcache_service.index.rows import Table
 
 # Few shards and few homes: long runs of taken slots that wrap around the end.
 digests = st.tuples(st.sampled_from([0, 255]), st.sampled_from([0, 6, 7, 255, 2**32 - 1])).map(

@@ -8,10 +8,9 @@ import pytest
 
 from fusionkv.kvcache_service.tiers.base import Place, Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_keys import DiskKeys
 from fusionkv.kvcache_service.tiers.extents import NoSpace
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
-from fusionkv.kvcache_service.tiers.sealed_disk import SealedDiskTier
+from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys, SealedDiskTier
 from tests.kvcache_service import tools
 
 BLOCK = 4096

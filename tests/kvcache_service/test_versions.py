@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.hits import HitKind
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.index import Index
-from fusionkv.kvcache_service.index.ranker import HitRanker
+from fusionkv.kvcache_service.index.index import HitRanker, Index
+from fusionkv.kvcache_service.index.record import HitKind
 from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
 from tests.kvcache_service import tools

@@ -14,9 +14,8 @@ import grpc
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
 from fusionkv.kvcache_service.index.record import Record, make
-from fusionkv.kvcache_service.remote.engine import Engine
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.remote.tier import RemoteTier
+from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
@@ -80,7 +79,7 @@ class Service:
         """Waits until nothing is under way, then asserts that everything agrees."""
         residents = self.store.residents
         store = self.store
-        await until(lambda: not (store.tasks or store.loading or store.prefetcher.running or residents._reserved))
+        await until(lambda: not (store.tasks or store.loading or store.prefetching or residents._reserved))
         await until(lambda: all(entry.pins == 0 for entry in residents.all()))
         self.store.check_integrity()
         residents.check_idle()
@@ -101,12 +100,13 @@ async def serving(
 ) -> AsyncIterator[Service]:
     """engine: what its remote tier stands on, if it is to have one. opened: its index is loaded before it serves."""
     clock = Clock()
-    config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **more)
+    remote = {"remote_lookup_ms": 5000, "remote_ttl_seconds": 0.4}
+    config = Config(memory_bytes=memory, disk_bytes=disk, data_dir=directory, **{**remote, **more})
     store = Store(config, make_tiers(directory, memory, disk), clock=clock, wall=clock)
     loading = asyncio.create_task(store.open())
     if opened:
         await loading
-    sharing = Sharing(store, RemoteTier(engine), lookup_seconds=5, ttl=0.4) if engine is not None else None
+    sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((handler(KVCacheServicer(store, config, sharing)),))

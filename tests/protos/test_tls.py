@@ -195,7 +195,7 @@ def test_what_is_wrong_is_said_at_start(launch: Any, authority: Any, tmp_path: P
             ServerTLS.of(*half)
     with pytest.raises(ValueError, match="must be given together"):
         ClientTLS(ours.ca, cert)
-    assert read_identity(cert, key).key == key.read_bytes()
+    assert read_identity(cert, key) == (key.read_bytes(), cert.read_bytes())
 
 
 async def answers(address: str, tls: ClientTLS) -> bool:

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from fusionkv.kvcache_service.answers import Entry, Hit, Lookup
-from fusionkv.kvcache_service.hits import HitKind
+from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.kvcache_service.keys import chunk_digest
 from fusionkv.vllm.pages import Pages
-from fusionkv.vllm.prefixes import Prefix
-from fusionkv.vllm.prompts import FusedPrompt, KVLayout, digest
+from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, digest
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
 PROMPT = list(range(100, 120))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from redis import Redis
 
-from fusionkv.protos.runtime import redis_url
+from fusionkv.kvcache_service.remote.redis_engine import connect
 from tests.commands import run_python
 
 # In each the parser takes some of the password for something else, a port for example.
@@ -23,7 +23,7 @@ FINE = [
 @pytest.mark.parametrize("url", MALFORMED)
 def test_an_error_quotes_nothing_of_the_url(url: str) -> None:
     with pytest.raises(ValueError, match="not a Redis URL") as raised:
-        redis_url.connect(Redis, url)
+        connect(Redis, url)
     error: BaseException | None = raised.value
     while error is not None:
         assert not any(part in str(error) for part in ("sesame", "open", "31337"))
@@ -32,7 +32,7 @@ def test_an_error_quotes_nothing_of_the_url(url: str) -> None:
 
 @pytest.mark.parametrize("url", FINE)
 def test_others_are_taken_as_they_are(url: str) -> None:
-    made, expected = redis_url.connect(Redis, url, socket_timeout=3), Redis.from_url(url, socket_timeout=3)
+    made, expected = connect(Redis, url, socket_timeout=3), Redis.from_url(url, socket_timeout=3)
     options, there = (client.connection_pool.connection_kwargs for client in (made, expected))
     for name in ("host", "port", "db", "path", "username", "password", "socket_timeout"):
         assert options.get(name) == there.get(name)

@@ -1,0 +1,267 @@
+"""Shared access to entries for processes on the same machine: the memory tier, and the disk tier's segment files.
+
+gRPC cannot pass file descriptors, so a service that listens on unix:/path also listens on /path.arena and
+/path.segments. Any process that can connect may read both tiers: access is controlled by the directory's permissions,
+as for gRPC.
+"""
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import socket
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from io import FileIO
+from pathlib import Path
+
+import numpy as np
+
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.checksum import Checksum
+
+log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
+
+_NAME_BYTES = 16
+_HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, size
+_SEGMENT = struct.Struct("<I")
+_TIMEOUT_SECONDS = 2.0
+_ACCEPT_AGAIN_SECONDS = 0.1
+# Above this size, a copy (5 to 20 GB/s) would block the event loop; below it, a hop to a thread takes longer.
+_COPY_INLINE_BYTES = 8 << 20
+# Number of leases above which expired ones are dropped. A client that releases leases has one per request.
+_MANY_LEASES = 4096
+# Maximum number of open segment files, of 1 GiB each. A process may usually open 1024 files.
+_MAX_FILES = 128
+# Pieces are read and then hashed from the processor's cache.
+_PIECE_BYTES = 1 << 20
+
+
+def path_of(address: str) -> Path | None:
+    """Path of the socket that shares the arena of a service at `unix:/path`; None for other addresses."""
+    return Path(address.removeprefix("unix:") + ".arena") if address.startswith("unix:") else None
+
+
+def segments_of(arena: Path) -> Path:
+    """Path of the socket that shares segment files, given that of the arena."""
+    return arena.with_suffix(".segments")
+
+
+class FileServer:
+    """Sends a file descriptor to each client of a unix socket, on the running event loop."""
+
+    def __init__(self, path: Path, hand_over: Callable[[socket.socket], Awaitable[None]]) -> None:
+        """Replaces an existing socket, which is stale. Raises OSError if it cannot be bound.
+
+        hand_over: Sends the file over a non-blocking socket. May raise OSError, TimeoutError or struct.error.
+        """
+        self._path = path
+        self._hand_over = hand_over
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.setblocking(False)
+        self._socket.bind(str(path))
+        self._socket.listen()
+        self._answering: set[asyncio.Task[None]] = set()
+        self._accepting = asyncio.create_task(self._accept())
+
+    def close(self) -> None:
+        for task in (self._accepting, *self._answering):
+            task.cancel()
+        asyncio.get_running_loop().remove_reader(self._socket)
+        self._socket.close()
+        self._path.unlink(missing_ok=True)
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except OSError as error:
+                # Transient, such as too many open files.
+                _faults.warning("can't share a file", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_SECONDS)
+                continue
+            task = asyncio.create_task(self._answer(caller))
+            self._answering.add(task)
+            task.add_done_callback(self._answering.discard)
+
+    async def _answer(self, caller: socket.socket) -> None:
+        # A client that is gone, sends nothing, or requests a missing file gets no response.
+        with caller, contextlib.suppress(OSError, TimeoutError, struct.error):
+            await self._hand_over(caller)
+
+
+def share_memory(path: Path, name: bytes, size: int, file: int) -> FileServer:
+    """Shares a read-only file of `size` bytes. Raises OSError as FileServer does."""
+
+    async def hand_over(caller: socket.socket) -> None:
+        socket.send_fds(caller, [_HEAD.pack(name, size)], [file])
+
+    return FileServer(path, hand_over)
+
+
+def share_segments(path: Path, name: bytes, open_segment: Callable[[int], int]) -> FileServer:
+    """Shares the file of the segment whose number a client sends. Raises OSError as FileServer does."""
+
+    async def hand_over(caller: socket.socket) -> None:
+        async with asyncio.timeout(_TIMEOUT_SECONDS):
+            request = await asyncio.get_running_loop().sock_recv(caller, _SEGMENT.size)
+        file = open_segment(*_SEGMENT.unpack(request))
+        try:
+            socket.send_fds(caller, [name], [file])
+        finally:
+            os.close(file)
+
+    return FileServer(path, hand_over)
+
+
+class LocalTiers:
+    """A client's mapping of a local service's memory tier, its open segment files, and the client's leases.
+
+    Bytes read are valid if the lease was held until the end of the read: leased entries do not move.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._path = path_of(address)
+        self._name = b""
+        self._bytes: memoryview | None = None
+        self._leases: dict[int, float] = {}
+        self._files: OrderedDict[int, int] = OrderedDict()
+        self._refused = False
+
+    def leased(self, lease: int, until: float) -> None:
+        """Records a lease (0: none) until a time of time.monotonic, which is the same in all processes."""
+        if lease:
+            self._leases[lease] = until
+        if len(self._leases) > _MANY_LEASES:
+            now = time.monotonic()
+            self._leases = {held: end for held, end in self._leases.items() if end > now}
+
+    def released(self, lease: int) -> None:
+        self._leases.pop(lease, None)
+
+    async def open(self, name: bytes) -> memoryview | None:
+        """Maps the memory tier of this name; None if it is not local or not shared. Unmapped with the last view."""
+        if self._path is None or not name:
+            return None
+        if self._name != name:
+            self._name, self._bytes, self._refused = name, None, False
+            try:
+                received, view = await asyncio.to_thread(receive, self._path)
+            except OSError as error:
+                log.warning("bytes of the cache service at %s are streamed: %s", self._address, error)
+            else:
+                # Segment files of an earlier start of the service are not used any more.
+                self.close()
+                # With another name, the service was restarted since its response. The next one has the new name.
+                self._name, self._bytes = received, view
+        return self._bytes if self._name == name else None
+
+    def opened(self, lease: int) -> bool:
+        """Whether a memory tier is mapped, and a lease is held."""
+        return self._bytes is not None and self.held(lease)
+
+    async def copied(self, data: memoryview, lease: int, into: memoryview) -> bool:
+        """Copies bytes of the memory tier; False if the lease was not held until the end of the copy."""
+        if not self.held(lease):
+            return False
+        if len(data) > _COPY_INLINE_BYTES:
+            await asyncio.to_thread(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(data, np.uint8))
+        else:
+            into[:] = data
+        return self.held(lease)
+
+    def held(self, lease: int) -> bool:
+        return time.monotonic() < self._leases.get(lease, 0.0)
+
+    async def read(self, extent: tuple[int, int], reader: Callable[[int, int], bytes]) -> bytes:
+        """Runs a reader, as for `CacheClient.read`, in a thread at an extent. See `opened` for the lease.
+
+        Returns:
+            Checksum of the bytes read, which the caller compares; empty if they cannot be read.
+        """
+        if self._refused:
+            return b""
+        segment, offset = extent
+        try:
+            file = await self._file(segment)
+        except OSError as error:
+            log.warning("segment files of the cache service are not read locally: %s", error)
+            self._refused = True
+            return b""
+        return b"" if file is None else await asyncio.to_thread(_within, file, reader, offset)
+
+    async def _file(self, segment: int) -> FileIO | None:
+        """Segment file, to be closed by the caller; None if the service was restarted."""
+        assert self._path is not None
+        if segment not in self._files:
+            path, request = segments_of(self._path), _SEGMENT.pack(segment)
+            name, file = await asyncio.to_thread(_receive, path, request, _NAME_BYTES)
+            if name != self._name or segment in self._files:
+                os.close(file)
+            else:
+                self._files[segment] = file
+        if segment not in self._files:
+            return None
+        self._files.move_to_end(segment)
+        while len(self._files) > _MAX_FILES:
+            os.close(self._files.popitem(last=False)[1])
+        # A duplicate, since a concurrent call may evict and close the original.
+        return FileIO(os.dup(self._files[segment]))
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+
+def receive(path: Path) -> tuple[bytes, memoryview]:
+    """Maps a memory tier read-only, in milliseconds; returns name and bytes. Raises OSError if there is none."""
+    head, file = _receive(path, b"", _HEAD.size)
+    try:
+        name, size = _HEAD.unpack(head)
+        return name, memoryview(mmap.mmap(file, size, prot=mmap.PROT_READ))
+    finally:
+        os.close(file)
+
+
+def _receive(path: Path, request: bytes, head_bytes: int) -> tuple[bytes, int]:
+    """Head and file descriptor that a FileServer responds with. Raises OSError if it shares no such file."""
+    with socket.socket(socket.AF_UNIX) as service:
+        service.settimeout(_TIMEOUT_SECONDS)
+        service.connect(str(path))
+        if request:  # even an empty one fails once the service has closed its end
+            service.sendall(request)
+        head, files, _, _ = socket.recv_fds(service, head_bytes, 1)
+    if len(head) != head_bytes or len(files) != 1:
+        for file in files:
+            os.close(file)
+        raise OSError(f"{path} sent {len(head)} bytes and {len(files)} files")
+    return head, files[0]
+
+
+def _within(file: FileIO, reader: Callable[[int, int], bytes], offset: int) -> bytes:
+    with file:
+        return reader(file.fileno(), offset)
+
+
+def read_into(into: memoryview, file: int, offset: int) -> bytes:
+    """Fills `into` from a file; returns the checksum, or empty bytes on failure."""
+    hasher = Checksum()
+    try:
+        # Without this, read-ahead grows only step by step: 8 MiB from a device took 0.62 GB/s, against 1.0 with it
+        # (bench/cache/bench.py, "fetch cold").
+        os.posix_fadvise(file, offset, len(into), os.POSIX_FADV_WILLNEED)
+        for at in range(0, len(into), _PIECE_BYTES):
+            piece = into[at : at + _PIECE_BYTES]
+            if os.preadv(file, [piece], offset + at) != len(piece):
+                return b""
+            hasher.update(piece)
+    except OSError as error:
+        log.warning("can't read a segment file: %s", error)
+        return b""
+    return hasher.digest()

@@ -1,1 +1,0 @@
-"""Access to entries for processes on the same machine, by shared memory and files."""
