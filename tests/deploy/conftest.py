@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 
-from tests.deploy.rendering import VERSIONS, Render, named, template, validate
+from tests.deploy.rendering import VERSIONS, Objects, Render, template, validate
 
 
 @pytest.fixture
 def render(helm: str, tmp_path: Path) -> Render:
-    """Valid objects by kind, then by what follows the release in their names."""
+    """Renders values, and validates what comes of them."""
 
-    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
-        documents = template(helm, tmp_path, values, version)
+    def run(values: dict[str, Any] | None = None, version: str = VERSIONS[-1]) -> Objects:
+        documents = template(helm, tmp_path, values or {}, version)
         validate(documents, version)
-        return named(documents)
+        return Objects(documents)
 
     return run

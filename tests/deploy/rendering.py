@@ -19,7 +19,6 @@ from tests.deploy import foreign
 VERSIONS = ("1.27", "1.33", "1.37")
 CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 COMPONENT = "app.kubernetes.io/component"
-Render = Callable[..., dict[str, dict[str, Any]]]
 _CHART = Path(__file__).parent.parent.parent / "k8s/fusionkv"
 
 
@@ -59,22 +58,59 @@ def validate(documents: Iterable[Any], version: str) -> None:
             kubernetes_validate.validate(each, version, strict=True)
 
 
-def named(documents: Iterable[Any]) -> dict[str, dict[str, Any]]:
-    """Objects by kind, then by what follows the release in their names."""
-    found: dict[str, dict[str, Any]] = {}
-    for document in documents:
-        found.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
-    return found
+def env_of(container: Any) -> dict[str, str]:
+    """Variables whose values are known before the pod is."""
+    return {each["name"]: each["value"] for each in container["env"] if "value" in each}
 
 
-def pod_of(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """The pod's spec of a StatefulSet, Deployment or DaemonSet."""
-    kinds = ("StatefulSet", "Deployment", "DaemonSet")
-    return {k: v for kind in kinds for k, v in found.get(kind, {}).items()}[name]["spec"]["template"]["spec"]
+class Objects(dict[str, dict[str, Any]]):
+    """By kind, then by what follows the release in their names."""
+
+    def __init__(self, documents: Iterable[Any]) -> None:
+        for document in documents:
+            self.setdefault(document["kind"], {})[document["metadata"]["name"].removeprefix("rel-")] = document
+
+    @property
+    def workloads(self) -> dict[str, Any]:
+        """StatefulSets, Deployments and DaemonSets, by name."""
+        kinds = ("StatefulSet", "Deployment", "DaemonSet")
+        return {name: made for kind in kinds for name, made in self.get(kind, {}).items()}
+
+    def pod(self, name: str) -> Any:
+        """The pod's spec of a workload."""
+        return self.workloads[name]["spec"]["template"]["spec"]
+
+    def config(self, name: str) -> Any:
+        """The settings that a service reads from its pod's environment."""
+        env = env_of(self.pod(name)["containers"][0])
+        ours = {key: value for key, value in env.items() if key.startswith(f"FUSIONKV_{name.upper()}_")}
+        return settings.load(CONFIGS[name], name, environ=ours)
+
+    def secret(self, name: str, secret: str) -> Path:
+        """Where the first container of a workload's pod finds a Secret."""
+        (volume,) = [v for v in self.pod(name)["volumes"] if v.get("secret", {}).get("secretName") == secret]
+        (mount,) = [m for m in self.pod(name)["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
+        return Path(mount["mountPath"])
+
+    def shared_memory(self, name: str) -> bool:
+        """Whether /dev/shm of that container is memory of its own."""
+        (mount,) = [m for m in self.pod(name)["containers"][0]["volumeMounts"] if m["mountPath"] == "/dev/shm"]
+        (volume,) = [v for v in self.pod(name)["volumes"] if v["name"] == mount["name"]]
+        return bool(volume["emptyDir"]["medium"] == "Memory")
+
+    def traffic(self, name: str) -> tuple[dict[int | None, list[str]], dict[int | None, list[str]]]:
+        """Who may call the pods of a name, and whom they may call, by port; None stands for all ports."""
+        spec = self["NetworkPolicy"][name]["spec"]
+
+        def peers(rules: Any, key: str) -> dict[int | None, list[str]]:
+            found = {}
+            for rule in rules:
+                labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
+                port = rule["ports"][0]["port"] if "ports" in rule else None
+                found[port] = [each.get(COMPONENT) or "".join(each.values()) for each in labels]
+            return found
+
+        return peers(spec["ingress"], "from"), peers(spec["egress"], "to")
 
 
-def config_of(found: dict[str, dict[str, Any]], name: str) -> Any:
-    """The settings that a service reads from its pod's environment."""
-    env = {e["name"]: e["value"] for e in pod_of(found, name)["containers"][0]["env"] if "value" in e}
-    ours = {key: value for key, value in env.items() if key.startswith(f"FUSIONKV_{name.upper()}_")}
-    return settings.load(CONFIGS[name], name, environ=ours)
+Render = Callable[..., Objects]

@@ -9,7 +9,7 @@ import yaml
 
 from fusionkv.gateway.cli import main as cli
 from fusionkv.protos.runtime import settings
-from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Render, pod_of
+from tests.deploy.rendering import COMPONENT, CONFIGS, VERSIONS, Objects, Render, env_of
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +34,12 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
     gateway = found["Deployment"]["gateway"]
     assert "replicas" not in gateway["spec"], "the autoscaler's business"
     assert "strategy" not in gateway["spec"]
-    volumes = {volume["name"]: volume for volume in gateway["spec"]["template"]["spec"]["volumes"]}
-    assert volumes["data"] == {"name": "data", "emptyDir": {}}
+    assert {"name": "data", "emptyDir": {}} in found.pod("gateway")["volumes"]
     assert not [name for name in found.get("PersistentVolumeClaim", {}) if "gateway" in name]
     (scaler,) = found["HorizontalPodAutoscaler"].values()
     assert scaler["spec"]["scaleTargetRef"]["name"] == gateway["metadata"]["name"]
     assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 5)
-    policy = found["NetworkPolicy"]["gateway"]["spec"]
-    assert {rule["ports"][0]["port"] for rule in policy["egress"]} == {53, 7071, port}
+    assert set(found.traffic("gateway")[1]) == {53, 7071, port}
     budgets = [b["spec"]["selector"]["matchLabels"][COMPONENT] for b in found["PodDisruptionBudget"].values()]
     assert budgets.count("gateway") == 1
 
@@ -50,41 +48,26 @@ def test_gateways_that_share_a_milvus_are_several(render: Render, url: str, port
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_example_is_valid_and_its_settings_are_taken(render: Render, root: Path, name: str, version: str) -> None:
     found = render(yaml.safe_load((root / f"k8s/examples/{name}.yaml").read_text()), version)
-    for workload in (*found["StatefulSet"].values(), *found["Deployment"].values()):
-        component = workload["metadata"]["labels"][COMPONENT]
-        if component not in CONFIGS:
-            continue
-        (pod,) = workload["spec"]["template"]["spec"]["containers"]
-        env = {e["name"]: e["value"] for e in pod["env"] if e["name"].startswith("FUSIONKV_")}
-        config = settings.load(CONFIGS[component], component, environ=env)
-        limit = pod["resources"]["limits"]["memory"]
-        assert limit.endswith(("Gi", "Mi"))
-        allowed = int(limit[:-2]) << (30 if limit.endswith("Gi") else 20)
+    for component in CONFIGS:
+        (container,) = found.pod(component)["containers"]
+        config, limits = found.config(component), container["resources"]["limits"]
+        assert limits["memory"].endswith(("Gi", "Mi"))
+        allowed = int(limits["memory"][:-2]) << (30 if limits["memory"].endswith("Gi") else 20)
         if component == "kvcache":
             assert config.memory_bytes + (512 << 20) <= allowed
-        if component == "worker" and "nvidia.com/gpu" not in pod["resources"]["limits"]:
+        if component == "worker" and "nvidia.com/gpu" not in limits:
             assert config.pool_bytes < allowed
 
 
 def test_only_workers_get_the_keys_that_entries_are_signed_with(render: Render, root: Path) -> None:
     found = render(yaml.safe_load((root / "k8s/examples/secured.yaml").read_text()))
-    pods = {
-        name: workload["spec"]["template"]["spec"]
-        for kind in ("StatefulSet", "Deployment")
-        for name, workload in found[kind].items()
-    }
-    mounting = [
-        name
-        for name, pod in pods.items()
-        if any(v.get("secret", {}).get("secretName") == "fusionkv-worker" for v in pod["volumes"])
-    ]
-    assert mounting == ["worker"]
-    (container,) = pods["worker"]["containers"]
+    volumes = [(name, volume) for name in found.workloads for volume in found.pod(name)["volumes"]]
+    secrets = [(name, volume["secret"]["secretName"]) for name, volume in volumes if "secret" in volume]
+    assert [name for name, secret in secrets if secret == "fusionkv-worker"] == ["worker"]
+    (container,) = found.pod("worker")["containers"]
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == "secret"]
     assert (mount["mountPath"], mount["readOnly"]) == ("/etc/fusionkv", True), "the whole volume, so that keys rotate"
-    env = {e["name"]: e["value"] for e in container["env"] if "value" in e}
-    config = settings.load(CONFIGS["worker"], "worker", environ=env)
-    assert config.signing_keys == Path("/etc/fusionkv/signing.keys")
+    assert found.config("worker").signing_keys == Path("/etc/fusionkv/signing.keys")
 
 
 def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> None:
@@ -102,8 +85,7 @@ def test_a_model_is_fetched_into_the_claim_that_workers_read(render: Render) -> 
     claim = found["PersistentVolumeClaim"]["weights"]
     assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert claim["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}
-    env = {e["name"]: e.get("value") for e in pod_of(found, "worker")["containers"][0]["env"]}
-    assert env["FUSIONKV_WORKER_MODEL"] == "/models/q"
+    assert found.config("worker").model == Path("/models/q")
     # A job can't be changed: another model is another job.
     other = render({"worker": {"model": {"download": {**download, "revision": "v2"}}}})
     assert name not in other["Job"]
@@ -128,17 +110,16 @@ def test_corpora_are_encoded_one_an_index(render: Render) -> None:
     at = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert env["INDEX"]["valueFrom"]["fieldRef"]["fieldPath"] == at
     assert env["FUSIONKV_TOKEN_FILE"]["value"] == "/etc/fusionkv/token"
-    policy = found["NetworkPolicy"]["gateway"]
-    callers = [peer["podSelector"]["matchLabels"] for peer in policy["spec"]["ingress"][0]["from"]]
+    callers = found["NetworkPolicy"]["gateway"]["spec"]["ingress"][0]["from"]
     labels = spec["template"]["metadata"]["labels"]
-    assert any(caller.items() <= labels.items() for caller in callers)
+    assert any(peer["podSelector"]["matchLabels"].items() <= labels.items() for peer in callers)
 
 
 @pytest.fixture
 def on_ray(render: Render) -> Render:
     """With encoders on Ray."""
 
-    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> dict[str, dict[str, Any]]:
+    def run(values: dict[str, Any], version: str = VERSIONS[-1]) -> Objects:
         encode = {"corpora": ["a", "it's b"], "recipe": "prophetkv+similarity_guided(5)", "secret": "operator-token"}
         return render({**values, "encode": {**encode, "ray": {"enabled": True, "encoders": 3}}}, version)
 
@@ -180,37 +161,26 @@ def test_encoders_on_ray_are_as_workers_are(on_ray: Render, root: Path, version:
     assert volumes[0]["certificates"]["secret"]["items"] == [{"key": "ca.crt", "path": "ca.crt"}]
     assert str(args.tls_ca).removesuffix("/ca.crt") in {mount["mountPath"] for mount in commanding["volumeMounts"]}
     own = {"LISTEN", "MODEL", "CACHE", "TENSOR_PARALLEL"}
-    (serving,) = pod_of(found, "worker")["containers"]
+    (serving,) = found.pod("worker")["containers"]
     taken = [e for e in serving["env"] if e["name"].startswith("FUSIONKV_WORKER_")]
     assert encoding["env"] == [e for e in taken if e["name"].removeprefix("FUSIONKV_WORKER_") not in own]
-    loaded = settings.load(CONFIGS["worker"], "worker", environ={e["name"]: e["value"] for e in encoding["env"]})
+    loaded = settings.load(CONFIGS["worker"], "worker", environ=env_of(encoding))
     assert (loaded.store, loaded.tls_ca) == ("int8", Path("/etc/fusionkv-tls/ca.crt"))
 
 
 def test_nobody_but_its_operator_reaches_a_ray_cluster(on_ray: Render) -> None:
     found = on_ray({"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "shop"}}}]}})
-    policies = {name: policy["spec"] for name, policy in found["NetworkPolicy"].items()}
-    own = policies["encode"]
     (job,) = found["RayJob"].values()
     cluster = job["spec"]["rayClusterSpec"]
+    own = found["NetworkPolicy"]["encode"]["spec"]["podSelector"]["matchLabels"]
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
-        assert own["podSelector"]["matchLabels"].items() <= group["template"]["metadata"]["labels"].items()
-
-    def peers(rules: list[Any], key: str) -> list[tuple[int | None, list[str]]]:
-        """The port, and which pods."""
-        found = []
-        for rule in rules:
-            labels = [peer["podSelector"]["matchLabels"] for peer in rule.get(key, [])]
-            port = rule["ports"][0]["port"] if "ports" in rule else None
-            found.append((port, [each.get(COMPONENT, str(each)) for each in labels]))
-        return found
-
-    operator = str({"app.kubernetes.io/name": "kuberay-operator"})
-    assert peers(own["ingress"], "from") == [(None, ["encode"]), (8265, [operator])]
-    assert peers(own["egress"], "to") == [(None, ["encode"]), (7072, ["gateway"]), (7070, ["kvcache"]), (53, [])]
-    assert peers(policies["kvcache"]["ingress"], "from") == [(7070, ["worker", "encode"])]
-    assert "encode" in peers(policies["gateway"]["ingress"], "from")[0][1]
-    assert peers(policies["worker"]["ingress"], "from") == [(7071, ["gateway"])]
+        assert own.items() <= group["template"]["metadata"]["labels"].items()
+    callers, callees = found.traffic("encode")
+    assert callers == {None: ["encode"], 8265: ["kuberay-operator"]}
+    assert callees == {None: ["encode"], 7072: ["gateway"], 7070: ["kvcache"], 53: []}
+    assert found.traffic("kvcache")[0] == {7070: ["worker", "encode"]}
+    assert "encode" in found.traffic("gateway")[0][7072]
+    assert found.traffic("worker")[0] == {7071: ["gateway"]}
     assert cluster["authOptions"] == {"mode": "token"}, "where a network enforces no policies"
 
 
@@ -224,8 +194,7 @@ def test_workers_come_and_go_by_how_many_wait(render: Render) -> None:
     worker = found["StatefulSet"]["worker"]
     assert spec["scaleTargetRef"]["name"] == worker["metadata"]["name"]
     assert "replicas" not in worker["spec"], "an upgrade would take workers away"
-    env = {e["name"]: e.get("value") for e in pod_of(found, "gateway")["containers"][0]["env"]}
-    assert env["FUSIONKV_GATEWAY_WORKERS"].split(",")[-1] == "rel-worker-4.rel-worker:7071"
+    assert found.config("gateway").workers[-1] == "rel-worker-4.rel-worker:7071"
     with pytest.raises(ValueError, match=r"worker\.autoscaling needs metrics\.port"):
         render({"worker": {"autoscaling": {"max": 5}}})
     assert "HorizontalPodAutoscaler" not in render({})
@@ -242,17 +211,14 @@ def test_a_route_leads_to_the_gateway(render: Render) -> None:
     assert backend["port"] in [port["port"] for port in service["spec"]["ports"]]
     with pytest.raises(ValueError, match="parents"):
         render({"gateway": {"route": {"enabled": True}}})
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"certManager": {"enabled": True}}, {"gateway": {"config": {"tls_cert": "/etc/fusionkv/tls.crt"}}}],
-    ids=["cert-manager", "own"],
-)
-def test_a_route_without_tls_does_not_lead_to_a_gateway_with_it(render: Render, values: dict[str, Any]) -> None:
-    route = {"enabled": True, "parents": [{"name": "gw"}]}
-    with pytest.raises(ValueError, match="BackendTLSPolicy"):
-        render({**values, "gateway": {**values.get("gateway", {}), "route": route}})
+    # Without TLS it does not lead to a gateway with it.
+    gateway = {"route": {"enabled": True, "parents": [{"name": "gw"}]}}
+    for values in (
+        {"certManager": {"enabled": True}, "gateway": gateway},
+        {"gateway": {**gateway, "config": {"tls_cert": "/etc/fusionkv/tls.crt"}}},
+    ):
+        with pytest.raises(ValueError, match="BackendTLSPolicy"):
+            render(values)
 
 
 @pytest.mark.parametrize(
@@ -266,6 +232,5 @@ def test_a_route_without_tls_does_not_lead_to_a_gateway_with_it(render: Render, 
 def test_a_gateway_reaches_the_issuer_of_its_tokens(render: Render, keys: str, port: set[int]) -> None:
     issuer = {"auth_jwks": keys, "auth_issuer": "https://login.example", "auth_audience": "rag"}
     found = render({"gateway": {"config": issuer}})
-    policies = {name: policy["spec"]["egress"] for name, policy in found["NetworkPolicy"].items()}
-    assert {rule["ports"][0]["port"] for rule in policies["gateway"]} == {53, 7071, *port}
-    assert {rule["ports"][0]["port"] for rule in policies["worker"]} == {53, 7070}
+    assert set(found.traffic("gateway")[1]) == {53, 7071, *port}
+    assert set(found.traffic("worker")[1]) == {53, 7070}

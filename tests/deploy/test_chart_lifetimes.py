@@ -8,7 +8,7 @@ import yaml
 
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.kvcache_service.config import Config as CacheConfig
-from tests.deploy.rendering import CONFIGS, Render, config_of, pod_of
+from tests.deploy.rendering import CONFIGS, Render
 
 pytestmark = pytest.mark.slow
 
@@ -23,17 +23,17 @@ def test_no_pod_is_killed_while_it_drains(render: Render, drain: float) -> None:
     values["worker"]["config"]["cache_seconds"] = 0.9
     found = render(values)
     for name in CONFIGS:
-        assert config_of(found, name).drain_seconds == drain
-        assert pod_of(found, name)["terminationGracePeriodSeconds"] > drain + 10
+        assert found.config(name).drain_seconds == drain
+        assert found.pod(name)["terminationGracePeriodSeconds"] > drain + 10
 
 
 @pytest.mark.parametrize("example", [None, *EXAMPLES], ids=lambda file: file.stem if file else "defaults")
 def test_a_cache_drains_for_longer_than_what_was_looked_up_is_used(render: Render, example: Path | None) -> None:
     found = render(yaml.safe_load(example.read_text()) if example else {})
-    cache = config_of(found, "kvcache")
+    cache = found.config("kvcache")
     assert cache.drain_seconds > cache.lease_ms / 1000
-    assert cache.drain_seconds > config_of(found, "worker").cache_seconds
-    assert pod_of(found, "kvcache")["terminationGracePeriodSeconds"] > cache.drain_seconds
+    assert cache.drain_seconds > found.config("worker").cache_seconds
+    assert found.pod("kvcache")["terminationGracePeriodSeconds"] > cache.drain_seconds
 
 
 @pytest.mark.parametrize(
@@ -43,11 +43,7 @@ def test_a_cache_drains_for_longer_than_what_was_looked_up_is_used(render: Rende
         ({"drain_seconds": CacheConfig().lease_ms / 1000}, {}, "longer than a lease"),
         ({"drain_seconds": 60, "lease_ms": 90_000}, {}, r"\(60\) .* 90 s"),
         ({}, {"cache_seconds": 60}, r"\(40\) .* 60\)"),
-        (
-            {"drain_seconds": WorkerConfig().cache_seconds, "lease_ms": 1000},
-            {},
-            "than a request waits",
-        ),
+        ({"drain_seconds": WorkerConfig().cache_seconds, "lease_ms": 1000}, {}, "than a request waits"),
     ],
 )
 def test_a_shorter_drain_is_refused(render: Render, cache: Any, worker: Any, told: str) -> None:
@@ -68,7 +64,7 @@ def test_caches_are_replaced_one_after_the_other(render: Render) -> None:
 def test_what_takes_long_to_start_has_the_time(render: Render, name: str, least: int) -> None:
     """A cache with ten million entries took 208 s (docs/performance.md)."""
     for values, wanted in (({}, least), ({name: {"startupSeconds": 1801}}, 1800)):
-        probe = pod_of(render(values), name)["containers"][0]["startupProbe"]
+        probe = render(values).pod(name)["containers"][0]["startupProbe"]
         allowed = probe["periodSeconds"] * probe["failureThreshold"]
         assert allowed >= wanted
         assert not values or allowed <= 1801

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.deploy.rendering import COMPONENT, VERSIONS, Render, config_of, notes, pod_of
+from tests.deploy.rendering import VERSIONS, Objects, Render, env_of, notes
 
 pytestmark = pytest.mark.slow
 
@@ -26,36 +26,28 @@ def options(root: Path) -> set[str]:
     }
 
 
-def flags(found: dict[str, dict[str, Any]]) -> dict[str, str]:
-    (container,) = pod_of(found, "vllm")["containers"]
+def flags(found: Objects) -> dict[str, str]:
+    (container,) = found.pod("vllm")["containers"]
     assert container["command"][:2] == ["vllm", "serve"]
     return {name: value for name, _, value in (word.partition("=") for word in container["command"][3:])}
 
 
-def transfer(found: dict[str, dict[str, Any]]) -> Any:
+def transfer(found: Objects) -> Any:
     return json.loads(flags(found)["--kv-transfer-config"])
-
-
-def peers(rules: list[Any], key: str) -> dict[int, list[str]]:
-    """By port."""
-    return {
-        rule["ports"][0]["port"]: [peer["podSelector"]["matchLabels"][COMPONENT] for peer in rule.get(key, [])]
-        for rule in rules
-    }
 
 
 def test_nothing_of_it_is_made_by_default(render: Render) -> None:
     found = render({})
     assert not [name for objects in found.values() for name in objects if "vllm" in name]
     assert "vllm" not in json.dumps(found)
-    assert config_of(found, "gateway").decode == "worker"
+    assert found.config("gateway").decode == "worker"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_gateway_has_it_decode(render: Render, root: Path, version: str) -> None:
     """As the example has it."""
     found = render(yaml.safe_load((root / "k8s/examples/vllm.yaml").read_text()), version)
-    gateway, worker = config_of(found, "gateway"), config_of(found, "worker")
+    gateway, worker = found.config("gateway"), found.config("worker")
     service = found["Service"]["vllm"]["spec"]
     assert gateway.decode == "vllm"
     assert gateway.vllm_url == f"http://rel-vllm:{service['ports'][0]['port']}"
@@ -73,14 +65,14 @@ def test_the_gateway_has_it_decode(render: Render, root: Path, version: str) -> 
     assert worker.prefill_bytes == 8 << 30
     claims = [
         [v["persistentVolumeClaim"] for v in each["volumes"] if v["name"] == "models"]
-        for each in (pod["spec"], pod_of(found, "worker"))
+        for each in (pod["spec"], found.pod("worker"))
     ]
     assert claims == [[{"claimName": "fusionkv-models", "readOnly": True}]] * 2
     assert flags(found)["--max-model-len"] == "32768"
 
 
 def test_an_init_container_copies_the_connector_to_where_python_looks(render: Render, root: Path) -> None:
-    pod = pod_of(render({**ON, "image": {"registry": "registry.example/team"}}), "vllm")
+    pod = render({**ON, "image": {"registry": "registry.example/team"}}).pod("vllm")
     (init,), (container,) = pod["initContainers"], pod["containers"]
     assert init["image"] == "registry.example/team/fusionkv-vllm-connector:0.2.0"
     assert container["image"].startswith("docker.io/vllm/vllm-openai:v0.")
@@ -88,23 +80,22 @@ def test_an_init_container_copies_the_connector_to_where_python_looks(render: Re
     assert "command" not in init
     (copied,) = init["volumeMounts"]
     assert copied["mountPath"] == target
-    env = {each["name"]: each["value"] for each in container["env"]}
     (mount,) = [m for m in container["volumeMounts"] if m["name"] == copied["name"]]
-    assert (mount["mountPath"], mount["readOnly"]) == (env["PYTHONPATH"], True)
+    assert (mount["mountPath"], mount["readOnly"]) == (env_of(container)["PYTHONPATH"], True)
     mounted = {m["name"] for m in (*container["volumeMounts"], *init["volumeMounts"])}
     assert mounted == {v["name"] for v in pod["volumes"]}
 
 
 def test_its_pod_has_no_rights(render: Render) -> None:
     found = render(ON)
-    pod = pod_of(found, "vllm")
+    pod = found.pod("vllm")
     assert pod["serviceAccountName"] == found["ServiceAccount"]["vllm"]["metadata"]["name"]
     assert pod["automountServiceAccountToken"] is False
     assert pod["enableServiceLinks"] is False, "a Service called vllm would become VLLM_PORT, a setting of vLLM"
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == 2000
     # Files of the claim and of Secrets are of the group that workers have.
-    assert pod["securityContext"]["fsGroup"] == pod_of(found, "worker")["securityContext"]["fsGroup"]
+    assert pod["securityContext"]["fsGroup"] == found.pod("worker")["securityContext"]["fsGroup"]
     for container in (*pod["initContainers"], *pod["containers"]):
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -114,13 +105,10 @@ def test_its_pod_has_no_rights(render: Render) -> None:
 def test_several_gpus_share_the_model(render: Render) -> None:
     vllm = {"enabled": True, "gpu": {"count": 4, "resource": "amd.com/gpu"}, "startupSeconds": 3600}
     found = render({"vllm": vllm})
-    pod = pod_of(found, "vllm")
-    (container,) = pod["containers"]
+    (container,) = found.pod("vllm")["containers"]
     assert flags(found)["--tensor-parallel-size"] == "4"
     assert container["resources"]["limits"]["amd.com/gpu"] == 4
-    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/dev/shm"]
-    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
-    assert volume["emptyDir"]["medium"] == "Memory"
+    assert found.shared_memory("vllm")
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] == 3600
 
 
@@ -128,14 +116,10 @@ def test_the_connector_takes_what_it_is_told(render: Render, root: Path, options
     found = render(ON)
     told = transfer(found)
     extra = told.pop("kv_connector_extra_config")
-    assert told == {
-        "kv_connector": "FusionKVConnector",
-        "kv_connector_module_path": "fusionkv.vllm.connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-    }
+    module = {"kv_connector": "FusionKVConnector", "kv_connector_module_path": "fusionkv.vllm.connector"}
+    assert told == {**module, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
     assert f"class {told['kv_connector']}(" in (root / "vllm_connector/connector.py").read_text()
-    assert extra == {"cache": config_of(found, "worker").cache}
+    assert extra == {"cache": found.config("worker").cache}
     alone = transfer(render({"vllm": {"enabled": True, "prefixes": False}}))["kv_connector_extra_config"]
     assert alone == {}
     secured = transfer(render({**ON, "certManager": {"enabled": True}}))["kv_connector_extra_config"]
@@ -149,28 +133,20 @@ def test_it_shows_a_certificate_to_workers_and_caches(render: Render, version: s
     certificate = found["Certificate"]["vllm"]["spec"]
     assert certificate["issuerRef"] == found["Certificate"]["worker"]["spec"]["issuerRef"]
     assert "client auth" in certificate["usages"]
-    pod = pod_of(found, "vllm")
-    (volume,) = [v for v in pod["volumes"] if v.get("secret", {}).get("secretName") == certificate["secretName"]]
-    (mount,) = [m for m in pod["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
-    extra = transfer(found)["kv_connector_extra_config"]
-    assert {Path(extra[name]).parent for name in ("tls_ca", "tls_cert", "tls_key")} == {Path(mount["mountPath"])}
+    extra, at = transfer(found)["kv_connector_extra_config"], found.secret("vllm", certificate["secretName"])
+    assert {Path(extra[name]).parent for name in ("tls_ca", "tls_cert", "tls_key")} == {at}
     assert "vllm" not in render({"certManager": {"enabled": True}})["Certificate"]
 
 
 @pytest.mark.parametrize("prefixes", [True, False])
 def test_only_the_gateway_calls_it_and_it_calls_workers_and_caches(render: Render, prefixes: bool) -> None:
-    policies = {
-        name: policy["spec"]
-        for name, policy in render({"vllm": {"enabled": True, "prefixes": prefixes}})["NetworkPolicy"].items()
-    }
-    assert policies["vllm"]["podSelector"]["matchLabels"][COMPONENT] == "vllm"
-    assert policies["vllm"]["policyTypes"] == ["Ingress", "Egress"]
+    found = render({"vllm": {"enabled": True, "prefixes": prefixes}})
+    assert found["NetworkPolicy"]["vllm"]["spec"]["policyTypes"] == ["Ingress", "Egress"]
     shared = {7070: ["kvcache"]} if prefixes else {}
-    assert peers(policies["vllm"]["ingress"], "from") == {8000: ["gateway"]}
-    assert peers(policies["vllm"]["egress"], "to") == {53: [], 7071: ["worker"], **shared}
-    assert peers(policies["gateway"]["egress"], "to") == {53: [], 7071: ["worker"], 8000: ["vllm"]}
-    assert peers(policies["worker"]["ingress"], "from") == {7071: ["gateway", "vllm"]}
-    assert peers(policies["kvcache"]["ingress"], "from") == {7070: ["worker", *(["vllm"] if prefixes else [])]}
+    assert found.traffic("vllm") == ({8000: ["gateway"]}, {53: [], 7071: ["worker"], **shared})
+    assert found.traffic("gateway")[1] == {53: [], 7071: ["worker"], 8000: ["vllm"]}
+    assert found.traffic("worker")[0] == {7071: ["gateway", "vllm"]}
+    assert found.traffic("kvcache")[0] == {7070: ["worker", *(["vllm"] if prefixes else [])]}
     assert "NetworkPolicy" not in render({**ON, "networkPolicy": {"enabled": False}})
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -12,22 +13,19 @@ from typing import Any
 import pytest
 import yaml
 
-from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.gateway.auth.quotas import Quotas
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import Client
-from fusionkv.gateway.config import GatewayConfig
-from fusionkv.kvcache_service.config import Config as CacheConfig
 from fusionkv.protos.runtime import settings
-from tests.commands import run_python
+from tests.commands import fusionkv, run_python
+from tests.deploy.rendering import CONFIGS, template
 from tests.services import start_gateway, start_worker, token_entry, token_flags
 
 ROOT = Path(__file__).parent.parent.parent
 ELSEWHERE = ("README.md", "CONTRIBUTING.md", "models/README.md", "k8s/fusionkv/README.md")
 PAGES = [*(ROOT / page for page in ELSEWHERE), *sorted(ROOT.glob("docs/*.md"))]
 PROGRAMS = ("make", "fusionkv", "python")
-CONFIGS: dict[str, Any] = {"kvcache": CacheConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 # What a table [name] of these pages is, if it is no service's.
 TABLES = {"default": "quotas", "tenants": "quotas", "token": "tokens"}
 
@@ -80,12 +78,8 @@ def test_a_command_is_one_that_there_is(command: str) -> None:
             flags_are_known(words[2:], words[1])
         else:
             # A module may say how it is run without where it lies.
-            named = [
-                file
-                for package in (ROOT / "kvcache_service", ROOT / "fusion_worker", ROOT / "gateway")
-                for file in package.rglob(words[0])
-            ]
-            assert (ROOT / words[0]).exists() or named
+            packages = (ROOT / "kvcache_service", ROOT / "fusion_worker", ROOT / "gateway")
+            assert (ROOT / words[0]).exists() or any([*package.rglob(words[0])] for package in packages)
     elif words[0] in cli.APART:
         flags_are_known(words[1:], cli.APART[words[0]])
     elif words[0] == "serve" and words[1:] and words[1] in cli.MODULES:
@@ -112,22 +106,16 @@ def installs() -> list[str]:
 def test_a_release_can_be_installed_so(command: str, helm: str) -> None:
     """As far as that goes without a cluster."""
     _, _, *words = shlex.split(command)
-    done = subprocess.run(
-        [helm, "template", *words, "--kube-version", "1.33"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
+    subprocess.run([helm, "template", *words, "--kube-version", "1.33"], check=True, cwd=ROOT)
 
 
 def test_what_docker_is_told_to_build_there_is() -> None:
     images = (ROOT / "Dockerfile").read_text()
     text = "".join(page.read_text() for page in PAGES)
-    targets = {
-        *re.findall(r"--target ([\w-]+)", text),
-        *" ".join(re.findall(r"for service in ([^;]+); do", text)).split(),
-    }
-    assert (
-        {"kvcache", "worker", "gateway"} <= targets <= set(re.findall(r"^FROM \S+ AS (\S+)$", images, re.MULTILINE))
-    )
+    looped = " ".join(re.findall(r"for service in ([^;]+); do", text)).split()
+    targets = {*re.findall(r"--target ([\w-]+)", text), *looped}
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", images, re.MULTILINE))
+    assert {"kvcache", "worker", "gateway"} <= targets <= stages
     arguments = set(re.findall(r"--build-arg (\w+)=", text))
     assert arguments
     assert arguments <= set(re.findall(r"^ARG (\w+)=", images, re.MULTILINE))
@@ -160,11 +148,9 @@ def test_settings_are_taken(text: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", snippets("yaml"))
 def test_values_are_taken(text: str, helm: str, tmp_path: Path) -> None:
-    assert yaml.safe_load(text)
-    (tmp_path / "values.yaml").write_text(text)
-    command = [helm, "template", "rel", str(ROOT / "k8s/fusionkv"), "--kube-version", "1.33"]
-    done = subprocess.run([*command, "-f", str(tmp_path / "values.yaml")], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    values = yaml.safe_load(text)
+    assert values
+    template(helm, tmp_path, values)
 
 
 # What needs a gateway is run by tests/gateway/test_examples.py.
@@ -199,3 +185,27 @@ def test_a_python_example_runs(text: str, launch: Any, worker: Any, authority: A
     text = text.replace("127.0.0.1:7072", gateway.address).replace("gateway.example:7072", gateway.address)
     text = text.replace("127.0.0.1:8080", gateway.addresses["fusionkv-gateway-http"][0])
     assert run_python("-c", text, timeout=200).stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_the_commands_of_the_readme_answer_as_it_says(root: Path, launch: Any, tmp_path: Path) -> None:
+    text = (root / "README.md").read_text().partition("## Try it")[2].partition("```python")[0]
+    lines = [shlex.split(line) for line in re.findall(r"^    (fusionkv .*)$", text, re.MULTILINE)]
+    serve, *others = [words[1:] for words in lines]
+    assert [words[0] for words in others] == ["ingest", "ask", "ask"]
+    # As they stand, apart from ports and folders, which tests do not share.
+    own = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--json")
+    threads = {"FUSIONKV_WORKER_THREADS": "1"}
+    service = launch("fusionkv.gateway.cli.main", *serve, *own, services=0, env=threads)
+    service.wait_for_line('"event": "ready"', timeout=120)
+    told = [json.loads(line) for line in service.log.splitlines() if line.startswith("{")]
+    (address,) = [event["addresses"][0] for event in told if event.get("service") == "gateway"]
+    page = tmp_path / "answer.html"
+    for words in others:
+        argv = [str(page) if word == page.name else word for word in words]
+        done = fusionkv(*argv, "--gateway", address, cwd=root)
+        if words[0] == "ask":
+            (answer,) = re.findall(r"It is (\w+)", text)
+            assert answer in done.stdout
+    assert "full_attention" in page.read_text()

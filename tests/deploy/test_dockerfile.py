@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from fusionkv.protos.runtime import settings
+from tests.deploy.rendering import CONFIGS
+
 SERVICES = ("kvcache", "kvcache-mooncake", "worker", "worker-ray", "worker-gpu", "worker-gpu-ray", "gateway")
 TARGETS = (*SERVICES, "vllm-connector")
 # What the connector uses, and vLLM 0.17 or later or (cryptography, cffi) a package that it requires brings along.
@@ -82,12 +85,9 @@ def test_the_connector_finds_what_it_imports_in_vllms_image(text: str) -> None:
     done = subprocess.run([sys.executable, "-P", "-c", IMPORTED], capture_output=True, text=True, check=True)
     owners = importlib.metadata.packages_distributions()
     # Modules of no distribution are Python's, or made by compiled ones.
-    wanted = {
-        module: {name.lower() for name in owners[module]} for module in json.loads(done.stdout) if module in owners
-    }
+    wanted = {name: {owner.lower() for owner in owners[name]} for name in json.loads(done.stdout) if name in owners}
     assert {"grpc", "grpc_health", "grpc_reflection", "xxhash"} <= set(wanted)
-    lacking = {module for module, names in wanted.items() if not names & (brought | OF_VLLM)}
-    assert lacking == set()
+    assert {module for module, names in wanted.items() if not names & (brought | OF_VLLM)} == set()
 
 
 def test_every_file_that_is_copied_is_let_in_and_exists(root: Path, text: str) -> None:
@@ -99,13 +99,6 @@ def test_every_file_that_is_copied_is_let_in_and_exists(root: Path, text: str) -
 
 
 def test_what_a_service_is_told_in_its_image_it_knows(text: str) -> None:
-    from fusionkv.fusion_worker.config import WorkerConfig
-    from fusionkv.gateway.config import GatewayConfig
-    from fusionkv.kvcache_service.config import Config
-    from fusionkv.protos.runtime import settings
-
-    configs = {"KVCACHE": Config, "WORKER": WorkerConfig, "GATEWAY": GatewayConfig}
     told = dict(re.findall(r"(FUSIONKV_\w+)=(\S+)", text))
-    for section, config in configs.items():
-        loaded = settings.load(config, section.lower(), environ=told)
-        assert loaded.listen[0].startswith("[::]:70")
+    for name, config in CONFIGS.items():
+        assert settings.load(config, name, environ=told).listen[0].startswith("[::]:70")

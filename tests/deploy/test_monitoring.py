@@ -13,10 +13,11 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from tests.deploy import rendering
+from tests.deploy.rendering import Render
 
 FILES = "k8s/fusionkv/files"
-MONITORED = {
+KINDS = ("ConfigMap", "PrometheusRule", "ServiceMonitor")
+MONITORED: dict[str, Any] = {
     "metrics": {
         "port": 9464,
         "scrapers": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
@@ -151,50 +152,38 @@ def test_alerts_say_what_is_wrong_and_what_to_do(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_chart_ships_them(helm: str, root: Path, tmp_path: Path) -> None:
-    documents = rendering.template(helm, tmp_path, MONITORED)
-    rendering.validate(documents, rendering.VERSIONS[-1])
-    by_kind = {d["kind"]: d for d in documents if d["kind"] in {"ServiceMonitor", "PrometheusRule", "ConfigMap"}}
-    assert json.loads(by_kind["ConfigMap"]["data"]["fusionkv.json"]) == dashboard_of(root)
-    assert by_kind["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert by_kind["PrometheusRule"]["spec"] == yaml.safe_load((root / FILES / "rules.yaml").read_text())
-    assert by_kind["PrometheusRule"]["metadata"]["labels"]["release"] == "prometheus"
-    monitor = by_kind["ServiceMonitor"]
-    assert monitor["metadata"]["labels"]["release"] == "prometheus"
-    services = [d for d in documents if d["kind"] == "Service"]
+def test_the_chart_ships_them(render: Render, root: Path) -> None:
+    found = render(MONITORED)
+    (config,), (rule,), (monitor,) = (found[kind].values() for kind in KINDS)
+    assert json.loads(config["data"]["fusionkv.json"]) == dashboard_of(root)
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert rule["spec"] == yaml.safe_load((root / FILES / "rules.yaml").read_text())
+    assert rule["metadata"]["labels"]["release"] == monitor["metadata"]["labels"]["release"] == "prometheus"
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
-    (scraped,) = [s for s in services if wanted <= s["metadata"]["labels"].items()]
+    (scraped,) = [s for s in found["Service"].values() if wanted <= s["metadata"]["labels"].items()]
     assert [port["name"] for port in scraped["spec"]["ports"]] == [monitor["spec"]["endpoints"][0]["port"]]
-    for workload in (d for d in documents if d["kind"] == "StatefulSet" or d["kind"] == "Deployment"):
-        template = workload["spec"]["template"]
-        container = template["spec"]["containers"][0]
+    for name, workload in found.workloads.items():
+        template, http = workload["spec"]["template"], [8080] if name == "gateway" else []
+        (container,) = template["spec"]["containers"]
         assert scraped["spec"]["selector"].items() <= template["metadata"]["labels"].items()
         named = {port["name"]: port["containerPort"] for port in container["ports"]}
-        section = container["name"].upper()
-        env = {e["name"]: e.get("value") for e in container["env"]}
-        assert env[f"FUSIONKV_{section}_METRICS_LISTEN"] == "[::]:9464"
-        gateway = container["name"] == "gateway"
-        http = {"http": 8080} if gateway else {}
-        assert named == {"grpc": PORTS[container["name"]], "metrics": 9464, **http}
-        assert env.get("FUSIONKV_GATEWAY_HTTP_LISTEN") == ("[::]:8080" if gateway else None)
-    for policy in (d for d in documents if d["kind"] == "NetworkPolicy"):
-        name = policy["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/component"]
-        served, scrape = policy["spec"]["ingress"]
-        assert [p["port"] for p in served["ports"]] == [PORTS[name], *([8080] if name == "gateway" else [])]
+        assert named == {"grpc": PORTS[name], "metrics": 9464, **({"http": 8080} if http else {})}
+        assert found.config(name).metrics_listen == "[::]:9464"
+        assert getattr(found.config(name), "http_listen", ()) == tuple(f"[::]:{port}" for port in http)
+        served, scrape = found["NetworkPolicy"][name]["spec"]["ingress"]
+        assert [p["port"] for p in served["ports"]] == [PORTS[name], *http]
         assert [p["port"] for p in scrape["ports"]] == [9464]
         assert scrape["from"] == MONITORED["metrics"]["scrapers"]
 
 
 @pytest.mark.slow
-def test_nothing_of_it_unless_it_is_asked_for(helm: str, tmp_path: Path) -> None:
-    kinds = {d["kind"] for d in rendering.template(helm, tmp_path, {})}
-    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
-    with pytest.raises(ValueError, match=r"metrics\.serviceMonitor needs metrics\.port"):
-        rendering.template(helm, tmp_path, {"metrics": {"serviceMonitor": {"enabled": True}}})
-    for bad in (
-        {"metrics": {"port": "http"}},
-        {"metrics": {"rules": {"enabled": 1}}},
-        {"gateway": {"http": {}, "htpp": {}}},
+def test_nothing_of_it_unless_it_is_asked_for(render: Render) -> None:
+    assert not set(render()) & set(KINDS)
+    for wrong, why in (
+        ({"metrics": {"serviceMonitor": {"enabled": True}}}, r"metrics\.serviceMonitor needs metrics\.port"),
+        ({"metrics": {"port": "http"}}, "schema"),
+        ({"metrics": {"rules": {"enabled": 1}}}, "schema"),
+        ({"gateway": {"http": {}, "htpp": {}}}, "schema"),
     ):
-        with pytest.raises(ValueError, match="schema"):
-            rendering.template(helm, tmp_path, bad)
+        with pytest.raises(ValueError, match=why):
+            render(wrong)

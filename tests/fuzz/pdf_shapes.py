@@ -1,12 +1,12 @@
 """PDF files of any size, by what is repeated, nested or left open in them."""
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
-from tests.fuzz.repeating import Make, nested, repeated
+from tests.fuzz.shapes import Bytes, data
 
 
-def _file(objects: list[bytes], trailer: bytes = b"", xref: bool = True) -> bytes:
+def file(objects: list[bytes], xref: bool = True) -> bytes:
     """A PDF; the first object is its catalogue."""
     made, offsets = bytearray(b"%PDF-1.7\n"), []
     for number, body in enumerate(objects, 1):
@@ -15,102 +15,76 @@ def _file(objects: list[bytes], trailer: bytes = b"", xref: bool = True) -> byte
     table, size = len(made), len(objects) + 1
     if xref:
         made += b"xref\n0 %d\n0000000000 65535 f \n" % size + b"".join(b"%010d 00000 n \n" % o for o in offsets)
-    made += b"trailer\n<< /Size %d /Root 1 0 R %s >>\n" % (size, trailer)
+    made += b"trailer\n<< /Size %d /Root 1 0 R >>\n" % size
     return bytes(made) + (b"startxref\n%d\n%%%%EOF\n" % table if xref else b"")
 
 
-def _stream(data: bytes, more: bytes = b"") -> bytes:
+def stream(data: bytes, more: bytes = b"") -> bytes:
     return b"<< /Length %d %s >>\nstream\n%s\nendstream" % (len(data), more, data)
 
 
-_CATALOGUE, _PAGES = b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
-_FONT = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+CATALOGUE, _PAGES = b"<< /Type /Catalog /Pages 2 0 R >>", b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>"
+FONT, _DRAWN = b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>", b"BT /F1 12 Tf (x) Tj ET"
 
 
-def _page(contents: bytes = b"5 0 R", resources: bytes = b"/Font << /F1 4 0 R >>") -> bytes:
+def page(contents: bytes = b"5 0 R", resources: bytes = b"/Font << /F1 4 0 R >>") -> bytes:
     box = b"/Type /Page /Parent 2 0 R /MediaBox [0 0 612 792]"
     return b"<< %s /Contents %s /Resources << %s >> >>" % (box, contents, resources)
 
 
 def _content(data: bytes, more: bytes = b"") -> bytes:
-    return _file([_CATALOGUE, _PAGES, _page(), _FONT, _stream(data, more)])
+    return file([CATALOGUE, _PAGES, page(), FONT, stream(data, more)])
 
 
-def _drawn(unit: str, before: str = "BT /F1 12 Tf (x) Tj ", after: str = " ET") -> Make:
-    inside = repeated(unit, before, after)
-    return lambda size: _content(inside(size))
+def _drawn(pattern: str) -> Callable[[int], bytes]:
+    return lambda size: _content(data(pattern)(size))
 
 
-def _packed(unit: str, times: int) -> Make:
+def _packed(unit: str, times: int) -> Callable[[int], bytes]:
     """Compressed: `times` as long as the file may be."""
-    inside = repeated(unit, "BT /F1 12 Tf (x) Tj ", " ET")
+    inside = data(f"BT /F1 12 Tf (x) Tj «{unit}» ET")
     return lambda size: _content(zlib.compress(inside(times * size), 9), b"/Filter /FlateDecode")
 
 
 def _pages(size: int, kids: Callable[[int], bytes]) -> bytes:
     count = max(1, size // 40)
     tree = b"<< /Type /Pages /Kids [%s] /Count %d >>" % (b" ".join(map(kids, range(count))), count)
-    return _file([_CATALOGUE, tree, *[_page()], _FONT, _stream(b"BT /F1 12 Tf (x) Tj ET"), *[_page()] * count])
+    return file([CATALOGUE, tree, page(), FONT, stream(_DRAWN), *[page()] * count])
 
 
 def _tree(size: int) -> bytes:
     depth = max(1, size // 60)
     nodes = [b"<< /Type /Pages /Kids [%d 0 R] /Count 1 >>" % (i + 7) for i in range(depth)]
-    objects = [_CATALOGUE, b"<< /Type /Pages /Kids [6 0 R] /Count 1 >>", b"null", _FONT, _stream(b"BT (x) Tj ET")]
-    return _file([*objects, *nodes, _page()])
+    objects = [CATALOGUE, b"<< /Type /Pages /Kids [6 0 R] /Count 1 >>", b"null", FONT, stream(b"BT (x) Tj ET")]
+    return file([*objects, *nodes, page()])
 
 
-def _mapped(unit: str, before: str, after: str) -> Make:
-    inside = repeated(unit, f"begincmap {before} ", f" {after} endcmap")
-    font = _FONT[:-2] + b"/ToUnicode 6 0 R >>"
-    return lambda size: _file(
-        [_CATALOGUE, _PAGES, _page(), font, _stream(b"BT /F1 12 Tf (x) Tj ET"), _stream(inside(size))]
-    )
+def _mapped(pattern: str) -> Callable[[int], bytes]:
+    inside, font = data(f"begincmap 1 {pattern} endcmap"), FONT[:-2] + b"/ToUnicode 6 0 R >>"
+    return lambda size: file([CATALOGUE, _PAGES, page(), font, stream(_DRAWN), stream(inside(size))])
 
 
 def _forms(size: int) -> bytes:
     """Each draws the next one twice."""
     count = max(1, size // 120)
-    forms = [
-        _stream(b"/X Do /X Do", b"/Subtype /Form /Resources << /XObject << /X %d 0 R >> >>" % (i + 7))
-        for i in range(count)
-    ]
+    form = b"/Subtype /Form /Resources << /XObject << /X %d 0 R >> >>"
+    forms = [stream(b"/X Do /X Do", form % (i + 7)) for i in range(count)]
     resources = b"/Font << /F1 4 0 R >> /XObject << /X 6 0 R >>"
-    last = _stream(b"BT /F1 12 Tf (x) Tj ET", b"/Subtype /Form")
-    return _file([_CATALOGUE, _PAGES, _page(b"5 0 R", resources), _FONT, _stream(b"/X Do"), *forms, last])
+    last = stream(_DRAWN, b"/Subtype /Form")
+    return file([CATALOGUE, _PAGES, page(b"5 0 R", resources), FONT, stream(b"/X Do"), *forms, last])
 
 
-SHAPES: Mapping[str, Make] = {
-    "strings": _drawn("(x) Tj "),
-    "arrays": _drawn("[(x) 1 (y)] TJ "),
-    "one array": _drawn("(x) 1 ", "BT /F1 12 Tf [", "] TJ ET"),
-    "a long string": _drawn("x", "BT /F1 12 Tf (", ") Tj ET"),
-    "an open string": _drawn("x", "BT /F1 12 Tf ("),
-    "a string in hexadecimal": _drawn("78", "BT /F1 12 Tf <", "> Tj ET"),
-    "escapes": _drawn("\\(", "BT /F1 12 Tf (", ") Tj ET"),
-    "deep parentheses": lambda size: _content(nested("(", ")", "x", "BT /F1 12 Tf (", ") Tj ET")(size)),
-    "open parentheses": _drawn("(", "BT /F1 12 Tf "),
-    "open arrays": _drawn("["),
-    "open dictionaries": _drawn("<<"),
-    "numbers": _drawn("1 "),
-    "a long number": _drawn("1"),
-    "names": _drawn("/a "),
-    "a long name": _drawn("a", "BT /", " 1 Tf ET"),
-    "comments": _drawn("%x\n"),
-    "spaces": _drawn(" "),
-    "saved states": _drawn("q "),
-    "restored states": _drawn("Q "),
-    "moves": _drawn("1 1 Td (x) Tj "),
-    "matrices": _drawn("1 0 0 1 9 9 Tm (x) Tj "),
-    "fonts": _drawn("/F1 12 Tf (x) Tj "),
-    "texts": _drawn("BT /F1 12 Tf (x) Tj ET ", "", ""),
-    "lines": _drawn("(x) ' "),
-    "images": _drawn("BI /W 1 /H 1 ID x EI "),
-    "open images": _drawn("BI ID "),
-    "marks": _drawn("/P << /MCID 0 >> BDC "),
-    "compressed strings": _packed("(x) Tj ", 4),
-    "compressed spaces": _packed(" ", 100),
-    "a compressed string": _packed("x", 40),
+# What stands in the content of a page: behind a text, within one, or instead of it.
+_BEHIND = (
+    "(x) Tj ", "[(x) 1 (y)] TJ ", "[", "<<", "1 ", "1", "/a ", "%x\n", " ", "q ", "Q ", "1 1 Td (x) Tj ", "(x) ' ",
+    "1 0 0 1 9 9 Tm (x) Tj ", "/F1 12 Tf (x) Tj ", "BI /W 1 /H 1 ID x EI ", "BI ID ", "/P << /MCID 0 >> BDC ",
+)  # fmt: skip
+_WITHIN = ("[«(x) 1 »] TJ ET", "(«x») Tj ET", "(«x» ET", "<«78»> Tj ET", "(«\\(») Tj ET", "(«(»x«)») Tj ET", "«(» ET")
+SHAPES: Bytes = {
+    **{f"behind: {unit}": _drawn(f"BT /F1 12 Tf (x) Tj «{unit}» ET") for unit in _BEHIND},
+    **{f"within: {pattern}": _drawn(f"BT /F1 12 Tf {pattern}") for pattern in _WITHIN},
+    **{pattern: _drawn(pattern) for pattern in ("BT /«a» 1 Tf ET", "«BT /F1 12 Tf (x) Tj ET »")},
+    **{f"packed: {unit}": _packed(unit, times) for unit, times in (("(x) Tj ", 4), (" ", 100), ("x", 40))},
     "compressed twice": lambda size: _content(
         zlib.compress(zlib.compress(b"BT " + b"(x) Tj " * size + b" ET", 9), 9),
         b"/Filter [/FlateDecode /FlateDecode]",
@@ -125,17 +99,16 @@ SHAPES: Mapping[str, Make] = {
     "pages of themselves": lambda size: _pages(size, lambda i: b"2 0 R"),
     "a deep tree": _tree,
     "forms": _forms,
-    "contents": lambda size: _file(
-        [_CATALOGUE, _PAGES, _page(b"[%s]" % (b"5 0 R " * (size // 6))), _FONT, _stream(b"BT /F1 9 Tf (x) Tj ET")]
+    "contents": lambda size: file(
+        [CATALOGUE, _PAGES, page(b"[%s]" % (b"5 0 R " * (size // 6))), FONT, stream(b"BT /F1 9 Tf (x) Tj ET")]
     ),
-    "objects": lambda size: _content(b"BT /F1 12 Tf (x) Tj ET")[:-6] + b"9 0 obj null endobj\n" * (size // 20),
-    "objects without a table": lambda size: _file(
-        [_CATALOGUE, _PAGES, _page(), _FONT, _stream(b"BT /F1 12 Tf (x) Tj ET"), *[b"null"] * (size // 25)],
-        xref=False,
+    "objects": lambda size: _content(_DRAWN)[:-6] + b"9 0 obj null endobj\n" * (size // 20),
+    "objects without a table": lambda size: file(
+        [CATALOGUE, _PAGES, page(), FONT, stream(_DRAWN), *[b"null"] * (size // 25)], xref=False
     ),
-    "bytes behind the end": lambda size: _content(b"BT /F1 12 Tf (x) Tj ET") + b"\n" * size,
-    "an open file": lambda size: b"%PDF-1.7\n" + b"1 0 obj << " * (size // 11),
-    "codes": _mapped("<41> <0042>\n", "1 beginbfchar", "endbfchar"),
-    "ranges of codes": _mapped("<0000> <ffff> <0000>\n", "1 beginbfrange", "endbfrange"),
-    "a wide range of codes": _mapped("<00000000> <00ffffff> <0000>\n", "1 beginbfrange", "endbfrange"),
+    "bytes behind the end": lambda size: _content(_DRAWN) + b"\n" * size,
+    "an open file": data("%PDF-1.7\n«1 0 obj << »"),
+    "codes": _mapped("beginbfchar «<41> <0042>\n» endbfchar"),
+    "ranges of codes": _mapped("beginbfrange «<0000> <ffff> <0000>\n» endbfrange"),
+    "a wide range of codes": _mapped("beginbfrange «<00000000> <00ffffff> <0000>\n» endbfrange"),
 }

@@ -1,7 +1,9 @@
 """Whatever bytes come from a disk, a socket or Redis: they are read, or refused as what they are."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -31,39 +33,31 @@ def bodies(draw: st.DrawFn) -> bytes:
     return head + draw(st.binary(max_size=8)) + bytes(32 * draw(st.integers(0, 6)))
 
 
-def test_index_records() -> None:
-    fuzz(decoders.index_record, bodies(), 300)
+ANY_FRAME = st.one_of(st.binary(max_size=40), st.binary(max_size=200).map(lambda data: b"\x0a" + data))
+VALUE = decoders.GOOD.key + record.encode(decoders.GOOD, 0)
+CHANGED = st.tuples(st.integers(0, len(VALUE) - 1), st.integers(0, 255)).map(
+    lambda at: VALUE[: at[0]] + bytes([at[1]]) + VALUE[at[0] + 1 :]
+)
+REMOTE = st.lists(st.one_of(st.just(VALUE), CHANGED, st.binary(max_size=80)), max_size=5)
 
 
-def test_index_records_without_their_checksum() -> None:
-    fuzz(decoders.torn_record, st.binary(max_size=200), 300)
+def serialised(kind: Any) -> st.SearchStrategy[bytes]:
+    return messages(kind.DESCRIPTOR).map(lambda made: made.SerializeToString())
 
 
-def test_frames() -> None:
-    fuzz(
-        decoders.frame,
-        st.one_of(st.binary(max_size=40), st.binary(max_size=200).map(lambda b: b"\x0a" + b)),
-        300,
-    )
-
-
-def test_what_a_cache_service_answers() -> None:
-    """Also one of another version, or none at all."""
-    fuzz(decoders.answered_hit, messages(pb.Hit.DESCRIPTOR).map(lambda made: made.SerializeToString()), 200)
-
-
-def test_put_headers() -> None:
-    fuzz(decoders.put_message, messages(pb.PutRequest.DESCRIPTOR).map(lambda made: made.SerializeToString()), 200)
-
-
-def test_what_the_remote_tier_says() -> None:
-    """A stranger may write to it."""
-    value = decoders.GOOD.key + record.encode(decoders.GOOD, 0)
-    changed = st.tuples(st.integers(0, len(value) - 1), st.integers(0, 255)).map(
-        lambda at: value[: at[0]] + bytes([at[1]]) + value[at[0] + 1 :]
-    )
-    values = st.one_of(st.just(value), changed, st.binary(max_size=80))
-    fuzz(decoders.remote_records, st.lists(values, max_size=5), 200)
+@pytest.mark.parametrize(
+    ("target", "inputs", "few"),
+    [
+        (decoders.index_record, bodies(), 300),
+        (decoders.torn_record, st.binary(max_size=200), 300),
+        (decoders.frame, ANY_FRAME, 300),
+        (decoders.answered_hit, serialised(pb.Hit), 200),
+        (decoders.put_message, serialised(pb.PutRequest), 200),
+        (decoders.remote_records, REMOTE, 200),
+    ],
+)
+def test_bytes(target: Callable[[Any], None], inputs: st.SearchStrategy[Any], few: int) -> None:
+    fuzz(target, inputs, few)
 
 
 def test_segments_that_are_encrypted(tmp_path: Path) -> None:

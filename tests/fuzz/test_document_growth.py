@@ -7,11 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest.media_types import HTML, MARKDOWN
 from fusionkv.gateway.ingest.parsers import Parser
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz import effort, growth
-from tests.fuzz.document_shapes import SHAPES
+from tests.fuzz.document_shapes import SHAPES, SQUARES
 from tests.fuzz.growth import Cost, Measure
 from tests.gateway.test_tokens import vocabulary
 
@@ -20,12 +19,6 @@ SIZE = 100_000 if effort.SECONDS else 4_000
 CONFIG = GatewayConfig(parse_seconds=60 if effort.SECONDS else 20, max_document_chunks=10**6, max_text_bytes=16 << 20)
 # What the gateway cuts a document off by; other refusals are answers as any other.
 LIMITS = ("parsing took longer", "bytes of memory", "bytes of text")
-# The Markdown splitter takes the square of a list or a quote of many lines. So these the deadline alone bounds.
-SQUARES = [
-    (HTML, "lines in quotes"),
-    (HTML, "lines in items"),
-    (MARKDOWN, "deep items"),
-]
 BUGS = ("the parser crashed", "can't be parsed")
 
 
@@ -69,7 +62,7 @@ def measured() -> Iterator[Measured]:
     made.close()
 
 
-GROWING = [(kind, name) for kind, shapes in SHAPES.items() for name in shapes if (kind, name) not in SQUARES]
+GROWING = [(kind, name) for kind, shapes in SHAPES.items() for name in shapes]
 
 
 def test_there_are_enough() -> None:
@@ -86,11 +79,11 @@ def test_costs_grow_with_a_document(measured: Measured, kind: str, name: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "name"), SQUARES)
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, shapes in SQUARES.items() for name in shapes])
 def test_the_deadline_ends_what_grows_faster(kind: str, name: str) -> None:
     limited = Measured(dataclasses.replace(CONFIG, parse_seconds=2.0))
     try:
-        cost = limited.of(kind)(SHAPES[kind][name](1_000_000))
+        cost = limited.of(kind)(SQUARES[kind][name](1_000_000))
     finally:
         limited.close()
     assert cost.cut

@@ -1,55 +1,31 @@
 """Documents of any bytes and media type: text, or a refusal, and never for long."""
 
 import contextlib
-import io
 import time
 from encodings.aliases import aliases
 
 import pytest
 from hypothesis import strategies as st
-from pypdf import PdfWriter
 
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF, PLAIN
 from fusionkv.gateway.ingest.parse import media_type, parse
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fuzz.effort import fuzz
+from tests.gateway.test_parse import encrypted_pdf, pdf
 
 pytestmark = pytest.mark.hypothesis
 
 # Of documents of some kilobytes, on a machine that others use.
 MOST_SECONDS = 30.0
 TAGS = [
-    "html",
-    "head",
-    "title",
-    "body",
-    "p",
-    "h1",
-    "table",
-    "tr",
-    "td",
-    "ul",
-    "li",
-    "pre",
-    "a",
-    "img",
-    "svg",
-    "script",
-]
+    "html", "head", "title", "body", "p", "h1", "table", "tr", "td", "ul", "li", "pre", "a", "img", "svg", "script",
+]  # fmt: skip
 
 
-def pdf() -> bytes:
-    writer, out = PdfWriter(), io.BytesIO()
-    writer.add_blank_page(100, 100)
-    writer.add_metadata({"/Title": "t"})
-    writer.write(out)
-    return out.getvalue()
-
-
-WHOLE = pdf()
+WHOLE = [pdf("hello", "two"), encrypted_pdf("")]
 PIECES = st.one_of(
     st.sampled_from([f"<{tag}>" for tag in TAGS] + [f"</{tag}>" for tag in TAGS]),
-    st.sampled_from(["<!--", "-->", "<![CDATA[", "<!DOCTYPE", "&#x110000;", "&#0;", "&nbsp", "<a href='", "<br/>"]),
+    st.sampled_from(["<!--", "-->", "<![CDATA[", "<!DOCTYPE", "&#x110000;", "&#0;", "&#x41;", "<a href='", "<br/>"]),
     st.sampled_from(["<ol start='x'>", "<ol start='9999999999'>", "<td colspan=x>", "<td colspan='99999'>"]),
     st.text(max_size=10),
     st.integers(1, 2000).map(lambda n: "<div>" * n),
@@ -65,14 +41,17 @@ LINES = st.lists(
     ),
     max_size=5,
 ).map(lambda lines: "\n".join(lines).encode(errors="replace"))
-BROKEN = st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), max_size=30).map(
-    lambda changes: bytes(dict(changes).get(at, byte) for at, byte in enumerate(WHOLE))
-)
+# Some of the bytes are others; it ends early.
+BROKEN = st.tuples(
+    st.sampled_from(WHOLE),
+    st.dictionaries(st.integers(0, 1000), st.integers(0, 255), max_size=30),
+    st.none() | st.integers(0, 1200),
+).map(lambda given: bytes(given[1].get(at, byte) for at, byte in enumerate(given[0][: given[2]])))
 OF_KIND = {
     PLAIN: st.binary(max_size=200),
     MARKDOWN: st.text(max_size=200).map(lambda text: text.encode(errors="replace")),
     HTML: st.one_of(PAGES, DECLARED, st.binary(max_size=200)),
-    PDF: st.one_of(BROKEN, st.integers(0, len(WHOLE)).map(lambda n: WHOLE[:n]), st.binary(max_size=100)),
+    PDF: st.one_of(BROKEN, st.binary(max_size=100)),
     JSONL: LINES,
 }
 

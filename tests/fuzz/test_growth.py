@@ -24,18 +24,24 @@ def test_what_grows_with_the_input_passes() -> None:
     assert [round(c.seconds / costs[0].seconds) for c in costs] == [1, 2, 4]
     costs = growth.check(lambda n: n, growth.in_thread(lambda n: bytearray(n * MIB)), 30)
     assert [round(c.bytes / costs[0].bytes) for c in costs] == [1, 2, 4]
+    # So little is not compared.
+    growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 4000)), 5)
 
 
 @pytest.mark.slow
 def test_what_grows_with_its_square_is_found() -> None:
+    """Also where it ends in an error, which is an answer and no limit."""
+
+    def refuses(n: int) -> None:
+        spin(n * n / 2000)
+        raise ValueError
+
     with pytest.raises(AssertionError, match="time grows too fast at 40"):
-        growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 2000)), 20)
+        growth.check(lambda n: n, growth.in_thread(refuses, errors=ValueError), 20)
     with pytest.raises(AssertionError, match="memory grows too fast at 20"):
         growth.check(lambda n: n, growth.in_thread(lambda n: bytearray(n * n * MIB // 3)), 10)
-
-
-def test_little_is_not_compared() -> None:
-    growth.check(lambda n: n, growth.in_thread(lambda n: spin(n * n / 4000)), 5)
+    with pytest.raises(ValueError):  # noqa: PT011
+        growth.check(lambda n: n, growth.in_thread(refuses), 20)
 
 
 def test_a_limit_ends_it_in_time() -> None:
@@ -48,15 +54,3 @@ def test_a_limit_ends_it_in_time() -> None:
     assert [c.cut for c in costs] == [False, True]
     with pytest.raises(AssertionError, match=r"longer than 0.2 s at 20"):
         growth.check(lambda n: n, growth.in_thread(limited, limits=Limit), 10, deadline=0.2)
-
-
-@pytest.mark.slow
-def test_an_error_is_an_answer_and_no_limit() -> None:
-    def refuses(n: int) -> None:
-        spin(n * n / 2000)
-        raise ValueError
-
-    with pytest.raises(AssertionError, match="time grows too fast"):
-        growth.check(lambda n: n, growth.in_thread(refuses, errors=ValueError), 20)
-    with pytest.raises(ValueError):  # noqa: PT011
-        growth.check(lambda n: n, growth.in_thread(refuses), 20)

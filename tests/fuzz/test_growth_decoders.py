@@ -92,11 +92,6 @@ def test_tokens(bearer: Bearer, where: str) -> None:
     grows(shapes.TEXTS, answered(verified), SMALL // 10)
 
 
-def test_passwords_of_pages() -> None:
-    grows(shapes.TEXTS, answered(lambda text: admin._bearer(f"Basic {_part(text)}==")))
-    grows(shapes.TEXTS, answered(lambda text: admin._host(f"http://{text}")))
-
-
 @pytest.mark.parametrize("name", decoders.GUIDED)
 def test_bytes(name: str) -> None:
     decode, _ = decoders.GUIDED[name]
@@ -104,47 +99,47 @@ def test_bytes(name: str) -> None:
     grows(shapes.BYTES, growth.in_thread(decode))
 
 
-def test_names_and_page_tokens() -> None:
-    def listed(token: str) -> str:
-        return page_tokens.last("tenant", "corpus", token, ingest.MAX_NAME)
-
-    def named(text: str) -> None:
-        for check in (ingest.check_corpus, ingest.check_document, listed, conversation.check_question):
-            with contextlib.suppress(ServiceError):
-                check(text)
-
-    grows(shapes.TEXTS, growth.in_thread(named))
+def listed(token: str) -> str:
+    return page_tokens.last("tenant", "corpus", token, ingest.MAX_NAME)
 
 
-def test_settings(tmp_path: Path) -> None:
-    file = tmp_path / "settings"
+@pytest.mark.parametrize(
+    "call",
+    [
+        ingest.check_corpus,
+        ingest.check_document,
+        listed,
+        conversation.check_question,
+        milvus_rows.without_function_words,
+        lambda text: admin._bearer(f"Basic {_part(text)}=="),
+        lambda text: admin._host(f"http://{text}"),
+    ],
+)
+def test_names_questions_and_passwords(call: Callable[[str], object]) -> None:
+    grows(shapes.TEXTS, growth.in_thread(call, errors=ServiceError))
 
-    def load(text: str) -> None:
-        file.write_text(f"[gateway]\n{text}", errors="replace")
-        settings.load(GatewayConfig, "gateway", file=file, environ={})
 
-    grows(shapes.TOML, answered(load))
-    for hint in ("top_k", "max_document_bytes", "dense_weight", "listen"):
-
-        def given(text: str, name: str = f"FUSIONKV_GATEWAY_{hint.upper()}") -> None:
-            settings.load(GatewayConfig, "gateway", environ={name: text})
-
-        grows(shapes.TEXTS, answered(given))
+def of_file(file: Path) -> GatewayConfig:
+    return settings.load(GatewayConfig, "gateway", file=file, environ={})
 
 
-@pytest.mark.parametrize("kind", [StaticTokens, Quotas])
-def test_files_of_tokens_and_quotas(kind: Callable[[Path], Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("read", "head"), [(StaticTokens, ""), (Quotas, ""), (of_file, "[gateway]\n")])
+def test_files(read: Callable[[Path], object], head: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
 
     def load(text: str) -> None:
-        file.write_text(text, errors="replace")
-        kind(file)
+        file.write_text(head + text, errors="replace")
+        read(file)
 
     grows(shapes.TOML, answered(load))
 
 
-def test_words_of_a_question() -> None:
-    grows(shapes.TEXTS, growth.in_thread(milvus_rows.without_function_words))
+@pytest.mark.parametrize("name", ["TOP_K", "MAX_DOCUMENT_BYTES", "DENSE_WEIGHT", "LISTEN"])
+def test_the_environment(name: str) -> None:
+    def load(text: str) -> None:
+        settings.load(GatewayConfig, "gateway", environ={f"FUSIONKV_GATEWAY_{name}": text})
+
+    grows(shapes.TEXTS, answered(load))
 
 
 def of_process(call: Callable[[Any], Any]) -> growth.Measure[Any]:

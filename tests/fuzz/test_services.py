@@ -6,7 +6,7 @@ A service answers, or refuses with the status of a caller's mistake, in time; it
 import http.client
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.fuzz.effort import SECONDS as SECONDS_EACH
 from tests.fuzz.effort import fuzz
 from tests.fuzz.wire import DIGESTS, TEXTS, messages
-from tests.services import start_cache, start_gateway, start_worker
+from tests.services import Launch, start_cache, start_gateway, start_worker
 
 pytestmark = [pytest.mark.system, pytest.mark.hypothesis]
 S = grpc.StatusCode
@@ -47,7 +47,7 @@ METHODS = [(name, method.name) for name, service in SERVICES.items() for method 
 class Running:
     """The three services, a channel to each, and an HTTP port."""
 
-    def __init__(self, launch: Callable[..., Any], folder: Path, model: Path) -> None:
+    def __init__(self, launch: Launch, folder: Path, model: Path) -> None:
         cache = start_cache(launch, folder)
         worker = start_worker(launch, model, "--pool-bytes", "32MiB", cache=cache)
         front = start_gateway(launch, folder, worker, "--http-listen", "127.0.0.1:0", services=2)
@@ -68,9 +68,7 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def running(
-    launch_module: Callable[..., Any], reference_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
+def running(launch_module: Launch, reference_model: Path, tmp_path_factory: Any) -> Iterator[Running]:
     made = Running(launch_module, tmp_path_factory.mktemp("fuzz"), reference_model)
     yield made
     for channel in made.channels.values():
@@ -137,42 +135,30 @@ def sent_to(method: MethodDescriptor) -> st.SearchStrategy[list[Any]]:
     return puts() if method.name == "Put" else messages(method.input_type).map(lambda message: [message])
 
 
-@pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
+@pytest.mark.parametrize(("service", "name"), METHODS)
 def test_messages(running: Running, service: str, name: str) -> None:
-    method = SERVICES[service].methods_by_name[name]
+    method, channel = SERVICES[service].methods_by_name[name], running.channels[service]
 
     def message_of_any_content(sent: list[Any]) -> None:
-        call(running.channels[service], method, [sent], raw=False)
+        call(channel, method, [sent], raw=False)
         running.sound(service)
 
-    fuzz(message_of_any_content, sent_to(method), 8)
-
-
-@pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
-def test_messages_that_are_changed(running: Running, service: str, name: str) -> None:
-    """Many of each, since changing some bytes takes no time beside making a message up; all at once."""
-    method = SERVICES[service].methods_by_name[name]
-
     def message_with_changed_bytes(given: tuple[list[Any], int]) -> None:
+        """Many of each, since changing some bytes takes no time beside making a message up; all at once."""
         sent, seed = given
         parts, dice = [message.SerializeToString() for message in sent], random.Random(seed)
         for _ in range(_TIMES):
             inputs = [[changed(part, dice) for part in parts] for _ in range(_CHANGED)]
-            call(running.channels[service], method, inputs, raw=True)
+            call(channel, method, inputs, raw=True)
             running.sound(service)
 
-    given = st.tuples(sent_to(method), st.integers(0, 2**32))
-    fuzz(message_with_changed_bytes, given, 1, each=_TIMES * _CHANGED)
-
-
-@pytest.mark.parametrize(("service", "name"), METHODS, ids=lambda given: str(given))
-def test_bytes_that_are_no_message(running: Running, service: str, name: str) -> None:
-    method = SERVICES[service].methods_by_name[name]
-
     def bytes_for_a_message(sent: list[bytes]) -> None:
-        call(running.channels[service], method, [sent], raw=True)
+        call(channel, method, [sent], raw=True)
         running.sound(service)
 
+    fuzz(message_of_any_content, sent_to(method), 8)
+    given = st.tuples(sent_to(method), st.integers(0, 2**32))
+    fuzz(message_with_changed_bytes, given, 1, each=_TIMES * _CHANGED)
     fuzz(bytes_for_a_message, st.lists(st.binary(min_size=1, max_size=60), min_size=1, max_size=3), 4)
 
 
@@ -182,24 +168,12 @@ JSON = st.recursive(
     max_leaves=6,
 )
 FIELDS = [
-    "model",
-    "messages",
-    "stream",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "seed",
-    "stop",
-    "n",
-    "fusionkv",
-    "user",
-]
+    "model", "messages", "stream", "max_tokens", "temperature", "top_p", "seed", "stop", "n", "fusionkv", "user",
+]  # fmt: skip
 MESSAGE = st.fixed_dictionaries(
     {}, optional={"role": st.one_of(st.sampled_from(["user", "system", "assistant"]), JSON), "content": JSON}
 )
-OWN = st.dictionaries(
-    st.sampled_from(["corpus", "recipe", "ratio", "top_k", "order", "query", "x"]), JSON, max_size=3
-)
+OWNS = st.sampled_from(["corpus", "recipe", "ratio", "top_k", "order", "query", "x"])
 GOOD = {"model": "c", "messages": [{"role": "user", "content": "Which lake?"}], "max_tokens": 2}
 
 
@@ -209,7 +183,9 @@ def bodies(draw: st.DrawFn) -> bytes:
         return draw(st.one_of(st.binary(max_size=60), st.integers(1, 50_000).map(lambda n: b"[" * n)))
     body: dict[str, Any] = dict(GOOD)
     for name in draw(st.lists(st.sampled_from(FIELDS), max_size=3)):
-        inside = {"messages": st.lists(MESSAGE, max_size=3), "fusionkv": OWN}.get(name, JSON)
+        inside = {"messages": st.lists(MESSAGE, max_size=3), "fusionkv": st.dictionaries(OWNS, JSON, max_size=3)}.get(
+            name, JSON
+        )
         body[name] = draw(st.one_of(inside, JSON))
     return json.dumps(body).encode(errors="replace")
 
@@ -261,7 +237,6 @@ def test_paths_and_headers_of_the_http_endpoint(running: Running) -> None:
 
 
 def test_a_service_answers_as_before(running: Running) -> None:
-    """After all of the above."""
     with Client(running.services["gateway"].address) as client:
         client.ingest("after", f"{random.random()}.txt", "The hill is green. " * 20)
         assert client.ask("after", "Which hill?", max_tokens=2).summary.tokens_generated

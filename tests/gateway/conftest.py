@@ -1,13 +1,16 @@
 """A tiny model with random weights, and the real services around it."""
 
+import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fusionkv.gateway.client.client import Client
+from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from tests.gateway import milvus_process
 from tests.services import Launch, start_cache, start_gateway, start_worker
 
@@ -18,17 +21,13 @@ def milvus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     if url := os.environ.get("FUSIONKV_TEST_MILVUS"):
         yield url
         return
-    with milvus_process.serving(tmp_path_factory.mktemp("milvus") / "data") as url:
+    with milvus_process.running(tmp_path_factory.mktemp("milvus") / "data") as (url, _):
         yield url
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen2 model directory: two layers, random weights, one token for each byte."""
-    return write_model(tmp_path_factory.mktemp("model"), seed=0)
-
-
-def write_model(folder: Path, seed: int) -> Path:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -38,24 +37,18 @@ def write_model(folder: Path, seed: int) -> Path:
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<bos>", eos_token="<eos>")
+    # The end is never drawn, so that an answer has as many tokens as were asked for.
     config = Qwen2Config(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=256,
-        # Never drawn, so that an answer has as many tokens as were asked for.
-        eos_token_id=259,
-    )
-    torch.manual_seed(seed)
+        vocab_size=260, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=256, eos_token_id=259,
+    )  # fmt: skip
+    torch.manual_seed(0)
     network = Qwen2ForCausalLM(config)
     with torch.no_grad():
         network.lm_head.weight[256:] = -10 * network.lm_head.weight[:256].mean(0)
-    network.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("model")
+    for made in (network, tokenizer):
+        made.save_pretrained(folder)
     return folder
 
 
@@ -76,6 +69,54 @@ class Stack:
 
     def start_gateway(self, *flags: str) -> Any:
         return start_gateway(self._launch, self.folder, self.workers, *self._flags, *flags)
+
+
+Reopen = Callable[[Path], Awaitable[EmbeddedRetrieval]]
+
+
+@pytest.fixture
+async def reopen() -> AsyncIterator[Reopen]:
+    """Opens a folder of corpora, once it has closed the engine that it opened before."""
+    opened: list[EmbeddedRetrieval] = []
+
+    async def start(folder: Path) -> EmbeddedRetrieval:
+        if opened:
+            await opened.pop().close()
+        opened.append(await EmbeddedRetrieval.open(folder))
+        return opened[0]
+
+    yield start
+    for engine in opened:
+        await engine.close()
+
+
+Start = Callable[..., Any]
+
+
+@pytest.fixture
+def start(launch: Launch, tiny_model: Path) -> Start:
+    """Starts a worker of the tiny model, with these flags."""
+    return functools.partial(start_worker, launch, tiny_model)
+
+
+@pytest.fixture
+def cache(launch: Launch, tmp_path: Path) -> Any:
+    return start_cache(launch, tmp_path)
+
+
+Serve = Callable[..., tuple[Client, Any]]
+
+
+@pytest.fixture
+def serve(launch: Launch, tmp_path: Path) -> Iterator[Serve]:
+    """Starts a gateway over workers, with these flags; returns a client of it, and its process."""
+    with contextlib.ExitStack() as stack:
+
+        def start(workers: Any, *flags: str, token: str | None = None, **more: Any) -> tuple[Client, Any]:
+            gateway = start_gateway(launch, tmp_path, workers, *flags, **more)
+            return stack.enter_context(Client(gateway.address, token=token, timeout=60)), gateway
+
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,8 @@ import asyncio
 import json
 import mmap
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.protos.runtime.checksum import checksum
+from tests.http_server import serving
 
 
 @dataclass
@@ -36,19 +39,12 @@ class Decoder:
     cached: int | None = None
     url: str = ""
 
-    async def __aenter__(self) -> "Decoder":
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        """Its URL."""
         self._network = AutoModelForCausalLM.from_pretrained(self.model, dtype="float32", use_safetensors=True).eval()
-        app = web.Application(client_max_size=64 << 20)
-        app.router.add_post("/v1/completions", self._complete)
-        self._runner = web.AppRunner(app, handler_cancellation=True)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        async with serving(web.post("/v1/completions", self._complete)) as url:
+            yield url
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -15,13 +15,6 @@ _START_SECONDS = 180
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """Its URL."""
-    with running(folder) as (url, _):
-        yield url
-
-
-@contextmanager
 def running(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[bytes]"]]:
     """Its URL and its process."""
     port = free_port()

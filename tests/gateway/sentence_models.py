@@ -24,15 +24,14 @@ def _bert(folder: Path, seed: int, kind: str, **more: Any) -> None:
     transformers.BertTokenizerFast(vocab_file=str(folder / "vocab.txt"), model_max_length=40).save_pretrained(folder)
 
 
-def write(folder: Path, *, seed: int = 0, pooling: str = "mean", prompts: dict[str, str] | None = None) -> Path:
-    """A directory as sentence-transformers saves it."""
+def write(
+    folder: Path, *, seed: int = 0, pooling: str = "mean", prompts: dict[str, str] | None = None, modules: Any = ()
+) -> Path:
+    """A directory as sentence-transformers saves it; modules: names of more than the usual ones."""
     _bert(folder, seed, "BertModel")
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-        {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
-    ]
-    (folder / "modules.json").write_text(json.dumps(modules))
+    places = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"} | dict.fromkeys(modules, "3")
+    listed = [{"path": path, "type": f"sentence_transformers.models.{name}"} for name, path in places.items()]
+    (folder / "modules.json").write_text(json.dumps(listed))
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 32, "do_lower_case": False}))
     (folder / "1_Pooling").mkdir(exist_ok=True)
     modes = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}

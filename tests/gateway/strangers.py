@@ -132,13 +132,12 @@ def reset(address: str, data: bytes) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
-def call(channel: grpc.Channel, method: str, sent: Sequence[bytes], metadata: Any = ()) -> grpc.StatusCode:
-    """The status of a call with these bytes, whatever kind of method it is."""
+def call(channel: grpc.Channel, method: str, sent: Sequence[bytes], *metadata: Any) -> tuple[grpc.StatusCode, str]:
+    """Status and details of a call with these bytes, whatever kind of method it is."""
     called: Callable[..., Any] = channel.stream_stream(method)
     try:
         for _ in called(iter(sent), metadata=metadata, timeout=20):
             pass
     except grpc.RpcError as error:
-        status: grpc.StatusCode = error.code()  # type: ignore[attr-defined]
-        return status
-    return grpc.StatusCode.OK
+        return error.code(), error.details()  # type: ignore[attr-defined]  # a call is an error too
+    return grpc.StatusCode.OK, ""

@@ -1,8 +1,10 @@
-"""Paths, flags and imports of the command line, without any process of a service."""
+"""Paths, flags and imports of the command line, and what `fusionkv check` asks a corpus, without any service."""
 
 import asyncio
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,8 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
+from fusionkv.gateway.cli import check_corpus
 from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.cli.files import UsageError, find, parts, source
+from fusionkv.gateway.cli.launch import launched, missing_package
+from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -33,18 +38,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_directory_is_searched_by_ending(folder: Path) -> None:
+def test_a_directory_is_searched_by_ending_and_files_go_by_their_own_names(folder: Path) -> None:
     assert list(find([str(folder)], "")) == ["a.txt", "b.md", "sub/c.PDF"]
     assert list(find([str(folder)], "text/plain")) == ["a.txt", "b.md", "f.png", "sub/c.PDF"]
-
-
-def test_files_and_globs_go_by_their_own_names(folder: Path) -> None:
     assert find([str(folder / "f.png")], "") == {"f.png": folder / "f.png"}
     assert list(find([str(folder / "**/*.[tP]*")], "")) == ["a.txt", "c.PDF"]
     assert list(find([str(folder / "a.txt"), str(folder / "a.*")], "")) == ["a.txt"]
-
-
-def test_two_documents_of_one_name_are_an_error(folder: Path) -> None:
     (folder / "sub/a.txt").write_text("y")
     with pytest.raises(UsageError, match=r"would both be document 'a.txt'"):
         find([str(folder), str(folder / "sub")], "")
@@ -90,15 +89,10 @@ def test_json_lines_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     "argv",
     [
-        [],
-        ["fly"],
-        ["ask", "c"],
-        ["ingest", "c"],
-        ["ingest", "c", "p", "--concurrency", "0"],
-        ["ingest", "c", "p", "--compress", "1"],
-        ["ask", "c", "q", "--filter", "year"],
+        [], ["fly"], ["ask", "c"], ["ingest", "c"], ["ingest", "c", "p", "--concurrency", "0"],
+        ["ingest", "c", "p", "--compress", "1"], ["ask", "c", "q", "--filter", "year"],
     ],
-)
+)  # fmt: skip
 def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         cli.main(argv)
@@ -106,14 +100,9 @@ def test_wrong_usage_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture
     assert "usage: fusionkv" in capsys.readouterr().err
 
 
-def test_wrong_paths_exit_with_2_and_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert cli.main(["ingest", "c", "no/such/path"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_a_gateway_that_is_not_there_is_one_line_and_exit_1(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
     assert cli.main(["list", "--gateway", f"unix:{tmp_path}/none.sock"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"fusionkv: gateway unix:{tmp_path}/none.sock: ")
@@ -129,9 +118,7 @@ class Unexplained(GatewayServiceServicer):
         yield pb.GenerateResponse(summary=Summary(finish_reason="end"))
 
 
-async def test_an_answer_that_comes_without_its_explanation_is_told(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+async def test_an_answer_without_its_explanation_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     server = grpc.aio.server()
     add_GatewayServiceServicer_to_server(Unexplained(), server)
     server.add_insecure_port(f"unix:{tmp_path}/g.sock")
@@ -175,3 +162,148 @@ def test_commands_that_are_processes_of_their_own_explain_themselves_too(command
 def test_settings_that_can_not_work_are_refused(flags: dict[str, str], error: str) -> None:
     with pytest.raises(SettingsError, match=error):
         settings.load(GatewayConfig, "gateway", environ={}, flags=flags)
+
+
+_HIDES = """
+import sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "{0}":
+            raise ModuleNotFoundError("No module named '{0}'", name=name)
+
+sys.meta_path.insert(0, Hidden())
+"""
+
+
+def _without(folder: Path, package: str) -> dict[str, str]:
+    """The environment of a Python that does not find the package."""
+    (folder / "sitecustomize.py").write_text(_HIDES.format(package))
+    paths = [str(folder), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "package"),
+    [
+        ("serve kvcache", ["--listen", "127.0.0.1:0"], "lmdb"),
+        ("size", ["some-model"], "torch"),
+        ("list", [], "grpc"),
+    ],
+)
+def test_a_missing_package_is_one_line(tmp_path: Path, command: str, arguments: list[str], package: str) -> None:
+    done = fusionkv(*command.split(), *arguments, status=1, env=_without(tmp_path, package), cwd=tmp_path)
+    line = f'fusionkv {command} needs {package}, which is not installed: pip install "fusionkv[all]"\n'
+    assert done.stderr == line
+
+
+def test_services_started_together_say_what_is_missing(tmp_path: Path) -> None:
+    env = _without(tmp_path, "lmdb")
+    done = fusionkv("serve", "--model", str(tmp_path), "--data-dir", str(tmp_path), status=1, env=env, cwd=tmp_path)
+    assert 'serve kvcache needs lmdb, which is not installed: pip install "fusionkv[all]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["fusionkv.gone", "asyncio.gone", "numpy.gone", None])
+def test_other_failed_imports_are_raised(name: str | None) -> None:
+    error = ModuleNotFoundError("gone", name=name)
+    with pytest.raises(ModuleNotFoundError) as raised:
+        missing_package("size", error)
+    assert raised.value is error
+
+
+TEXTS = [
+    f"Of the {name} it is told that nobody ever counted them. They live in the {place} beyond the second hill." * 2
+    for name, place in (("herons", "reeds"), ("otters", "river"), ("toads", "cellar"))
+]
+
+
+class Corpus:
+    """A gateway's client, as far as it is asked here."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.passages = tuple(Passage("d", i, text, 1.0, 40) for i, text in enumerate(texts))
+
+    async def list(self, corpus: str) -> list[Item]:
+        return [Item("d", 1, len(self.passages), 100, 1000)] * bool(self.passages)
+
+    async def retrieve(self, corpus: str, question: str, order: str = "rank") -> tuple[Passage, ...]:
+        self.asked.append((question, order))
+        return self.passages
+
+
+async def test_questions_join_two_sentences() -> None:
+    corpus = Corpus(TEXTS)
+    found = await check_corpus.questions(corpus, "c", 5, 10.0)  # type: ignore[arg-type]
+    assert found == await check_corpus.questions(Corpus(TEXTS), "c", 5, 10.0)  # type: ignore[arg-type]
+    assert len({record["question"] for record in found}) == len(found) == 5
+    for record in found:
+        assert [context["text"] for context in record["ctxs"]] == TEXTS
+        begun = record["question"].split('"')[1::2]
+        assert len(begun) == 2
+        assert all(len(words.split()) == 6 and any(words in text for text in TEXTS) for words in begun)
+        assert all(words in record["answers"][0] for words in begun)
+    # Passages in the order in which the gateway puts them into a prompt.
+    assert [order for _, order in corpus.asked] == ["rank", "document"] * (len(corpus.asked) // 2)
+    assert all(question == "d" or any(question in text for text in TEXTS) for question, _ in corpus.asked)
+
+
+async def test_corpora_without_two_passages_or_sentences() -> None:
+    for texts in ([], TEXTS[:1]):
+        with pytest.raises(UsageError, match="no two passages of corpus 'c' are retrieved together"):
+            await check_corpus.questions(Corpus(texts), "c", 5, 10.0)  # type: ignore[arg-type]
+    (record, *_) = await check_corpus.questions(Corpus(["7 8 9", "\u4e2d" * 900]), "c", 1, 10.0)  # type: ignore[arg-type]
+    assert len(record["question"]) < 600
+
+
+def test_the_check_is_given_the_questions(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    async def fetch(args: Any) -> list[dict[str, Any]]:
+        assert (args.corpus, args.n, args.gateway, args.token) == ("papers", 7, "unix:/g", "t")
+        return [{"question": "q", "answers": ["a"], "ctxs": [{"text": "t"}]}]
+
+    def run(argv: list[str]) -> "subprocess.CompletedProcess[str]":
+        ran.append(argv)
+        file = Path(argv[-1])
+        assert json.loads(file.read_text())[0]["question"] == "q"
+        assert file.parent.stat().st_mode & 0o077 == 0
+        return subprocess.CompletedProcess(argv, 3)
+
+    monkeypatch.setattr(check_corpus, "_fetch", fetch)
+    monkeypatch.setattr(subprocess, "run", run)
+    flags = ["--corpus", "papers", "--n", "7", "--gateway", "unix:/g", "--token", "t", "--json"]
+    monkeypatch.setattr(sys, "argv", ["check", "smollm2", *flags])
+    assert check_corpus.main() == 3
+    ((*_, module, model, as_json, _, n, _, file),) = ran
+    assert (module, model, as_json, n) == ("fusionkv.bench.quality.check", "smollm2", "--json", "7")
+    assert not Path(file).parent.exists()
+
+
+def test_data_and_corpus_exclude_each_other(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", "m", "--corpus", "c", "--data", "f"])
+    with pytest.raises(SystemExit):
+        check_corpus.main()
+    assert "--data and --corpus can't be combined" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "module"),
+    [
+        (["--corpus", "c"], "fusionkv.gateway.cli.check_corpus"),
+        (["--corpus=c"], "fusionkv.gateway.cli.check_corpus"),
+        ([], "fusionkv.bench.quality.check"),
+    ],
+)
+def test_which_process_checks(given: list[str], module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Started(Exception):
+        pass
+
+    def execv(program: str, argv: list[str]) -> None:
+        assert argv == launched("check", module, ["m", *given])
+        raise Started
+
+    monkeypatch.setattr("os.execv", execv)
+    with pytest.raises(Started):
+        cli.main(["check", "m", *given])

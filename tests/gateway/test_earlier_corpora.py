@@ -3,48 +3,54 @@
 Where a chunk has now how many neighbours it was encoded with, they have a digest of that set.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from lancedb import connect_async
+from lancedb import AsyncConnection, connect_async
 
 from fusionkv.gateway.retrieval import milvus_rows
 from fusionkv.gateway.retrieval.base import Chunk
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.runtime.errors import FailedPrecondition
+from tests.gateway.conftest import Reopen
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
 
 ONE = Chunk("d", 0, "one", tuple(b"one"), b"v" * 32)
 SET = b"n" * 32
 
 
+@asynccontextmanager
+async def tables(folder: Path) -> AsyncIterator[AsyncConnection]:
+    connection = await connect_async(str(folder / "corpora"))
+    yield connection
+    connection.close()
+
+
 async def make(folder: Path) -> None:
     """A table with one chunk, whose columns and metadata are written out here."""
-    kinds = {"document": pa.string(), "position": pa.uint32(), "text": pa.string(), "ids": pa.list_(pa.uint32())}
-    kinds |= {"tokens": pa.uint32()} | dict.fromkeys(("digest", "variant", "neighbours"), pa.binary())
-    kinds |= {"vector": pa.list_(pa.float32(), DIM)}
+    columns = {
+        "document": (pa.string(), ONE.document),
+        "position": (pa.uint32(), ONE.position),
+        "text": (pa.string(), ONE.text),
+        "ids": (pa.list_(pa.uint32()), [*ONE.ids]),
+        "tokens": (pa.uint32(), len(ONE.ids)),
+        "digest": (pa.binary(), ONE.digest),
+        "variant": (pa.binary(), ONE.variant),
+        "neighbours": (pa.binary(), SET),
+        "vector": (pa.list_(pa.float32(), DIM), vector("one")),
+    }
     metadata = {"fusionkv.fingerprint": MODEL.fingerprint.hex(), "fusionkv.tokenizer": MODEL.tokenizer.hex()}
-    row = [
-        ONE.document,
-        ONE.position,
-        ONE.text,
-        [*ONE.ids],
-        len(ONE.ids),
-        ONE.digest,
-        ONE.variant,
-        SET,
-        vector("one"),
-    ]
-    schema = pa.schema([*kinds.items()], metadata=metadata)
-    rows = pa.Table.from_pylist([dict(zip(kinds, row, strict=True))], schema=schema)
-    connection = await connect_async(str(folder / "corpora"))
-    await connection.create_table("corpus-c", rows)
-    connection.close()
+    schema = pa.schema([(name, kind) for name, (kind, _) in columns.items()], metadata=metadata)
+    rows = pa.Table.from_pylist([{name: value for name, (_, value) in columns.items()}], schema=schema)
+    async with tables(folder) as connection:
+        await connection.create_table("corpus-c", rows)
 
 
 async def rewrite(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
@@ -52,10 +58,10 @@ async def rewrite(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequenc
     return chunks, np.stack([vector(chunk.text) for chunk in chunks])
 
 
-async def test_in_a_folder(tmp_path: Path) -> None:
+async def test_in_a_folder(tmp_path: Path, reopen: Reopen) -> None:
     """Its vectors are the language model's, so that it has to be moved; what it is called and its text stay."""
     await make(tmp_path)
-    engine = await EmbeddedRetrieval.open(tmp_path)
+    engine = await reopen(tmp_path)
     (corpus,) = await engine.corpora()
     assert (corpus.name, corpus.chunks, corpus.embedder) == ("c", 1, "the language model")
     with pytest.raises(FailedPrecondition, match=r"embeddings of the language model, .*: run `fusionkv move c`"):
@@ -69,7 +75,6 @@ async def test_in_a_folder(tmp_path: Path) -> None:
     assert await put(engine, "c", "d", "two")
     assert not await put(engine, "c", "e", "three")
     assert sorted(await texts(engine, "c", "one two three")) == ["three", "two"]
-    await engine.close()
 
 
 async def test_in_milvus(milvus: str, tmp_path: Path) -> None:
@@ -91,17 +96,15 @@ async def test_in_milvus(milvus: str, tmp_path: Path) -> None:
 
 
 async def later_column(folder: Path) -> None:
-    connection = await connect_async(str(folder / "corpora"))
-    await (await connection.open_table("corpus-c")).add_columns({"signature": "'signed'"})
-    connection.close()
+    async with tables(folder) as connection:
+        await (await connection.open_table("corpus-c")).add_columns({"signature": "'signed'"})
 
 
 async def later_form(folder: Path) -> None:
-    connection = await connect_async(str(folder / "corpora"))
-    rows = await (await connection.open_table("corpus-c")).to_arrow()
-    metadata = {**rows.schema.metadata, b"fusionkv.form": b"3"}
-    await connection.create_table("corpus-c", rows.replace_schema_metadata(metadata), mode="overwrite")
-    connection.close()
+    async with tables(folder) as connection:
+        rows = await (await connection.open_table("corpus-c")).to_arrow()
+        metadata = {**rows.schema.metadata, b"fusionkv.form": b"3"}
+        await connection.create_table("corpus-c", rows.replace_schema_metadata(metadata), mode="overwrite")
 
 
 async def later_lance(folder: Path) -> None:
@@ -124,18 +127,15 @@ def everything(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("change", [later_column, later_form, later_lance])
-async def test_of_a_later_version_they_are_refused_and_stay(
-    tmp_path: Path, change: Callable[[Path], Awaitable[None]]
-) -> None:
-    engine = await EmbeddedRetrieval.open(tmp_path)
+async def test_of_a_later_version_they_are_refused_and_stay(tmp_path: Path, reopen: Reopen, change: Any) -> None:
+    engine = await reopen(tmp_path)
     await put(engine, "c", "d", "one")
     await put(engine, "other", "d", "two")
     await engine.close()
     await change(tmp_path)
     before = everything(tmp_path)
-    with pytest.raises(
-        OSError, match=r"corpus 'c' can't be read: .* use the version of FusionKV that wrote it"
-    ) as refused:
+    told = r"corpus 'c' can't be read: .* use the version of FusionKV that wrote it"
+    with pytest.raises(OSError, match=told) as refused:
         await EmbeddedRetrieval.open(tmp_path)
     assert "later version" in str(refused.value) or change is later_lance
     assert everything(tmp_path) == before

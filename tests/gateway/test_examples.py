@@ -1,4 +1,4 @@
-"""The clients of docs/clients.md against a real gateway: Python, LangChain, Node, and what asks for reflection."""
+"""The clients of docs/clients.md against a real gateway: Python, LangChain, LlamaIndex, Node and reflection."""
 
 import json
 import os
@@ -15,7 +15,10 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
+from llama_index.core.base.llms.types import ChatMessage
+from llama_index.core.query_engine import RetrieverQueryEngine
 
+from fusionkv.gateway.client import llama_index
 from fusionkv.gateway.client.langchain import ChatFusionKV, FusionKVRetriever
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 from tests.commands import run_python
@@ -27,10 +30,10 @@ SHELL = "".join(re.findall(r"^```sh\n(.*?)^```", (ROOT / "docs/clients.md").read
 GRPCURL = [line for line in SHELL.splitlines() if line.startswith("grpcurl ")]
 
 
-def run(*command: str | Path, **env: str) -> str:
+def run(*command: str, status: int = 0, **env: str) -> "subprocess.CompletedProcess[str]":
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, **env}, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    return done
 
 
 def test_python(notes: str) -> None:
@@ -38,6 +41,10 @@ def test_python(notes: str) -> None:
     assert "Report Ballakmi: code of Bervek? 535\n" in said
     assert re.search(r"^from: ballakmi-01.txt, ballakmi-02.txt\n *Janberg$", said, re.MULTILINE)
     assert re.search(r"^\d+ of \d+ context tokens were exact hits in the cache", said, re.MULTILINE)
+    said = run_python("examples/python_client.py", "--gateway", notes, cwd=ROOT).stdout
+    assert "from: ballakmi-01.txt, ballakmi-02.txt" in said
+    assert "as expected: gateway: no corpus 'no-such-corpus'" in said
+    assert "Deleted(documents=2, chunks=2)" in said
 
 
 def test_node(notes: str) -> None:
@@ -51,20 +58,16 @@ def test_node(notes: str) -> None:
     wanted = json.loads((ROOT / "examples/node/package.json").read_text())["dependencies"]
     for name, version in wanted.items():
         assert json.loads((packages / name / "package.json").read_text())["version"] == version
-    said = run(node, "examples/node/ask.js", notes, "notes", QUESTION, NODE_PATH=str(packages))
+    said = run(node, "examples/node/ask.js", notes, "notes", QUESTION, NODE_PATH=str(packages)).stdout
     assert re.fullmatch(r"from: a\.md, b\.md\n\s*535\s*\nfirst token after [\d.]+ ms\n", said)
-    command = [node, "examples/node/ask.js", notes, "none", QUESTION]
-    failed = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "NODE_PATH": str(packages)}, cwd=ROOT
-    )
-    assert failed.returncode == 1
+    failed = run(node, "examples/node/ask.js", notes, "none", QUESTION, status=1, NODE_PATH=str(packages))
     assert failed.stderr.startswith("NOT_FOUND: ")
 
 
 def test_grpcurl(notes: str) -> None:
     if shutil.which("grpcurl") is None:
         pytest.skip("grpcurl is not on PATH: go install github.com/fullstorydev/grpcurl/cmd/grpcurl@latest")
-    said = [run(*shlex.split(line.replace("127.0.0.1:7072", notes))) for line in GRPCURL]
+    said = [run(*shlex.split(line.replace("127.0.0.1:7072", notes))).stdout for line in GRPCURL]
     assert "gateway.v1.GatewayService" in said[0]
     assert "535" in said[-1]
 
@@ -82,12 +85,8 @@ def test_what_grpcurl_does(notes: str) -> None:
             method = pool.FindServiceByName(service).FindMethodByName(name)
             request = json_format.Parse(words[words.index("-d") + 1], GetMessageClass(method.input_type)())
             kind = channel.unary_stream if method.server_streaming else channel.unary_unary
-            call = kind(
-                f"/{words[-1]}",
-                request_serializer=type(request).SerializeToString,
-                response_deserializer=GetMessageClass(method.output_type).FromString,
-            )
-            answer = call(request, timeout=60)
+            forms = type(request).SerializeToString, GetMessageClass(method.output_type).FromString
+            answer = kind(f"/{words[-1]}", *forms)(request, timeout=60)
             responses = [json_format.MessageToDict(r) for r in (answer if method.server_streaming else [answer])]
             if name == "Generate":
                 assert "".join(r["token"].get("text", "") for r in responses if "token" in r).strip() == "535"
@@ -132,3 +131,60 @@ def test_langchain_turns_and_errors(notes: str) -> None:
     with pytest.raises(NotFound, match="no corpus"):
         ChatFusionKV(corpus="none", address=notes).invoke(QUESTION)
     assert "secret" not in repr(ChatFusionKV(corpus="notes", token="secret"))
+
+
+@pytest.mark.slow
+async def test_llama_index(notes: str) -> None:
+    retriever = llama_index.FusionKVRetriever("notes", address=notes, top_k=1)
+    (node,) = retriever.retrieve("code of Bervek?")
+    assert node.text == (await retriever.aretrieve("code of Bervek?"))[0].text
+    assert node.metadata["document"] == "a.md"
+    assert "535" in node.text
+
+    llm = llama_index.FusionKV(corpus="notes", address=notes, options={"recipe": "full_attention", "max_tokens": 16})
+    answer = llm.complete(QUESTION)
+    assert answer.text.strip() == "535"
+    assert answer.additional_kwargs["summary"]["recipe"] == "full_attention"
+    assert [s.document for s in answer.additional_kwargs["sources"]] == ["a.md", "b.md"]
+    assert (await llm.acomplete(QUESTION, recipe="full_reuse")).additional_kwargs["summary"]["recipe"] == "full_reuse"
+    turns = [ChatMessage(role="system", content="Be brief."), ChatMessage(role="user", content=QUESTION)]
+    said = llm.chat(turns).message.content
+    assert said == (await llm.achat(turns)).message.content
+    assert "".join(part.delta for part in llm.stream_chat(turns)) == said
+    *_, last = [part async for part in await llm.astream_chat(turns)]
+    assert last.message.content == said
+    assert [s.document for s in last.additional_kwargs["sources"]] == ["a.md", "b.md"]
+    assert "".join(part.delta for part in llm.stream_complete(QUESTION)) == answer.text
+    assert [part.text async for part in await llm.astream_complete(QUESTION)][-1] == answer.text
+    with pytest.raises(NotFound, match="no corpus"):
+        llama_index.FusionKV(corpus="none", address=notes).complete(QUESTION)
+    assert "secret" not in repr(llama_index.FusionKV(token="secret"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_llama_index_retrieves_and_the_nodes_are_passages(notes: str, streaming: bool) -> None:
+    """The second question, over the same nodes, finds their KV."""
+    corpus = llama_index.FusionKVRetriever("notes", address=notes)
+    llm = llama_index.FusionKV(address=notes, options={"recipe": "prophetkv", "max_tokens": 16})
+    engine = RetrieverQueryEngine(corpus, llama_index.FusionKVSynthesizer(llm, streaming=streaming))
+    said = engine.query(QUESTION)
+    assert len(said.source_nodes) == 2
+    assert str(said).strip() == "535"
+    awaited = await engine.aquery("Report Velkorda: age of Dorlin?")
+    text = "".join([part async for part in awaited.response_gen]) if streaming else str(awaited)
+    assert text.strip() == "41"
+    summary = llm.complete(QUESTION, passages=[node.text for node in said.source_nodes[::-1]])
+    assert summary.additional_kwargs["summary"]["chunks_missed"] == 0
+
+
+@pytest.mark.slow
+def test_a_folder_that_llama_index_retrieves_from(notes: str, tmp_path: Path) -> None:
+    """What is asked a second time, in another order, is all in the cache."""
+    for name, about in (("a", "The code of Tarvin is 212."), ("b", "The age of Tarvin is 35."), ("c", "A lake.")):
+        (tmp_path / f"{name}.txt").write_text(f"Report Ashkorda. {about}")
+    script = ("examples/llama_index_folder.py", str(tmp_path), "Report Ashkorda: code of Tarvin?")
+    said = run_python(*script, "--gateway", notes, cwd=ROOT)
+    first, second = [line for line in said.stdout.splitlines() if " passages, " in line]
+    assert re.match(r"  \d passages, [1-9] not in the cache; ", first)
+    assert re.match(r"  \d passages, 0 not in the cache; ", second)

@@ -1,12 +1,10 @@
 """The page of `ask --explain`, by itself: right, whole without any other file, and legible in a real browser."""
 
-import html
-import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 from bs4 import BeautifulSoup
 
@@ -17,7 +15,6 @@ from tests.pages import Page
 
 # What a careless page would run, or break on.
 EVIL = "<script>alert('x')</script> & \"quoted\" <b>"
-PHONE = 390
 
 
 def summary(recipe: str, total: float, replaced: str = "") -> Summary:
@@ -25,24 +22,11 @@ def summary(recipe: str, total: float, replaced: str = "") -> Summary:
     names = StageSeconds.DESCRIPTOR.fields_by_name
     seconds = StageSeconds(**{name: total * part for name, part in zip(names, parts, strict=True)})
     return Summary(
-        finish_reason="end",
-        seconds=seconds,
-        hits=[TierHits(kind="alternative", tier="disk", chunks=1, tokens=60)],
-        chunks_retrieved=2,
-        chunks_missed=1,
-        prompt_tokens=140,
-        context_tokens=120,
-        tokens_lossless=60,
-        tokens_reused=40,
-        tokens_recomputed=20,
-        tokens_encoded=60,
-        tokens_generated=5,
-        bytes_fetched=1 << 20,
-        recipe=recipe,
-        ratio=0.2,
-        trace_id="0af7651916cd43dd8448eb211c80319c",
-        recipe_replaced=replaced,
-    )
+        finish_reason="end", seconds=seconds, hits=[TierHits(kind="alternative", tier="disk", chunks=1, tokens=60)],
+        chunks_retrieved=2, chunks_missed=1, prompt_tokens=140, context_tokens=120, tokens_lossless=60,
+        tokens_reused=40, tokens_recomputed=20, tokens_encoded=60, tokens_generated=5, bytes_fetched=1 << 20,
+        recipe=recipe, ratio=0.2, trace_id="0af7651916cd43dd8448eb211c80319c", recipe_replaced=replaced,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +36,9 @@ def page() -> str:
         Passage("reports/a-very-long-name-of-a-document-that-has-no-place-to-break.md", 0, "a", 0.9, 60),
         Passage(EVIL, 1, "b", 0.5, 60),
     )
-    chunks = (
-        ExplainedChunk(texts=[*words, EVIL, "x" * 300], kind="miss", tier="none", lossless=True),
-        ExplainedChunk(
-            texts=[*words, "a", "b"], kind="alternative", tier="disk", recomputed=range(20), scores=[0.5] * 60
-        ),
-    )
+    missed = ExplainedChunk(texts=[*words, EVIL, "x" * 300], kind="miss", tier="none", lossless=True)
+    found = ExplainedChunk(texts=[*words, "a", "b"], kind="alternative", tier="disk", scores=[0.5] * 60)
+    found.recomputed.extend(range(20))
     answer = Answer(f"The code is 535. {EVIL}", sources, summary("fusionrag", 0.08, f"it strays {EVIL}"))
     full = Answer("The code is 535.", sources, summary("full_attention", 0.2))
     system = ExplainedChunk(texts=["Answer ", "this."], lossless=True)
@@ -66,7 +47,7 @@ def page() -> str:
         Verdict(recipe="fusionrag", ratio=0.15, verdict="safe", why=f"it holds {EVIL}"),
         Verdict(recipe="ape", ratio=0.0, verdict="unsafe", why="it strays"),
     ]
-    explanation = Explanation(chunks=chunks, system=system, question=question, verdicts=verdicts)
+    explanation = Explanation(chunks=(missed, found), system=system, question=question, verdicts=verdicts)
     return explain.render(explain.template(), f"Which code? {EVIL}", answer, explanation, full)
 
 
@@ -86,10 +67,8 @@ def test_the_page_is_whole_and_runs_nothing(page: str) -> None:
 
 def test_the_page_says_what_happened(page: str) -> None:
     soup = BeautifulSoup(page, "html.parser")
-    assert soup.select(".saved")[0].text == (
-        "100 of 120 context tokens were not recomputed; "
-        "the first token came 2.5 times sooner than with full attention."
-    )
+    saved = "100 of 120 context tokens were not recomputed; the first token came 2.5 times sooner than with full"
+    assert soup.select(".saved")[0].text == f"{saved} attention."
     texts = [each.text for each in soup.select(".answers .text")]
     assert texts == [f"The code is 535. {EVIL}", "The code is 535."]
     assert [each.text for each in soup.select(".answers h3 .badge")] == ["this answer", "different answer"]
@@ -120,38 +99,16 @@ def test_the_page_says_what_happened(page: str) -> None:
         assert max(ends) == pytest.approx(share, abs=0.01)
 
 
-MEASURE = """<!doctype html><body><iframe id="f" style="width:%dpx;height:700px;border:0"></iframe><script>
-const frame = document.getElementById("f");
-frame.onload = () => {
-  const page = frame.contentDocument, token = page.querySelector(".tokens .recomputed"), body = page.body;
-  const css = (of) => frame.contentWindow.getComputedStyle(of);
-  const out = document.createElement("pre");
-  out.textContent = "MEASURED" + JSON.stringify({
-    width: page.documentElement.scrollWidth, room: page.documentElement.clientWidth,
-    font: css(body).fontSize, ground: css(body).backgroundColor,
-    ink: css(body).color, token: css(token).backgroundColor, outline: css(token).outlineStyle,
-    answers: [...page.querySelectorAll(".answers section")].map((s) => s.getBoundingClientRect().left),
-    bars: [...page.querySelectorAll(".bar i")].map((i) => i.getBoundingClientRect().width),
-  }) + "DERUSAEM";
-  document.body.append(out);
-};
-frame.srcdoc = %s;
-</script></body>"""
-
-
-def measure(chromium: str, folder: Path, page: str, width: int, dark: bool) -> dict[str, Any]:
-    """What a browser makes of the page in a window of this width."""
-    # A script in a page ends at its first end tag, also within a string.
-    wrapped = MEASURE % (width, json.dumps(page).replace("</", "<\\/"))
-    (folder / "measure.html").write_text(wrapped)
-    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-    dump = [scheme, "--virtual-time-budget=2000", "--dump-dom", f"file://{folder / 'measure.html'}"]
-    done = subprocess.run([*command, *dump], capture_output=True, text=True, timeout=120)
-    found = re.search("<pre>MEASURED(.*?)DERUSAEM", done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
-    measured: dict[str, Any] = json.loads(html.unescape(found[1]))
-    return measured
+MEASURE = """(() => {
+  const css = (of) => getComputedStyle(of), token = css(document.querySelector(".tokens .recomputed"));
+  const rects = (of) => [...document.querySelectorAll(of)].map((each) => each.getBoundingClientRect());
+  return {
+    width: document.documentElement.scrollWidth, room: document.documentElement.clientWidth,
+    font: css(document.body).fontSize, ground: css(document.body).backgroundColor, ink: css(document.body).color,
+    outline: token.outlineStyle, answers: rects(".answers section").map((at) => at.left),
+    bars: rects(".bar i").map((at) => at.width),
+  };
+})()"""
 
 
 def lightness(colour: str) -> float:
@@ -159,16 +116,22 @@ def lightness(colour: str) -> float:
     return (0.2126 * red + 0.7152 * green + 0.0722 * blue) / 255
 
 
-def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -> None:
-    phone = measure(chromium, tmp_path, page, PHONE, dark=False)
-    desk = measure(chromium, tmp_path, page, 1100, dark=True)
-    for found in (phone, desk):
+async def test_the_page_in_a_browser(chromium: str, page: str, tmp_path: Path) -> None:
+    (tmp_path / "page.html").write_text(page)
+    measured: list[dict[str, Any]] = []
+    async with browser.browsing(chromium) as shown:
+        for width, dark in ((390, False), (1100, True)):
+            await shown.size(width, 700, dark=dark)
+            await shown.open(f"file://{tmp_path / 'page.html'}")
+            measured.append(await shown.value(MEASURE))
+    for found in measured:
         # Nothing sticks out, so nobody scrolls sideways.
         assert found["width"] == found["room"] <= 1100
         assert float(found["font"].removesuffix("px")) >= 16
         assert found["outline"] == "solid"
         assert all(bar >= 1 for bar in found["bars"])
         assert abs(lightness(found["ink"]) - lightness(found["ground"])) > 0.6
+    phone, desk = measured
     # One below the other on a phone, side by side on a desk.
     assert len(set(phone["answers"])) == 1
     assert len(set(desk["answers"])) == 2

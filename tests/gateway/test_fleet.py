@@ -1,107 +1,92 @@
-"""Several workers behind a gateway: one that stands still is not waited for; those of a DNS name come and go."""
+"""Several workers behind a gateway: which gets a prompt, one that stands still, and those of a DNS name."""
 
 import asyncio
+import contextlib
 import json
 import logging
+import random
 import shutil
 import signal
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry import trace
 
-from fusionkv.gateway.client.client import Client
+from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.workers import fleet, workers
+from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.errors import Unavailable
+from tests.gateway.conftest import Serve, Start
 from tests.ports import free_port
-from tests.services import Launch, start_cache, start_gateway, start_worker
+from tests.services import Launch, start_cache, start_worker
 from tests.waiting import until
 
+pytestmark = pytest.mark.system
 
-@pytest.mark.system
+
 @pytest.mark.slow
-def test_a_worker_that_stands_still_is_not_waited_for(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    workers = [start_worker(launch, tiny_model) for _ in range(2)]
-    gateway = start_gateway(launch, tmp_path, workers)
+def test_a_worker_that_stands_still_is_not_waited_for(start: Start, serve: Serve) -> None:
+    workers = [start() for _ in range(2)]
     # Far more than it takes, and far less than the 300 s after which a silent worker's call would end.
-    with Client(gateway.address, timeout=60) as client:
+    client, _ = serve(workers)
+    for i in range(4):
+        client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
+    for worker in workers:
+        worker.process.send_signal(signal.SIGSTOP)
         for i in range(4):
-            client.ingest("c", f"{i}.txt", f"page about subject{i} and nothing else")
-        for worker in workers:
-            worker.process.send_signal(signal.SIGSTOP)
-            for i in range(4):
-                summary = client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary
-                assert summary.tokens_generated == 2
-            worker.process.send_signal(signal.SIGCONT)
+            assert client.ask("c", f"subject{i}?", top_k=1, max_tokens=2).summary.tokens_generated == 2
+        worker.process.send_signal(signal.SIGCONT)
 
 
-@pytest.mark.system
+IDS = pb.Tokens(ids=[1, 2, 3])
+ENCODE = pb.EncodeRequest(chunk=IDS, mode=pb.EncodeRequest.MODE_NEIGHBOURS)
+ASK = pb.GenerateRequest(question=IDS, sampling=pb.Sampling(max_tokens=2), recipe="full_attention", ratio=1.0)
+
+
+async def generated(pool: WorkerPool) -> bool:
+    # Without a limit of its own a call to it would end after 40 s, with its connection.
+    async with asyncio.timeout(25):
+        return [response async for response in pool.generate(ASK, 600)][-1].summary.tokens_generated == 2
+
+
+async def encoded(pool: WorkerPool) -> bool:
+    return not (await pool.encode(ENCODE)).existed
+
+
 @pytest.mark.slow
-async def test_a_worker_that_stops_right_after_it_was_heard_is_not_waited_for(
-    launch: Launch, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("call", "heard"), [(generated, True), (encoded, True), (encoded, False)])
+async def test_one_that_stops_is_not_waited_for(
+    cache: Any, start: Start, monkeypatch: pytest.MonkeyPatch, call: Any, heard: bool
 ) -> None:
-    """It is given the request unasked; then nothing comes."""
-    monkeypatch.setattr(fleet, "_FRESH_SECONDS", 600.0)
-    processes = {w.address: w for w in (start_worker(launch, tiny_model) for _ in range(2))}
-    pool = workers.WorkerPool([*processes])
-    await until(lambda: all(member.client.connected for member in pool._fleet.members))
-    for member in pool._fleet.members:
-        member.record_reply()
-    question, sampling = pb.Tokens(ids=[1, 2, 3]), pb.Sampling(max_tokens=2)
-    request = pb.GenerateRequest(question=question, sampling=sampling, recipe="full_attention", ratio=1.0)
-    first, _ = await pool._order({})
-    process = processes[first.client.address].process
-    process.send_signal(signal.SIGSTOP)
-    try:
-        # Without a limit of its own a call to it would end after 40 s, with its connection.
-        async with asyncio.timeout(25):
-            answer = [response async for response in pool.generate(request, 600)]
-    finally:
-        process.send_signal(signal.SIGCONT)
-    assert answer[-1].summary.tokens_generated == 2
-    assert first.deprioritised
-    assert first.in_flight == 0
-    await pool.close()
-
-
-@pytest.mark.system
-@pytest.mark.slow
-@pytest.mark.parametrize("heard", [True, False])
-async def test_what_is_encoded_does_not_wait_for_a_worker_that_stands_still(
-    launch: Launch, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: bool
-) -> None:
-    """Found out by a health check: before it is given the request, or while nothing comes."""
-    cache = start_cache(launch, tmp_path)
-    started = [start_worker(launch, tiny_model, cache=cache) for _ in range(2)]
-    processes = {worker.address: worker for worker in started}
+    """A health check finds it out: before it is given the request or, just heard, while nothing comes."""
+    processes = {w.address: w.process for w in (start(cache=cache) for _ in range(2))}
     monkeypatch.setattr(fleet, "_FRESH_SECONDS", 600.0 if heard else 0.0)
     monkeypatch.setattr(fleet, "_MIN_BACKOFF", 600.0)
-    pool = workers.WorkerPool([*processes])
+    pool = WorkerPool([*processes])
     await until(lambda: all(member.client.connected for member in pool._fleet.members))
     for member in pool._fleet.members:
         member.record_reply()
     first, _ = await pool._order({})
-    chunk, mode = pb.Tokens(ids=[1, 2, 3]), pb.EncodeRequest.MODE_NEIGHBOURS
-    process = processes[first.client.address].process
+    process = processes[first.client.address]
     process.send_signal(signal.SIGSTOP)
     try:
-        encoded = await pool.encode(pb.EncodeRequest(chunk=chunk, mode=mode))
+        assert await call(pool)
         # And not when its connection ended, after 40 s.
         assert first.deprioritised
     finally:
         process.send_signal(signal.SIGCONT)
-    assert not encoded.existed
     assert first.in_flight == 0
     await pool.close()
 
 
-@pytest.mark.system
 async def test_a_name_that_cannot_be_one_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    pool = workers.WorkerPool(["dns:a..b:7071"])
+    pool = WorkerPool(["dns:a..b:7071"])
     with pytest.raises(Unavailable, match="the name in `workers` has no address"):
         async with asyncio.timeout(60):
             await pool.model()
@@ -122,35 +107,29 @@ def hosts(tmp_path: Path) -> tuple[Path, tuple[str, ...]]:
     return file, before
 
 
-@pytest.mark.system
 @pytest.mark.slow
-def test_workers_of_a_name_come_and_go(
-    launch: Launch, tiny_model: Path, tmp_path: Path, hosts: tuple[Path, tuple[str, ...]]
-) -> None:
+def test_workers_of_a_name_come_and_go(start: Start, serve: Serve, hosts: tuple[Path, tuple[str, ...]]) -> None:
     file, before = hosts
     port = free_port()
-    first = start_worker(launch, tiny_model, "--listen", f"127.0.0.1:{port}")
+    first = start("--listen", f"127.0.0.1:{port}")
     file.write_text("127.0.0.1 localhost workers.test\n")
-    gateway = start_gateway(launch, tmp_path, first, "--workers", f"dns:workers.test:{port}", before=before)
-    with Client(gateway.address, timeout=60) as client:
-        client.ingest("c", "a.txt", "some text")
-        assert client.stats().worker == f"127.0.0.1:{port}"
-        second = start_worker(launch, tiny_model, "--listen", f"127.0.0.2:{port}")
-        # In place: the mount is of the file, not of its name.
-        file.write_text("127.0.0.2 workers.test\n127.0.0.1 localhost\n")
-        gateway.wait_for_line(f"added worker of dns:workers.test:{port}: 127.0.0.2:{port}")
-        gateway.wait_for_line(f"removed worker of dns:workers.test:{port}: 127.0.0.1:{port}")
-        first.kill9()
-        assert client.ask("c", "a question?", max_tokens=2).summary.tokens_generated == 2
-        assert client.stats().worker == second.address
-        file.write_text("127.0.0.1 localhost\n")
-        gateway.wait_for_line("keeping its known workers")
-        assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
+    client, gateway = serve(first, "--workers", f"dns:workers.test:{port}", before=before)
+    client.ingest("c", "a.txt", "some text")
+    assert client.stats().worker == f"127.0.0.1:{port}"
+    second = start("--listen", f"127.0.0.2:{port}")
+    # In place: the mount is of the file, not of its name.
+    file.write_text("127.0.0.2 workers.test\n127.0.0.1 localhost\n")
+    gateway.wait_for_line(f"added worker of dns:workers.test:{port}: 127.0.0.2:{port}")
+    gateway.wait_for_line(f"removed worker of dns:workers.test:{port}: 127.0.0.1:{port}")
+    first.kill9()
+    assert client.ask("c", "a question?", max_tokens=2).summary.tokens_generated == 2
+    assert client.stats().worker == second.address
+    file.write_text("127.0.0.1 localhost\n")
+    gateway.wait_for_line("keeping its known workers")
+    assert client.ask("c", "another?", max_tokens=2).summary.tokens_generated == 2
 
 
-async def test_no_line_for_each_request_and_worker(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_line_for_all_workers(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(caplog.handler, "formatter", logs.JSONLines("fusionkv-gateway"))
     monkeypatch.setattr(workers, "_faults", logs.RateLimitedLog(logging.getLogger(workers.__name__)))
     pool = WorkerPool([f"127.0.0.1:{free_port()}" for _ in range(2)])
@@ -162,3 +141,89 @@ async def test_no_line_for_each_request_and_worker(
     (line,) = [json.loads(line) for line in caplog.text.splitlines() if "fusionkv.gateway" in line]
     assert line["message"].startswith("a worker failed")
     assert "trace_id" not in line
+
+
+TOPICS, PAGES, LENGTH = 4, 6, 256
+ROUNDS = 15
+
+
+def prompt(topic: int, pages: Sequence[int], max_tokens: int = 2) -> pb.GenerateRequest:
+    """A question for some pages of a topic."""
+    chunks = [pb.Chunk(ids=[40 + topic, 50 + page] * (LENGTH // 2)) for page in sorted(pages)]
+    sampling = pb.Sampling(max_tokens=max_tokens)
+    return pb.GenerateRequest(recipe="full_reuse", chunks=chunks, question=pb.Tokens(ids=[1]), sampling=sampling)
+
+
+@pytest.fixture(scope="module")
+def pair(launch_module: Launch, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Addresses of two, each with room for less than three of four topics: a token of the model takes 256 bytes."""
+    cache = start_cache(launch_module, tmp_path_factory.mktemp("affinity"))
+    return [start_worker(launch_module, tiny_model, "--pool-bytes", "1MiB", cache=cache).address for _ in range(2)]
+
+
+def asked() -> list[pb.GenerateRequest]:
+    """Questions that want four of the six pages of their topic; topics in any order."""
+    chance = random.Random(1)
+    topics = [topic for _ in range(ROUNDS) for topic in range(TOPICS)]
+    chance.shuffle(topics)
+    return [prompt(topic, chance.sample(range(PAGES), 4)) for topic in topics]
+
+
+async def from_pool(call: Callable[[int, pb.GenerateRequest], Any]) -> int:
+    """Chunks that were in the pool of the worker which answered, in the second half of all."""
+    hits = 0
+    requests = asked()
+    for number, request in enumerate(requests):
+        async with contextlib.aclosing(call(number, request)) as responses:
+            async for response in responses:
+                if response.HasField("summary") and number >= len(requests) // 2:
+                    hits += sum(hit.chunks for hit in response.summary.hits if hit.tier == "device")
+    return hits
+
+
+async def test_prompts_go_where_their_chunks_are(pair: list[str]) -> None:
+    """Beside the same prompts given to both workers in turn. The load is the same: one at a time."""
+    clients = [WorkerClient(address) for address in pair]
+    in_turn = await from_pool(lambda number, request: clients[number % 2].generate(request))
+    for client in clients:
+        await client.close()
+    pool = WorkerPool(pair)
+    routed = await from_pool(lambda _, request: pool.generate(request, 60))
+    await pool.close()
+    most = 4 * ROUNDS * TOPICS // 2
+    print(f"chunks from the pool: {routed} of {most}, in turn {in_turn}")
+    assert routed > 1.2 * in_turn
+
+
+async def test_a_busy_worker_is_passed_over_for_all_it_holds(pair: list[str]) -> None:
+    pool = WorkerPool(pair)
+    request = prompt(0, range(4))
+    async for _ in pool.generate(request, 60):
+        pass
+    (warm,) = (m for m in pool._fleet.members if m.holdings.share({}) == 0 and m.holdings._tokens)
+    (cold,) = (m for m in pool._fleet.members if m is not warm)
+    streams = [pool.generate(prompt(0, range(4), max_tokens=120), 60) for _ in range(4)]
+    for stream in streams:
+        await anext(stream)
+    # Two more than the other has are worth it, for what it holds; then both hold it, and share.
+    assert (warm.in_flight, cold.in_flight) in {(2, 2), (3, 1)}
+    for stream in streams:
+        await stream.aclose()
+    await pool.close()
+
+
+def test_holdings_are_bounded_by_the_pool() -> None:
+    holdings = PrefixAffinity()
+    holdings.resize(100)
+    for number in range(10):
+        holdings.use({bytes([number]): 30})
+    assert holdings.share({bytes([9]): 30, bytes([8]): 30, bytes([7]): 30}) == 1
+    assert holdings.share({bytes([6]): 30}) == 0
+    holdings.use({bytes([7]): 30})
+    holdings.use({b"new": 30})
+    assert holdings.share({bytes([7]): 30, bytes([8]): 10}) == 0.75
+    holdings.resize(30)
+    assert holdings.share({b"new": 1, bytes([7]): 1}) == 0.5
+    holdings.clear()
+    assert holdings.share({b"new": 1}) == 0
+    assert holdings.share({}) == 0

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted
+from tests.gateway.conftest import Reopen
 from tests.gateway.test_retrieval import MODEL, put, texts
 from tests.small_disk import SmallDisk, mounted
 
@@ -18,9 +18,9 @@ def disk(tmp_path: Path) -> Iterator[SmallDisk]:
         yield made
 
 
-async def test_changes_fail_and_nothing_is_lost(disk: SmallDisk) -> None:
+async def test_changes_fail_and_nothing_is_lost(disk: SmallDisk, reopen: Reopen) -> None:
     folder = disk.outside / "data"
-    engine = await EmbeddedRetrieval.open(folder)
+    engine = await reopen(folder)
     await put(engine, "c", "a", "one")
     await put(engine, "c", "b", "two")
     disk.fill()
@@ -35,24 +35,21 @@ async def test_changes_fail_and_nothing_is_lost(disk: SmallDisk) -> None:
     assert [item.name for item in await engine.documents("c")] == ["a", "b"]
     assert [item.name for item in await engine.corpora()] == ["c"]
     assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
-    await engine.close()
-    engine = await EmbeddedRetrieval.open(folder)  # still full
+    engine = await reopen(folder)  # still full
     assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
     disk.empty()
     await put(engine, "c", "a", "four")
     await put(engine, "other", "new", "three")
     await engine.delete("c", "b")
-    await engine.close()
-    engine = await EmbeddedRetrieval.open(folder)
+    engine = await reopen(folder)
     assert await texts(engine, "c", "one two four") == ["four"]
     assert await texts(engine, "other", "three") == ["three"]
-    await engine.close()
 
 
-async def test_a_corpus_that_could_not_be_made_can_be_made_later(disk: SmallDisk) -> None:
+async def test_a_corpus_that_could_not_be_made_can_be_made_later(disk: SmallDisk, reopen: Reopen) -> None:
     """Its table, its indexes and its first rows are files, one after the other: each may be the first too many."""
     folder = disk.outside / "data"
-    engine = await EmbeddedRetrieval.open(folder)
+    engine = await reopen(folder)
     refused = 0
     for room in range(0, 80 << 10, 4 << 10):
         disk.fill(room)
@@ -63,8 +60,7 @@ async def test_a_corpus_that_could_not_be_made_can_be_made_later(disk: SmallDisk
             with contextlib.suppress(NotFound):
                 assert await engine.chunks("c", "a", MODEL) == []
             if refused % 2:  # a start, on the full disk
-                await engine.close()
-                engine = await EmbeddedRetrieval.open(folder)
+                engine = await reopen(folder)
             disk.empty()
             await put(engine, "c", "a", "one")
         else:
@@ -72,4 +68,3 @@ async def test_a_corpus_that_could_not_be_made_can_be_made_later(disk: SmallDisk
         assert await texts(engine, "c", "one") == ["one"]
         await engine.delete("c")
     assert refused > 5
-    await engine.close()

@@ -84,15 +84,13 @@ async def serve() -> AsyncIterator[Serve]:
         await one.stop(0)
 
 
-async def connect(address: str, tls: ssl.SSLContext | None = None) -> tuple[Reader, Writer]:
+async def sent(address: str, data: bytes, here: str = "") -> tuple[Reader, Writer]:
+    """A connection, from the address `here` if one is given, that has sent these bytes."""
     if address.startswith("unix:"):
-        return await asyncio.open_unix_connection(address.removeprefix("unix:"))
-    host, _, port = address.rpartition(":")
-    return await asyncio.open_connection(host, int(port), ssl=tls)
-
-
-async def sent(address: str, data: bytes) -> tuple[Reader, Writer]:
-    reader, writer = await connect(address)
+        reader, writer = await asyncio.open_unix_connection(address.removeprefix("unix:"))
+    else:
+        host, _, port = address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port), local_addr=(here, 0) if here else None)
     writer.write(data)
     await writer.drain()
     return reader, writer
@@ -161,11 +159,7 @@ async def test_bodies_that_never_end(serve: Serve) -> None:
         assert await status(address) == 200
         assert await status(address, POST + bytes(1000)) == 200
     assert {said.split()[1] for said in await waiting} == {b"408"}
-
-
-async def test_a_body_that_nobody_wants(serve: Serve) -> None:
-    """Behind a refusal: the connection does not wait for it long."""
-    _, address = await serve(http_body_seconds=0.3)
+    # The connection does not wait long for a body that nobody wants, behind a refusal.
     reader, _ = await sent(address, POST.replace(b"POST /", b"POST /none"))
     assert b"404" in await ended(reader)
 
@@ -178,23 +172,17 @@ async def test_a_caller_that_reads_nothing(serve: Serve) -> None:
 
 
 async def test_a_stream_goes_on_for_longer_than_every_limit(serve: Serve) -> None:
-    limits = dict.fromkeys(("http_head_seconds", "http_body_seconds", "http_send_seconds", "http_idle_seconds"), 0.2)
-    _, address = await serve(**limits)
+    _, address = await serve(**{f"http_{what}_seconds": 0.2 for what in ("head", "body", "send", "idle")})
     async with httpx2.AsyncClient(timeout=60) as client:
         reply = await client.get(f"http://{address}/stream")
     assert reply.text == "event\n" * 10
 
 
 async def test_connections_that_are_idle(serve: Serve) -> None:
+    """After requests that do not wait for each other: a few are answered, who sends many at once is no client."""
     _, address = await serve(http_idle_seconds=0.3)
-    reader, _ = await sent(address, WHOLE)
-    said = await ended(reader)
-    assert said.count(b"200 OK") == 1
-
-
-async def test_requests_that_do_not_wait(serve: Serve) -> None:
-    """A few are answered in turn; who sends many at once is no client."""
-    _, address = await serve(http_idle_seconds=0.3)
+    one, _ = await sent(address, WHOLE)
+    assert (await ended(one)).count(b"200 OK") == 1
     few, many = await sent(address, WHOLE * 8), await sent(address, WHOLE * 1000)
     assert (await ended(few[0])).count(b"200 OK") == 8
     assert (await ended(many[0])).count(b"200 OK") < 64
@@ -217,14 +205,13 @@ async def test_only_so_many_connections(serve: Serve) -> None:
 async def test_only_so_many_connections_of_an_address(serve: Serve) -> None:
     """Another address of the machine is served meanwhile; who ends a connection may have another."""
     _, address = await serve("0.0.0.0:0", http_connections=50, http_connections_per_address=10)
-    port = address.rpartition(":")[2]
-    open_ones = [await sent(f"127.0.0.1:{port}", HALF) for _ in range(10)]
-    await until(lambda: _is(status(f"127.0.0.1:{port}"), 429))
-    reader, writer = await asyncio.open_connection("127.0.0.1", int(port), local_addr=("127.0.0.2", 0))
-    writer.write(WHOLE)
+    here = f"127.0.0.1:{address.rpartition(':')[2]}"
+    open_ones = [await sent(here, HALF) for _ in range(10)]
+    await until(lambda: _is(status(here), 429))
+    reader, _ = await sent(here, WHOLE, "127.0.0.2")
     assert b"200 OK" in await reader.readline()
     open_ones[0][1].close()
-    await until(lambda: _is(status(f"127.0.0.1:{port}"), 200))
+    await until(lambda: _is(status(here), 200))
 
 
 async def test_a_unix_socket_has_no_address(serve: Serve, tmp_path: Path) -> None:
@@ -255,9 +242,8 @@ async def test_heads_that_are_too_large(serve: Serve) -> None:
     """Before they end, whatever they are made of."""
     _, address = await serve()
     for piece in (b"X: " + b"x" * 8000 + b"\r\n", b"\r\n", b"X: y\r\n", b"x", b"X:" + b" " * 8000 + b"\r\n"):
-        reader, writer = await connect(address)
+        reader, writer = await sent(address, WHOLE[:-2] if len(piece) > 2 or piece == b"x" else b"")
         reading = asyncio.create_task(ended(reader))
-        writer.write(WHOLE[:-2] if len(piece) > 2 or piece == b"x" else b"")
         with contextlib.suppress(ConnectionError):
             for _ in range((4 << 20) // len(piece) // 64 + 64):
                 writer.write(piece * 64)

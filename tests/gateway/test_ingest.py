@@ -26,10 +26,12 @@ from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Unavailable
+from tests.gateway.conftest import Reopen
 from tests.gateway.test_tokens import vocabulary
 
 pytestmark = pytest.mark.system  # parsers are processes
 TOPICS = ("horse", "code", "lake")
+PARAGRAPHS = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(4)]
 
 
 class Topics(Embedder):
@@ -98,6 +100,9 @@ class Rig:
         found = await self.pipeline.retrieve(self.tenant, "c", question, top_k, 60, where=where or {})
         return list(passages(pb.RetrieveResponse(passages=[source for _, source in found])))
 
+    async def chunks(self, document: str) -> Any:
+        return await self.engine.chunks("c", document, self.search.identity(self.workers.vocabulary.identity))
+
     async def names(self) -> list[str]:
         return [item.name for item in await self.engine.documents("c")]
 
@@ -107,54 +112,48 @@ class Rig:
 
 
 @pytest.fixture
-async def engine(tmp_path: Path) -> AsyncIterator[EmbeddedRetrieval]:
-    made = await EmbeddedRetrieval.open(tmp_path / "data")
-    yield made
-    await made.close()
+async def engine(tmp_path: Path, reopen: Reopen) -> EmbeddedRetrieval:
+    return await reopen(tmp_path / "data")
 
 
 @pytest.fixture
-async def rig(engine: EmbeddedRetrieval) -> AsyncIterator[Rig]:
-    made = Rig(engine, Topics())
+def topics() -> Topics:
+    return Topics()
+
+
+@pytest.fixture
+async def rig(engine: EmbeddedRetrieval, topics: Topics) -> AsyncIterator[Rig]:
+    made = Rig(engine, topics)
     yield made
     await made.ingesting.close()
 
 
-def embedder(rig: Rig) -> Topics:
-    assert isinstance(rig.search.embedder, Topics)
-    return rig.search.embedder
-
-
-async def test_what_is_unchanged_is_embedded_once(rig: Rig) -> None:
-    paragraphs = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(4)]
-    first = await rig.ingest("d.txt", "\n\n".join(paragraphs))
+async def test_what_is_unchanged_is_embedded_once(rig: Rig, topics: Topics) -> None:
+    first = await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
     assert (first.documents, first.chunks, first.replaced) == (1, 4, 0)
-    assert embedder(rig).texts == paragraphs
-    assert (await rig.ingest("d.txt", "\n\n".join(paragraphs))).replaced == 1
-    assert embedder(rig).texts == paragraphs
-    changed = [paragraphs[0], "Another paragraph tells of a lake, and of nothing else.", *paragraphs[2:]]
+    assert topics.texts == PARAGRAPHS
+    assert (await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))).replaced == 1
+    assert topics.texts == PARAGRAPHS
+    changed = [PARAGRAPHS[0], "Another paragraph tells of a lake, and of nothing else.", *PARAGRAPHS[2:]]
     await rig.ingest("d.txt", "\n\n".join(changed))
-    assert embedder(rig).texts == [*paragraphs, changed[1]]
+    assert topics.texts == [*PARAGRAPHS, changed[1]]
     (near,) = await rig.retrieve("Which water?", top_k=1)
     assert near.document == "d.txt"
-    model = rig.search.identity(rig.workers.vocabulary.identity)
-    vectors = np.stack([v for _, v in await rig.engine.chunks("c", "d.txt", model)])
+    vectors = np.stack([vector for _, vector in await rig.chunks("d.txt")])
     np.testing.assert_allclose(vectors, await Topics().embed(changed), atol=1e-6)
 
 
 async def test_what_was_encoded_ahead_of_time_stays_with_its_chunk(rig: Rig) -> None:
     rig.workers.vocabulary.model.recipes.add(name="r", neighbours=1)
-    paragraphs = [f"Paragraph {i} tells of a horse that has the code {i}." for i in range(3)]
-    await rig.ingest("d.txt", "\n\n".join(paragraphs))
+    await rig.ingest("d.txt", "\n\n".join(PARAGRAPHS))
     _ = [p async for p in rig.precompute.run(rig.tenant, pb.PrecomputeRequest(corpus="c", recipe="r"))]
-    assert len(rig.workers.encoded) == 3
-    await rig.ingest("d.txt", "\n\n".join([paragraphs[2], "A new one tells of something else, at some length."]))
-    model = rig.search.identity(rig.workers.vocabulary.identity)
-    kept = [(chunk.variant, chunk.neighbours) for chunk, _ in await rig.engine.chunks("c", "d.txt", model)]
+    assert len(rig.workers.encoded) == 4
+    await rig.ingest("d.txt", "\n\n".join([PARAGRAPHS[2], "A new one tells of something else, at some length."]))
+    kept = [(chunk.variant, chunk.neighbours) for chunk, _ in await rig.chunks("d.txt")]
     assert kept == [(b"v" * 32, 1), (b"", 0)]
 
 
-async def test_json_lines_are_many_documents(rig: Rig) -> None:
+async def test_json_lines_are_many_documents(rig: Rig, topics: Topics) -> None:
     lines = [
         {"id": "h/1", "title": "Horses", "text": "One has the code 7.", "metadata": {"year": "2020", "pages": 3}},
         "A lake is told of in a line without an id.",
@@ -167,10 +166,10 @@ async def test_json_lines_are_many_documents(rig: Rig) -> None:
     (horse, *_) = await rig.retrieve("code of the horse", {"year": "2020"})
     assert (horse.document, horse.title, horse.text) == ("p/h/1", "Horses", "One has the code 7.")
     assert horse.metadata == {"set": "a", "year": "2020", "pages": "3"}
-    assert embedder(rig).texts[0] == "Horses\nOne has the code 7."
+    assert topics.texts[0] == "Horses\nOne has the code 7."
     # Given as a passage it is the same chunk.
     ((chunk, _),) = given([pb.Passage(title=horse.title, text=horse.text)], rig.workers.vocabulary)
-    ((stored, _),) = await rig.engine.chunks("c", "p/h/1", rig.search.identity(rig.workers.vocabulary.identity))
+    ((stored, _),) = await rig.chunks("p/h/1")
     assert (chunk.text, chunk.ids) == (stored.text, stored.ids)
     long = await rig.retrieve("horse", {"year": "2021"}, top_k=20)
     assert len(long) > 3
@@ -236,9 +235,9 @@ async def test_a_reranker_has_the_last_word(engine: EmbeddedRetrieval) -> None:
     await rig.ingesting.close()
 
 
-async def test_an_embedder_that_is_away_is_told_and_nothing_stored(rig: Rig) -> None:
+async def test_an_embedder_that_is_away_is_told_and_nothing_stored(rig: Rig, topics: Topics) -> None:
     await rig.ingest("d.txt", "a horse")
-    embedder(rig).away = True
+    topics.away = True
     for call in (rig.ingest("e.txt", "a lake"), rig.retrieve("a horse?")):
         with pytest.raises(Unavailable, match="the embedder is away"):
             await call
@@ -252,12 +251,7 @@ async def test_a_corpus_of_another_embedder_or_model_is_told_and_moved(engine: E
     await first.ingest("b.txt", "The lake is deep.")
     assert [p.document for p in await first.retrieve("lake")] == ["b.txt"]
     await first.ingesting.close()
-    rigs = [
-        Rig(engine, Topics()),
-        Rig(engine, Topics("other", 8)),
-        Rig(engine, Topics("other", 8)),
-        Rig(engine, None),
-    ]
+    rigs = [Rig(engine, each) for each in (Topics(), Topics("other", 8), Topics("other", 8), None)]
     for rig in rigs[2:]:
         model = vocabulary(chunk="[{text}]").model
         model.name = "another model"

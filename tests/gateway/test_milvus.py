@@ -26,17 +26,16 @@ from tests.gateway import milvus_process
 from tests.gateway.conftest import Launch, Stack
 from tests.gateway.test_retrieval import DIM, MODEL, put, texts, vector
 
+Two = tuple[MilvusRetrieval, MilvusRetrieval]
+
 
 @pytest.fixture
-async def two(milvus: str, tmp_path: Path) -> AsyncIterator[tuple[MilvusRetrieval, MilvusRetrieval]]:
+async def two(milvus: str, tmp_path: Path) -> AsyncIterator[Two]:
     """Two gateways' engines over the same corpora."""
     made = await MilvusRetrieval.open(milvus, str(tmp_path)), await MilvusRetrieval.open(milvus, str(tmp_path))
     yield made
     for engine in made:
         await engine.close()
-
-
-Two = tuple[MilvusRetrieval, MilvusRetrieval]
 
 
 async def test_gateways_see_each_others_changes_at_once(two: Two, milvus: str, tmp_path: Path) -> None:
@@ -83,30 +82,25 @@ async def test_what_a_gateway_left_that_ended_in_the_middle_is_not_seen(two: Two
     assert await engine._milvus.count(name, f'owner == "{rows.owner("d")}"') == 1
 
 
-async def test_a_chunk_that_milvus_cannot_hold_is_refused(two: Two) -> None:
-    await put(two[0], "c", "d", "text")
-    with pytest.raises(InvalidArgument, match=r"chunk 1 of 'd' is larger than a field of Milvus.*lower chunk_tokens"):
-        await put(two[0], "c", "d", "fits", "x" * 70_000)
-    assert await texts(two[0], "c", "text") == ["text"]
-
-
-async def test_long_documents_come_back_whole(two: Two) -> None:
+async def test_long_documents_come_back_whole_and_a_chunk_that_milvus_cannot_hold_is_refused(two: Two) -> None:
     parts = [f"part {number}" for number in range(1203)]
     await put(two[0], "c", "d", *parts)
+    with pytest.raises(InvalidArgument, match=r"chunk 1 of 'd' is larger than a field of Milvus.*lower chunk_tokens"):
+        await put(two[0], "c", "d", "fits", "x" * 70_000)
     assert [chunk.text for chunk, _ in await two[1].chunks("c", "d", MODEL)] == parts
 
 
 @pytest.mark.slow
 async def test_milvus_ends_and_starts_again(tmp_path: Path) -> None:
     """kill -9: what was acknowledged is there; calls meanwhile end as UNAVAILABLE."""
-    with milvus_process.serving(tmp_path / "data") as url:
+    with milvus_process.running(tmp_path / "data") as (url, _):
         engine = await MilvusRetrieval.open(url)
         for number in range(10):
             await put(engine, "c", f"d{number}", f"text {number}")
     with pytest.raises(Unavailable, match="Milvus"):
         await engine.candidates("c", "text", vector("text"), 5, MODEL)
     await engine.close()
-    with milvus_process.serving(tmp_path / "data") as url:
+    with milvus_process.running(tmp_path / "data") as (url, _):
         engine = await MilvusRetrieval.open(url)
         assert [item.name for item in await engine.documents("c")] == [f"d{number}" for number in range(10)]
         assert await texts(engine, "c", "7") == ["text 7"]
@@ -172,23 +166,18 @@ async def test_a_call_takes_no_longer_than_its_caller_waits(two: Two, monkeypatc
     assert told == []
 
 
-async def test_a_list_ends_with_its_time_however_many_pages_are_left(
-    two: Two, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_list_ends_with_its_time_whatever_is_left(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each page has the whole time by itself; here none takes as long, and all take longer."""
     engine, read = two[0], list[float]()
     await put(engine, "c", "d", "text")
 
-    class Pages:
-        def next(self) -> list[Any]:
-            time.sleep(0.05)
-            read.append(0.05)
-            return [{}] if len(read) < 400 else []
+    def page() -> list[Any]:
+        time.sleep(0.05)
+        read.append(0.05)
+        return [{}] if len(read) < 400 else []
 
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(engine._milvus._client, "query_iterator", lambda *_, **__: Pages())
+    pages = SimpleNamespace(next=page, close=lambda: None)
+    monkeypatch.setattr(engine._milvus._client, "query_iterator", lambda *_, **__: pages)
     with within(1), pytest.raises(Unavailable, match="the deadline passed before all documents were read"):
         await engine.documents("c")
     assert 0 < len(read) < 400
@@ -225,12 +214,10 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
             seen.append("alone")
             assert gate._inside == 0
 
-    tasks = [asyncio.create_task(together("first")), asyncio.create_task(together("second"))]
-    await asyncio.sleep(0.01)
-    tasks.append(asyncio.create_task(alone()))
-    await asyncio.sleep(0.01)
-    tasks.append(asyncio.create_task(together("later")))
-    await asyncio.sleep(0.01)
+    tasks = []
+    for call in (together("first"), together("second"), alone(), together("later")):
+        tasks.append(asyncio.create_task(call))
+        await asyncio.sleep(0.01)
     assert seen == ["first", "second"]
     leave.set()
     await asyncio.gather(*tasks)
@@ -238,9 +225,7 @@ async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
 
 
 @pytest.mark.slow
-def test_two_gateways_answer_from_one_milvus(
-    launch_module: Launch, tiny_model: Path, tmp_path: Path, milvus: str
-) -> None:
+def test_two_gateways_share_one(launch_module: Launch, tiny_model: Path, tmp_path: Path, milvus: str) -> None:
     stack = Stack(launch_module, tmp_path, tiny_model, "--milvus-url", milvus)
     second = stack.start_gateway("--data-dir", str(tmp_path / "nothing"))
     stack.client.ingest("shared-by-two", "a.md", "The code of Bervek is 535.")

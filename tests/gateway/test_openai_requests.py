@@ -36,11 +36,7 @@ GOOD = {"model": "notes", "messages": ASKED, "max_tokens": 1}
         ({"tools": [{"type": "function"}]}, "tools", "not supported"),
         ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         ({"fusionkv": {"rato": 1}}, "fusionkv", "unknown field 'rato'"),
-        (
-            {"messages": [{"role": "assistant", "content": "x"}, *ASKED]},
-            "messages",
-            "the first turn must be the user's",
-        ),
+        ({"messages": [{"role": "assistant", "content": "x"}, *ASKED]}, "messages", "first turn must be the user's"),
         ({"messages": [{"role": "user", "content": " "}]}, "messages", "last message is empty"),
         ({"documents": "text"}, "documents", "wrong type"),
         ({"documents": [["text"]]}, "documents[0]", "must be a string or an object"),
@@ -64,52 +60,55 @@ def test_what_cannot_be_followed_is_refused(body: Any, param: str | None, said: 
 
 def test_everything_that_can_be_asked() -> None:
     body = {
-        "model": "notes:prophetkv@0.3",
-        "messages": ASKED,
-        "max_completion_tokens": 5,
-        "max_tokens": 7,
-        "temperature": 1,
-        "top_p": 0.5,
-        "seed": 3,
-        "stop": "end",
-        "stream": True,
-        "stream_options": {"include_usage": True},
+        "model": "notes:prophetkv@0.3", "messages": ASKED, "max_completion_tokens": 5, "max_tokens": 7,
+        "temperature": 1, "top_p": 0.5, "seed": 3, "stop": "end", "stream": True,
+        "stream_options": {"include_usage": True}, "user": "ignored",
         "fusionkv": {"top_k": 4, "order": "rank", "sample_top_k": 9, "query": "colour", "recipe": None},
-        "user": "ignored",
-    }
-    sampling = pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"])
+    }  # fmt: skip
     wanted = pb.GenerateRequest(
-        corpus="notes",
-        messages=[pb.Message(role=pb.ROLE_USER, text="Which colour?")],
-        recipe="prophetkv",
-        ratio=0.3,
-        top_k=4,
-        order=pb.ORDER_RANK,
-        sampling=sampling,
-        query="colour",
-    )
+        corpus="notes", messages=[pb.Message(role=pb.ROLE_USER, text="Which colour?")], recipe="prophetkv",
+        ratio=0.3, top_k=4, order=pb.ORDER_RANK, query="colour",
+        sampling=pb.Sampling(max_tokens=5, temperature=1, top_p=0.5, top_k=9, seed=3, stop=["end"]),
+    )  # fmt: skip
     assert chat.read(body) == chat.Chat(wanted, "notes:prophetkv@0.3", stream=True, usage=True)
 
 
+@pytest.mark.parametrize(
+    ("model", "own", "more"),
+    [
+        ("notes:prophetkv@0.25", {}, {"recipe": "prophetkv", "ratio": 0.25}),
+        ("notes@1", {"recipe": "a3", "ratio": 0, "top_k": 1}, {}),
+        ("", {"corpus": "notes", "recipe": "a3", "order": "rank"}, {"order": pb.ORDER_RANK}),
+    ],
+)
+def test_the_model_and_our_own_fields(model: str, own: dict[str, Any], more: dict[str, Any]) -> None:
+    nothing = {"n": 1, "user": "u", "metadata": {}, "tools": [], "presence_penalty": 0.0, "seed": None}
+    made = chat.read({**GOOD, **nothing, "model": model, "fusionkv": own}).request
+    wanted = {"corpus": "notes", "order": pb.ORDER_DOCUMENT, **own, **more}
+    said = [pb.Message(role=pb.ROLE_USER, text="Which colour?")]
+    assert made == pb.GenerateRequest(messages=said, sampling=pb.Sampling(max_tokens=1), **wanted)
+
+
 def test_passages_and_roles() -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "developer", "content": "Be brief."},
-        {"role": "user", "content": "Who?"},
+        {"role": "user", "content": [{"type": "text", "text": "Who?"}]},
         {"role": "assistant", "content": "He."},
         *ASKED,
     ]
+    texts = ("Be brief.", "Who?", "He.", "Which colour?")
     documents = ["Text.", {"content": "Lake.", "title": "Lakes", "page": 3, "tags": ["a"], "metadata": {"url": "u"}}]
-    made = chat.read({"model": "fusionkv@0.5", "messages": messages, "documents": documents}).request
+    made = chat.read({"model": "fusionkv@0.5", "messages": messages, "documents": documents, "seed": 0}).request
     roles = (pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT, pb.ROLE_USER)
     assert made == pb.GenerateRequest(
         passages=[
             pb.Passage(text="Text."),
             pb.Passage(text="Lake.", title="Lakes", metadata={"url": "u", "page": "3", "tags": '["a"]'}),
         ],
-        messages=[pb.Message(role=r, text=m["content"]) for r, m in zip(roles, messages, strict=True)],
+        messages=[pb.Message(role=role, text=text) for role, text in zip(roles, texts, strict=True)],
         ratio=0.5,
         order=pb.ORDER_DOCUMENT,
-        sampling=pb.Sampling(),
+        sampling=pb.Sampling(seed=0),
     )
     assert chat.read({**GOOD, "passages": documents}).request.passages == made.passages
 

@@ -28,15 +28,9 @@ def test_a_token_is_good_unchanged_alone(name: str, place: int, change: int) -> 
     assert page_tokens.last("acme", "c", token, 400) == name
     other = bytearray.fromhex(token)
     other[place % len(other)] ^= change
-    for tenant, corpus, tried in (
-        ("acme", "c", other.hex()),
-        ("acme", "c", token[:-2]),
-        ("acme", "c", token + "00"),
-        ("other", "c", token),
-        ("", "c", token),
-        ("acme", "d", token),
-        ("acme", "", token),
-    ):
+    changed = [("acme", "c", tried) for tried in (other.hex(), token[:-2], token + "00")]
+    of_others = [("other", "c", token), ("", "c", token), ("acme", "d", token), ("acme", "", token)]
+    for tenant, corpus, tried in (*changed, *of_others):
         with pytest.raises(InvalidArgument, match="bad page token"):
             page_tokens.last(tenant, corpus, tried, 400)
 
@@ -75,20 +69,15 @@ def names(page: pb.ListResponse) -> list[str]:
 @pytest.mark.system
 def test_a_token_of_another_tenant_or_listing_is_refused(listing: List) -> None:
     first = listing("acme", "c")
-    token = first.next_page_token
-    assert names(listing("acme", "c", token)) == ["acme c2", "acme c3"]
+    token, rest = first.next_page_token, listing("acme", "c", first.next_page_token)
+    assert (names(first), names(rest)) == (["acme c0", "acme c1"], ["acme c2", "acme c3"])
+    assert rest.next_page_token == ""
     corpora = listing("acme", "", size=1).next_page_token
     assert names(listing("acme", "", corpora)) == ["d"]
-    for tenant, corpus, tried in (
-        ("other", "c", token),
-        ("other", "", token),
-        ("other", "", corpora),
-        ("acme", "d", token),
-        ("acme", "", token),
-        ("acme", "c", corpora),
-        ("acme", "c", token[:-1] + ("0" if token[-1] != "0" else "1")),
-        ("acme", "c", b"acme c1".hex()),
-    ):
+    of_others = [("other", "c", token), ("other", "", token), ("other", "", corpora)]
+    of_listings = [("acme", "d", token), ("acme", "", token), ("acme", "c", corpora)]
+    made_up = [("acme", "c", tried) for tried in (token[:-1] + "01"[token[-1] == "0"], b"acme c1".hex(), "zz")]
+    for tenant, corpus, tried in (*of_others, *of_listings, *made_up):
         with pytest.raises(grpc.RpcError) as refused:
             listing(tenant, corpus, tried)
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]

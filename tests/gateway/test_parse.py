@@ -1,37 +1,29 @@
-"""Documents of every media type to text, and what is refused."""
+"""Documents of every media type to text, what is refused, and what stays of those that are shortened."""
 
 import io
 import json
-import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 from pypdf import PdfWriter
 
-from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.cli import main as cli
+from fusionkv.gateway.ingest import brief, parse
 from fusionkv.gateway.ingest.document import Document
 from fusionkv.gateway.ingest.media_types import HTML, JSONL, MARKDOWN, PDF, PLAIN
 from fusionkv.protos.runtime.errors import InvalidArgument
+from tests.fuzz.pdf_shapes import CATALOGUE, FONT, file, page, stream
 
 
 def pdf(*pages: str) -> bytes:
-    """A PDF 1.4 file with one line of text a page, written by hand."""
-    bodies = ["<< /Type /Catalog /Pages 2 0 R >>"]
-    kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(len(pages)))
-    bodies.append(f"<< /Type /Pages /Kids [{kids}] /Count {len(pages)} >>")
-    bodies.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
+    """A PDF file with one line of text a page, written by hand."""
+    kids = b" ".join(b"%d 0 R" % (4 + 2 * i) for i in range(len(pages)))
+    objects = [CATALOGUE, b"<< /Type /Pages /Kids [%s] /Count %d >>" % (kids, len(pages)), FONT]
     for i, text in enumerate(pages):
-        stream = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET"
-        page = f"/Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Contents {5 + 2 * i} 0 R"
-        bodies.append(f"<< {page} /Resources << /Font << /F1 3 0 R >> >> >>")
-        bodies.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
-    made, offsets = b"%PDF-1.4\n", []
-    for number, body in enumerate(bodies, 1):
-        offsets.append(len(made))
-        made += f"{number} 0 obj\n{body}\nendobj\n".encode()
-    table = "".join(f"{offset:010} 00000 n \n" for offset in offsets)
-    count = len(bodies) + 1
-    trailer = f"trailer\n<< /Size {count} /Root 1 0 R >>\nstartxref\n{len(made)}\n%%EOF\n"
-    return made + f"xref\n0 {count}\n0000000000 65535 f \n{table}{trailer}".encode()
+        drawn = stream(f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode())
+        objects += [page(b"%d 0 R" % (5 + 2 * i), b"/Font << /F1 3 0 R >>"), drawn]
+    return file(objects)
 
 
 def encrypted_pdf(password: str) -> bytes:
@@ -82,10 +74,7 @@ def test_html_may_declare_its_encoding() -> None:
 
 def test_pdf_pages_are_read_in_order() -> None:
     assert texts(pdf("first page", "second page"), PDF) == ["first page\n\nsecond page"]
-
-
-def test_pdf_with_an_empty_user_password_is_readable() -> None:
-    assert texts(encrypted_pdf(""), PDF) == ["secret"]
+    assert texts(encrypted_pdf(""), PDF) == ["secret"], "with an empty user password it can be read"
 
 
 def test_each_json_line_is_a_document() -> None:
@@ -128,11 +117,7 @@ def test_each_json_line_is_a_document() -> None:
         (b'{"text": "a", "title": ["x"]}', JSONL, 'line 1 has a "title" that is not a string'),
         (b'{"text": "a", "metadata": "x"}', JSONL, 'line 1 has "metadata" that is not an object'),
         (b'{"text": "a", "metadata": {"a=b": "x"}}', JSONL, "line 1: a metadata key is empty or contains `=`"),
-        (
-            b'{"text": "a", "metadata": {"a": "' + b"x" * 5000 + b'"}}',
-            JSONL,
-            "line 1: the metadata has more than 4096",
-        ),
+        (b'{"text": "a", "metadata": {"a": "%s"}}' % (b"x" * 5000), JSONL, "line 1: the metadata has more than 4096"),
         (b'{"text": "a", "title": "\\ud800"}', JSONL, "line 1 contains half of a surrogate pair"),
     ],
 )
@@ -141,27 +126,37 @@ def test_content_that_is_not_of_its_type_is_refused(content: bytes, kind: str, e
         parse.parse(content, kind)
 
 
+SENTENCES = [f"Report Velnora says that Name{i} of the grey house has the code {100 + i}." for i in range(8)]
+TEXT = " ".join(SENTENCES)
+
+
 @pytest.mark.parametrize(
-    ("kind", "seed"),
+    ("name", "content", "kind"),
     [
-        (PDF, pdf("hello", "two")),
-        (PDF, encrypted_pdf("")),
-        (HTML, b"<title>T</title><h1>x</h1><table><tr><td>a</table><ul><li>b<![CDATA[x]]><!-- c --><p>&amp;&#x41;"),
-        (JSONL, b'{"text": "a", "title": "t"}\n"b"\n'),
+        ("a.txt", TEXT, "text/plain"),
+        ("a.md", TEXT, "text/markdown"),
+        ("a.html", f"<p>{TEXT}</p>", "text/markdown"),
+        ("a.jsonl", f"{json.dumps(TEXT)}\n\n{json.dumps({'id': 'x', 'text': TEXT})}\n", "application/jsonl"),
     ],
 )
-def test_broken_content_is_parsed_or_refused_and_never_worse(kind: str, seed: bytes) -> None:
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(150):
-        content = bytearray(seed)
-        for _ in range(rng.randint(1, 6)):
-            at, length = rng.randrange(len(content)), rng.randrange(20)
-            content[at : at + rng.choice([0, length])] = bytes(
-                rng.choices(b"<>![]()/&;-{}0123456789abc obj R", k=length)
-            )
-        try:
-            parse.parse(bytes(content), kind)
-        except InvalidArgument:
-            refused += 1
-    assert refused or kind == HTML
+def test_half_of_the_sentences_stay(name: str, content: str, kind: str) -> None:
+    text, found = brief.document(name, content.encode(), "", 0.5)
+    assert found == kind
+    texts = [text]
+    if kind.endswith("jsonl"):
+        lines = [json.loads(line or "{}") for line in text.split("\n")]
+        assert [line.get("id") for line in lines] == [None, None, "x"]
+        texts = [line["text"] for line in (lines[0], lines[2])]
+    for part in texts:
+        assert 3 <= sum(sentence in part for sentence in SENTENCES) <= 4
+        assert len(part) <= len(TEXT) / 2
+
+
+@pytest.mark.system
+def test_the_command_stores_the_shorter_text(stack: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(TEXT)
+    flags = ["--gateway", stack.gateway.address, "--json"]
+    assert cli.main(["ingest", "brief", str(tmp_path), "--compress", "0.5", *flags]) == 0
+    assert cli.main(["ingest", "whole", str(tmp_path), *flags]) == 0
+    short, long = (sum(p.tokens for p in stack.client.retrieve(c, "code?", top_k=50)) for c in ("brief", "whole"))
+    assert 0 < short <= long / 2 + 2

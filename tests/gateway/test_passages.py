@@ -18,6 +18,10 @@ pytestmark = pytest.mark.system
 WHO = "Whose code is 103?"
 
 
+def said(**by_role: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text} for role, text in by_role.items()]
+
+
 def hits(answer: Answer) -> int:
     return sum(hit.chunks for hit in answer.summary.hits if hit.kind == "exact")
 
@@ -66,12 +70,7 @@ def laid_out(client: Client, **asked: Any) -> tuple[str, str]:
 
 def test_messages_keep_their_roles(client: Client) -> None:
     """As text, since this model has no chat template."""
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Who?"},
-        {"role": "assistant", "content": "He."},
-        {"role": "user", "content": "Why?"},
-    ]
+    messages = said(system="Be brief.", user="Who?", assistant="He.") + said(user="Why?")
     conversation = "Question: Who?\nAnswer: He.\nQuestion: Why?\nAnswer:"
     assert laid_out(client, messages=messages) == ("<bos>Be brief.\n", conversation)
     assert laid_out(client, messages=messages[1:], system="Be kind.") == ("<bos>Be kind.\n", conversation)
@@ -92,11 +91,7 @@ def test_kv_depends_on_the_system_prompt_and_on_no_conversation(client: Client) 
 
 
 def test_a_conversation_over_a_corpus_is_searched_by_its_last_message(client: Client) -> None:
-    messages = [
-        {"role": "user", "content": "Name5, Name5, Name5?"},
-        {"role": "assistant", "content": "Name5 is 105."},
-        {"role": "user", "content": "And the code of Name2?"},
-    ]
+    messages = said(user="Name5, Name5, Name5?", assistant="Name5 is 105.") + said(user="And the code of Name2?")
     answer = client.ask("base", messages=messages, top_k=1, max_tokens=1)
     assert [s.document for s in answer.sources] == ["page-2.txt"]
     answer = client.ask("base", messages=messages, query="Name4", top_k=1, max_tokens=1)

@@ -1,4 +1,4 @@
-"""Requests checked and put together, without any process."""
+"""Requests read from questions and messages, checked and put together, without any process."""
 
 from dataclasses import replace
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusionkv.gateway import plan
+from fusionkv.gateway.client import requests
 from fusionkv.gateway.conversation import Conversation
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
@@ -22,29 +23,28 @@ ONE = pb.Passage(text="one")
 FULL = fusion_pb2.Recipe(name="full", default_ratio=1.0)
 
 
-def vocabulary(max_tokens: int = 100) -> Vocabulary:
+def vocabulary() -> Vocabulary:
     tokenizer = Tokenizer(models.WordLevel({"w": 0, "s": 1, "q": 2, "?": 3}, unk_token="w"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return Vocabulary(
-        fusion_pb2.GetModelResponse(
-            fingerprint=b"f" * 32,
-            tokenizer_json=tokenizer.to_str().encode(),
-            template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
-            max_tokens=max_tokens,
-            recipes=[PLAIN, NEAR, FULL],
-            modifiers=[
-                fusion_pb2.Modifier(name="window"),
-                fusion_pb2.Modifier(name="near", neighbours=3),
-                fusion_pb2.Modifier(name="versions", neighbours=0),
-            ],
-        )
+    modifiers = [fusion_pb2.Modifier(name="window"), fusion_pb2.Modifier(name="near", neighbours=3)]
+    model = fusion_pb2.GetModelResponse(
+        fingerprint=b"f" * 32,
+        tokenizer_json=tokenizer.to_str().encode(),
+        template=fusion_pb2.PromptTemplate(system="s", chunk="{text}", question="q {question} ?"),
+        max_tokens=100,
+        recipes=[PLAIN, NEAR, FULL],
+        modifiers=[*modifiers, fusion_pb2.Modifier(name="versions", neighbours=0)],
     )
+    return Vocabulary(model)
+
+
+WHY = pb.GenerateRequest(question="why", corpus="c")
 
 
 def build(
-    request: pb.GenerateRequest, recipe: fusion_pb2.Recipe, passages: Any, vocabulary: Vocabulary, tenant: str
+    recipe: fusion_pb2.Recipe, passages: Any, tenant: str = "", asked: pb.GenerateRequest = WHY
 ) -> fusion_pb2.GenerateRequest:
-    return plan.build(request, Conversation.of(request), recipe, passages, vocabulary, tenant)
+    return plan.build(asked, Conversation.of(asked), recipe, passages, vocabulary(), tenant)
 
 
 def chunk(document: str, position: int, tokens: int = 10, variant: bytes = b"") -> Chunk:
@@ -70,7 +70,7 @@ def test_order(order: pb.Order, keys: list[tuple[str, int]]) -> None:
 def test_the_request_holds_all_parts() -> None:
     sampling = pb.Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=3, seed=0, stop=["x"])
     asked = pb.GenerateRequest(question="why", ratio=0.0, sampling=sampling)
-    made = build(asked, NEAR, PASSAGES, vocabulary(), "t")
+    made = build(NEAR, PASSAGES, "t", asked)
     assert made.recipe == "near"
     assert made.HasField("ratio")
     assert made.ratio == 0
@@ -117,8 +117,7 @@ def test_recipes_that_are_none(name: str, message: str) -> None:
 @pytest.mark.parametrize("name", ["plain", "near+near(2)", "near+near(4)"])
 def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
     """Nor to a recipe that wants none."""
-    recipe = plan.recipe(name, vocabulary())
-    made = build(pb.GenerateRequest(question="why"), recipe, PASSAGES, vocabulary(), "")
+    made = build(plan.recipe(name, vocabulary()), PASSAGES)
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
     assert not made.HasField("ratio")
     assert not made.sampling.HasField("seed")
@@ -137,16 +136,14 @@ def test_what_was_encoded_with_other_neighbours_is_not_sent(name: str) -> None:
         ("full", (5, 5, 5), "full"),
     ],
 )
-def test_a_gateways_own_recipe_reuses_chunks_as_most_were_encoded(
-    name: str, encoded: tuple[int, ...], expected: str
-) -> None:
+def test_the_default_reuses_chunks_as_most_were_encoded(name: str, encoded: tuple[int, ...], expected: str) -> None:
     passages = [
         (replace(chunk, variant=b"v" * 32 if count else b"", neighbours=count), score)
         for (chunk, score), count in zip(PASSAGES, encoded, strict=True)
     ]
     found = plan.as_encoded(plan.recipe(name, vocabulary()), passages, vocabulary())
     assert found.name == expected
-    made = build(pb.GenerateRequest(question="why"), found, passages, vocabulary(), "")
+    made = build(found, passages)
     assert [bool(c.variants) for c in made.chunks] == [count == found.neighbours > 0 for count in encoded]
 
 
@@ -154,20 +151,19 @@ def test_a_gateways_own_recipe_reuses_chunks_as_most_were_encoded(
 def test_a_variant_of_which_the_neighbours_are_not_known_is_not_sent(name: str) -> None:
     """Corpora of earlier gateways have such."""
     earlier = [(replace(chunk, variant=b"v" * 32, neighbours=0), score) for chunk, score in PASSAGES]
-    made = build(pb.GenerateRequest(question="why"), plan.recipe(name, vocabulary()), earlier, vocabulary(), "")
+    made = build(plan.recipe(name, vocabulary()), earlier)
     assert [list(c.variants) for c in made.chunks] == [[], [], []]
 
 
-@pytest.mark.parametrize(("answer", "fits"), [(0, True), (66, True), (67, False)])
-def test_prompt_and_answer_must_fit_the_model(answer: int, fits: bool) -> None:
-    asked = pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
-    if fits:
-        build(asked, PLAIN, PASSAGES, vocabulary(100), "")
-    else:
-        with pytest.raises(
-            InvalidArgument, match=r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
-        ):
-            build(asked, PLAIN, PASSAGES, vocabulary(100), "")
+def test_prompt_and_answer_must_fit_the_model() -> None:
+    def asked(answer: int) -> pb.GenerateRequest:
+        return pb.GenerateRequest(question="why", sampling=pb.Sampling(max_tokens=answer))
+
+    for answer in (0, 66):
+        build(PLAIN, PASSAGES, asked=asked(answer))
+    told = r"34 tokens \(1 system, 30 in 3 chunks, 3 question\).*67 more.*100"
+    with pytest.raises(InvalidArgument, match=told):
+        build(PLAIN, PASSAGES, asked=asked(67))
 
 
 @pytest.mark.parametrize(
@@ -204,16 +200,68 @@ def test_words_decide_where_a_chunk_has_much_of_the_question() -> None:
     for words, first in ((40.0, "named"), (4.0, "near")):
         named, near = Candidate(chunk("named", 0), words, 0.3), Candidate(chunk("near", 0), 0.0, 0.6)
         assert hybrid.rank([near, named], 0.5, 1)[0][0].key == (first, 0)
-
-
-def test_without_common_words_meaning_decides() -> None:
+    # Without common words meaning decides.
     found = hybrid.rank([Candidate(chunk("d", i), 0.0, i / 10) for i in range(5)], 0.3, 2)
     assert [(c.position, round(score, 3)) for c, score in found] == [(4, 0.12), (3, 0.09)]
 
 
 def test_what_is_said_of_a_corpus_names_its_tenant_and_gives_nothing_away() -> None:
-    asked = pb.GenerateRequest(question="why", corpus="c")
-    labels = [build(asked, PLAIN, PASSAGES, vocabulary(), tenant).corpus for tenant in ("", "salt-1", "salt-2")]
+    labels = [build(PLAIN, PASSAGES, tenant).corpus for tenant in ("", "salt-1", "salt-2")]
     assert labels[0] == "c"
     assert len(set(labels)) == 3
     assert not any("salt" in label for label in labels)
+
+
+def read(*said: tuple[str, str], **options: Any) -> Conversation:
+    messages = [{"role": role, "content": text} for role, text in said]
+    return Conversation.of(requests.generate("c", messages=messages, **options))
+
+
+def test_roles_become_turns() -> None:
+    assert Conversation.of(pb.GenerateRequest(question="Who?", system="Brief.")) == Conversation(("Who?",), "Brief.")
+    talk = ("user", "Who?"), ("assistant", "He."), ("system", "Be kind."), ("user", "Why?")
+    asked = read(("system", "Be brief."), *talk)
+    assert asked == Conversation(("Who?", "He.", "Why?"), "Be brief.\n\nBe kind.")
+    assert asked.question == "Why?"
+    assert read(("user", "Why?"), system="Be brief.") == Conversation(("Why?",), "Be brief.")
+    # Messages of one role that follow each other are one turn.
+    asked = read(("user", "Hello."), *talk[:2], ("assistant", "Or she."), ("user", "Why?"))
+    assert asked.turns == ("Hello.\n\nWho?", "He.\n\nOr she.", "Why?")
+
+
+def said(*roles: int, text: str = "x", **more: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(messages=[pb.Message(role=role, text=text) for role in roles], **more)
+
+
+SYSTEM, USER, ASSISTANT = pb.ROLE_SYSTEM, pb.ROLE_USER, pb.ROLE_ASSISTANT
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (said(), "the question is empty"),
+        (said(question=" \n"), "the question is empty"),
+        (said(0, question="q"), "either a question or messages, not both"),
+        (said(0), "message 0 has none of the roles"),
+        (said(9), "message 0 has none of the roles"),
+        (said(SYSTEM), "last message must have the role user"),
+        (said(USER, ASSISTANT), "last message must have the role user"),
+        (said(USER, text=""), "last message is empty"),
+        (said(ASSISTANT, USER), "the first turn must be the user's"),
+        (said(SYSTEM, USER, system="s"), "system prompt is given both as a field and as a message"),
+        (
+            said(USER, ASSISTANT, USER, text="x" * 30_000),
+            "the conversation has 90000 characters; the maximum is 65536",
+        ),
+        (said(*[0] * 1025), "1025 messages are given; the maximum is 1024"),
+        (said(question="q", system="x" * 65_537), "the system prompt has 65537 characters"),
+    ],
+)
+def test_what_cannot_be_followed_is_named(request_: pb.GenerateRequest, error: str) -> None:
+    with pytest.raises(InvalidArgument, match=error):
+        Conversation.of(request_)
+
+
+def test_a_role_that_there_is_not() -> None:
+    with pytest.raises(InvalidArgument, match="unknown role 'tool' of a message; known: system, user, assistant"):
+        read(("tool", "x"))

@@ -9,7 +9,8 @@ from fusionkv.gateway.client.client import Client
 from fusionkv.gateway.client.results import Summary
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.gateway import sentence_models
-from tests.services import Launch, start_cache, start_gateway, start_worker
+from tests.gateway.conftest import Serve, Start
+from tests.services import Launch, start_cache
 
 pytestmark = pytest.mark.system
 
@@ -50,35 +51,25 @@ def test_the_default_recipe_needs_nothing_but_chunks_encoded_alone(stack: Any) -
         [*client.precompute("ahead", "prefix_cache")]
 
 
-def test_a_corpus_with_embeddings_has_its_correction_learned(
-    launch: Launch, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_a_correction_is_learned_with_embeddings(cache: Any, start: Start, serve: Serve, tmp_path: Path) -> None:
     """It is read as what it was made with, the embedder among it."""
-    worker = start_worker(launch, tiny_model, cache=start_cache(launch, tmp_path))
-    embedder = ("--embedder", str(sentence_models.write(tmp_path / "embedder")), "--embedder-threads", "1")
-    gateway = start_gateway(launch, tmp_path, worker, *embedder)
-    with Client(gateway.address, timeout=60) as client:
-        for i in range(9):
-            client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
-        assert [[*client.precompute("embedded")][-1].skipped for _ in range(2)] == [0, 9]
-        assert client.ask("embedded", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
+    worker = start(cache=cache)
+    embedder = str(sentence_models.write(tmp_path / "embedder"))
+    client, _ = serve(worker, "--embedder", embedder, "--embedder-threads", "1")
+    for i in range(9):
+        client.ingest("embedded", f"{i}.txt", f"Of Name{i}: " + f"a{i} b{i} c{i} " * 20)
+    assert [[*client.precompute("embedded")][-1].skipped for _ in range(2)] == [0, 9]
+    assert client.ask("embedded", "Name1, a2, b3 and c4?", max_tokens=1).summary.chunks_corrected > 0
 
 
-def test_what_the_cache_lost_is_encoded_again(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_the_cache_lost_is_encoded_again(start: Start, launch: Launch, serve: Serve, tmp_path: Path) -> None:
     """Two caches, one after the other, below one gateway's corpora."""
-
-    def start(name: str) -> Any:
-        worker = start_worker(launch, tiny_model, cache=start_cache(launch, tmp_path / name))
-        return start_gateway(launch, tmp_path, worker)
-
-    gateway = start("first")
-    with Client(gateway.address, timeout=60) as client:
-        for i in range(3):
-            client.ingest("c", f"{i}.txt", f"page {i} is about subject{i}")
-        assert [[*client.precompute("c", "fusionrag")][-1].skipped for _ in range(2)] == [0, 3]
-    assert gateway.stop() == 0
-    with Client(start("second").address, timeout=60) as client:
+    for name in ("first", "second"):
+        client, gateway = serve(start(cache=start_cache(launch, tmp_path / name)))
+        if name == "first":
+            for i in range(3):
+                client.ingest("c", f"{i}.txt", f"page {i} is about subject{i}")
         assert [[*client.precompute("c", "fusionrag")][-1].skipped for _ in range(2)] == [0, 3]
         summary = client.ask("c", "subject1?", recipe="fusionrag", max_tokens=1).summary
-        assert not summary.degraded
-        assert (summary.chunks_missed, summary.tokens_encoded) == (0, 0)
+        assert (summary.degraded, summary.chunks_missed, summary.tokens_encoded) == (False, 0, 0)
+        assert gateway.stop() == 0

@@ -1,4 +1,4 @@
-"""Quotas by tenant: buckets by a clock of the test's own, the file, and a real gateway that refuses and says when."""
+"""What tenants may use and share: buckets, places in turn, and a real gateway that refuses and says when."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.gateway.auth.quotas import Bucket, Meter, Quota, Quotas
+from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.cli import main as cli
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
@@ -22,7 +24,9 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import ResourceExhausted
 from fusionkv.protos.runtime.watched import BadFile
 from tests.examples import examples
-from tests.services import Launch, start_gateway, start_worker, token_entry, token_flags
+from tests.gateway.conftest import Start
+from tests.services import Launch, start_gateway, token_entry, token_flags
+from tests.waiting import until
 
 
 class Clock:
@@ -30,6 +34,13 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def refused(meter: Meter, match: str = "") -> float:
+    """Seconds after which to try again."""
+    with pytest.raises(ResourceExhausted, match=match) as raised:
+        meter.admit()
+    return raised.value.retry_after or 0.0
 
 
 @given(st.integers(1, 10_000), st.lists(st.tuples(st.floats(0, 100), st.integers(1, 100)), min_size=1, max_size=50))
@@ -60,16 +71,12 @@ async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
     meter = Meter(lambda: quota, clock)
     for _ in range(3):
         meter.admit()
-    with pytest.raises(ResourceExhausted, match="3 requests per minute") as raised:
-        meter.admit()
-    assert raised.value.retry_after == pytest.approx(20)
+    assert refused(meter, "3 requests per minute") == pytest.approx(20)
     clock.now += 20
     meter.admit()
     meter.spend(250)  # 150 in debt, and one more is needed
     clock.now += 60
-    with pytest.raises(ResourceExhausted, match="100 tokens per minute") as raised:
-        meter.admit()
-    assert raised.value.retry_after == pytest.approx(51 / 100 * 60)
+    assert refused(meter, "100 tokens per minute") == pytest.approx(51 / 100 * 60)
     clock.now += 31
     meter.admit()
 
@@ -89,9 +96,7 @@ async def test_a_meter_counts_requests_tokens_and_bytes() -> None:
 
 @settings(max_examples=examples(50))
 @given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.integers(0, 3), st.booleans()), max_size=12))
-async def test_documents_that_arrive_together_are_never_more_than_the_quota(
-    documents: list[tuple[int, int, int, bool]],
-) -> None:
+async def test_documents_that_arrive_together_keep_to_the_quota(documents: list[Any]) -> None:
     """Counting, storing and failing take some turns of the event loop each, as a retrieval engine far away does."""
     meter, kept = Meter(lambda: Quota(stored_bytes=100)), [0]
 
@@ -127,17 +132,14 @@ def test_what_is_given_back_is_there_again_and_no_more() -> None:
     meter = Meter(lambda: Quota(tokens_per_minute=100), clock)
     meter.admit()
     meter.spend(100)
-    with pytest.raises(ResourceExhausted):
-        meter.admit()
+    refused(meter)
     meter.give_back(100)
     for _ in range(2):
         meter.admit()
         meter.give_back(1000)
         meter.admit()
         meter.spend(100)
-        with pytest.raises(ResourceExhausted) as raised:
-            meter.admit()
-        assert raised.value.retry_after == pytest.approx(0.6)
+        assert refused(meter) == pytest.approx(0.6)
         clock.now += 60
 
 
@@ -151,8 +153,7 @@ def test_a_quota_that_changes_holds_at_once(used: int) -> None:
     quota = Quota(requests_per_minute=2)
     for _ in range(2):
         meter.admit()
-    with pytest.raises(ResourceExhausted):
-        meter.admit()
+    refused(meter)
     quota = Quota()
     meter.admit()
 
@@ -179,11 +180,11 @@ def test_the_file_names_a_default_and_tenants(tmp_path: Path) -> None:
 
 
 @pytest.mark.system
-def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+def test_a_gateway_refuses_what_is_over_and_says_when(start: Start, launch: Launch, tmp_path: Path) -> None:
     tokens = token_flags(tmp_path, *(token_entry(tenant, "app", tenant) for tenant in ("acme", "other")))
     quotas = tmp_path / "quotas"
     quotas.write_text("[tenants.acme]\nstored_bytes = 100\n")
-    worker = start_worker(launch, tiny_model)
+    worker = start()
     gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(quotas))
     with Client(gateway.address, token="acme") as acme, Client(gateway.address, token="other") as other:
         acme.ingest("c", "a", b"x" * 60, media_type="text/plain")
@@ -197,7 +198,8 @@ def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model
         # The one that has to wait longest comes last, since a minute may pass on a busy machine.
         for client, what in ((other, "50 tokens"), (acme, "1 requests")):
             with pytest.raises(ResourceExhausted, match=f"quota of {what} per minute") as raised:
-                ask_until_refused(client)
+                # The file is looked at once a second.
+                _ = [client.ask("c", "What?", max_tokens=3) for _ in range(1000)]
             assert 0 < (raised.value.retry_after or 0) <= 3600
     # What any caller of any language reads: trailing metadata.
     with rpc.dial_sync(gateway.address) as channel, pytest.raises(grpc.RpcError) as refused:
@@ -208,31 +210,24 @@ def test_a_gateway_refuses_what_is_over_and_says_when(launch: Launch, tiny_model
     assert 0 < int(hint) <= 60_000
 
 
-def ask_until_refused(client: Client) -> None:
-    for _ in range(1000):  # the file is looked at once a second
-        client.ask("c", "What?", max_tokens=3)
-
-
 @pytest.mark.slow
 @pytest.mark.system
-def test_the_command_line_waits_for_its_turn(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
-    from fusionkv.gateway.cli.main import main
-
+def test_the_command_line_waits_for_its_turn(start: Start, launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "quotas").write_text("[default]\nrequests_per_minute = 30\n")
     (tmp_path / "docs").mkdir()
     for number in range(32):
         (tmp_path / "docs" / f"{number}.txt").write_text(f"Page {number}.")
-    worker = start_worker(launch, tiny_model)
+    worker = start()
     gateway = start_gateway(launch, tmp_path, worker, "--quotas", str(tmp_path / "quotas"))
     began = time.monotonic()
-    assert main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
+    assert cli.main(["ingest", "c", str(tmp_path / "docs"), "--gateway", gateway.address, "--json"]) == 0
     # A minute's worth at once, then one every two seconds.
     assert time.monotonic() - began > 3.9
 
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_calls_that_come_together_keep_to_every_quota(launch: Launch, tiny_model: Path, tmp_path: Path) -> None:
+def test_calls_that_come_together_keep_to_every_quota(start: Start, launch: Launch, tmp_path: Path) -> None:
     """Each is used up to its edge and not beyond; what failed gives back what it held."""
     tenants = ("requests", "bytes", "tokens")
     tokens = token_flags(tmp_path, *(token_entry(tenant, tenant=tenant) for tenant in tenants))
@@ -241,19 +236,20 @@ def test_calls_that_come_together_keep_to_every_quota(launch: Launch, tiny_model
         "[tenants.bytes]\nstored_bytes = 1000\n"
         "[tenants.tokens]\ntokens_per_minute = 4000\n"
     )
-    worker = start_worker(launch, tiny_model, "--max-requests", "1", "--max-queue", "0")
+    worker = start("--max-requests", "1", "--max-queue", "0")
     gateway = start_gateway(launch, tmp_path, worker, *tokens, "--quotas", str(tmp_path / "quotas"))
 
-    def together(calls: list[Callable[[], Any]]) -> list[type[Exception] | None]:
-        def outcome(call: Callable[[], Any]) -> type[Exception] | None:
-            try:
-                call()
-            except ResourceExhausted as error:
-                return type(error)
-            return None
+    def taken(call: Callable[[], Any]) -> bool:
+        try:
+            call()
+        except ResourceExhausted:
+            return False
+        return True
 
+    def together(calls: list[Callable[[], Any]]) -> int:
+        """How many were not refused."""
         with ThreadPoolExecutor(len(calls)) as threads:
-            return list(threads.map(outcome, calls))
+            return sum(threads.map(taken, calls))
 
     def document(client: Client, name: str, size: int) -> Callable[[], Any]:
         return lambda: client.ingest("c", name, b"x" * size, media_type="text/plain")
@@ -262,24 +258,86 @@ def test_calls_that_come_together_keep_to_every_quota(launch: Launch, tiny_model
         clients = [stack.enter_context(Client(gateway.address, token=t, timeout=60)) for t in tenants]
         requests, stored, spent = clients
         began = time.monotonic()
-        told = together([requests.list] * 40)
-        assert 5 <= told.count(None) <= 5 + (time.monotonic() - began) * 5 / 60
-        assert set(told) == {None, ResourceExhausted}
+        assert 5 <= together([requests.list] * 40) <= 5 + (time.monotonic() - began) * 5 / 60
 
-        told = together([document(stored, f"d{n}", 70) for n in range(30)])
+        count = together([document(stored, f"d{n}", 70) for n in range(30)])
         (kept,) = stored.list()
-        assert kept.bytes == 70 * told.count(None) <= 1000
+        assert kept.bytes == 70 * count <= 1000
         # While a document is stored it may count twice, so the last that fit may have been refused, and fit now.
         for n in range(30):
-            with contextlib.suppress(ResourceExhausted):
-                document(stored, f"d{n}", 70)()
+            taken(document(stored, f"d{n}", 70))
         (kept,) = stored.list()
         assert kept.bytes == 14 * 70
 
         # A prompt takes some 400 tokens. Those that the worker turned away cost nothing.
         document(spent, "a", 300)()
         ask = functools.partial(spent.ask, "c", "What is x?", max_tokens=200)
-        told = together([ask] * 20)
-        assert 0 < told.count(None) < 5
-        assert set(told) == {None, ResourceExhausted}
+        assert 0 < together([ask] * 20) < 5
         ask()
+
+
+def test_one_tenant_leaves_some_to_the_others_and_what_was_held_is_given_back() -> None:
+    shares = Shares(3, spare=1)
+    assert [shares.take(tenant) for tenant in "aaabb"] == [True, True, False, True, False]
+    shares.release("a")
+    assert shares.held == 2
+    assert shares.take("b")
+    shares = Shares(10)
+    with shares.holding("a", 8) as first, shares.holding("a", 3) as second:
+        assert (first, second) == (True, False)
+        assert shares.held == 8
+    assert shares.held == 0
+
+
+@pytest.mark.parametrize(("total", "spare", "most"), [(3, 0, 3), (1, 1, 1), (2, 1, 1), (100, 60, 100), (100, 50, 50)])
+def test_what_one_tenant_may_hold(total: int, spare: int, most: int) -> None:
+    shares = Shares(total, spare=spare)
+    assert shares.take("a", most)
+    assert not shares.take("a")
+    assert shares.take("b", total - most) or most == total
+
+
+async def test_tenants_that_wait_go_in_turn() -> None:
+    shares, order = Shares(1, spare=1), []
+
+    async def call(tenant: str) -> None:
+        await shares.wait(tenant)
+        order.append(tenant)
+
+    await shares.wait("a")
+    waiting = [asyncio.create_task(call(t)) for t in "aaaabbc"]
+    await asyncio.sleep(0)
+    for number, tenant in enumerate("abcabaa", 1):
+        shares.release(order[-1] if order else "a")
+        await until(lambda number=number: len(order) == number)
+        assert order[-1] == tenant
+    await asyncio.gather(*waiting)
+
+
+async def test_a_tenant_with_all_that_it_may_have_keeps_nobody_waiting() -> None:
+    shares = Shares(2, spare=1)
+    await shares.wait("a")
+    waiting = asyncio.create_task(shares.wait("a"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(shares.wait("b"), 10)
+    assert not waiting.done()
+    shares.release("a")
+    await asyncio.wait_for(waiting, 10)
+
+
+async def test_who_gives_up_waiting_takes_nothing() -> None:
+    shares = Shares(1)
+    await shares.wait("a")
+    early, late = (asyncio.create_task(shares.wait("a")) for _ in range(2))
+    await asyncio.sleep(0)
+    early.cancel()
+    await asyncio.gather(early, return_exceptions=True)
+    shares.release("a")
+    await asyncio.wait_for(late, 10)
+    # Given and given up at once.
+    last = asyncio.create_task(shares.wait("a"))
+    await asyncio.sleep(0)
+    shares.release("a")
+    last.cancel()
+    await asyncio.gather(last, return_exceptions=True)
+    assert shares.held == 0

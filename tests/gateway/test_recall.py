@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from tests.gateway.test_ingest import Topics
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32)
 QUESTIONS = 160
+Capsys = pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
@@ -41,16 +41,10 @@ async def test_the_default_top_k_holds_all_pages_of_a_story(root: Path, tmp_path
 def write(file: Path) -> Path:
     """Two questions: one that shares words with its passage alone, and one that only its topic leads to."""
     others = [{"title": f"Other {i}", "text": f"Nothing of note, number {i}.", "gold": False} for i in range(30)]
-    asked = [
-        {"question": "What is the code 4711 for?", "ctxs": [{"title": "A", "text": "4711 opens it.", "gold": True}]},
-        {
-            "question": "Which horse?",
-            "ctxs": [{"title": "", "text": f"Horses are animals {i}.", "gold": i < 2} for i in range(3)],
-        },
-    ]
-    for each in asked:
-        each["ctxs"] = [*each["ctxs"], *others]  # type: ignore[list-item,misc]
-    file.write_text(json.dumps(asked))
+    code = [{"title": "A", "text": "4711 opens it.", "gold": True}]
+    horses = [{"title": "", "text": f"Horses are animals {i}.", "gold": i < 2} for i in range(3)]
+    asked = {"What is the code 4711 for?": code, "Which horse?": horses}
+    file.write_text(json.dumps([{"question": q, "ctxs": [*found, *others]} for q, found in asked.items()]))
     return file
 
 
@@ -58,9 +52,8 @@ async def test_shares_and_ranks_by_hand(tmp_path: Path) -> None:
     rows = await recall.measure(write(tmp_path / "small.json"), Topics())
     found = {row.mode: row for row in rows}
     assert [*found] == ["bm25", "dense", "hybrid"]
-    assert {(row.file, row.passages, row.questions, row.embedder) for row in rows} == {
-        ("small.json", 34, 2, "topics")
-    }
+    of_all = {(row.file, row.passages, row.questions, row.embedder) for row in rows}
+    assert of_all == {("small.json", 34, 2, "topics")}
     # Words find "4711", and stems the horses.
     assert (found["bm25"].recall_at_8, found["bm25"].mrr) == (1.0, 1.0)
     # The passage of the first question has none of the topics: all of 34 are alike, or not found.
@@ -70,25 +63,18 @@ async def test_shares_and_ranks_by_hand(tmp_path: Path) -> None:
     assert (alone.mode, alone.recall_at_8, alone.embedder) == ("bm25", 1.0, "")
 
 
-def test_the_command_writes_a_row_a_mode(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_row_a_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     out = tmp_path / "build/recall.json"
     monkeypatch.setattr("sys.argv", ["recall", str(write(tmp_path / "small.json")), "--json", str(out)])
     assert recall.main() == 0
     (row,) = json.loads(out.read_text())
-    assert {name: row[name] for name in ("file", "mode", "recall_at_8", "mrr")} == {
-        "file": "small.json",
-        "mode": "bm25",
-        "recall_at_8": 1.0,
-        "mrr": 1.0,
-    }
+    assert {"file": "small.json", "mode": "bm25", "recall_at_8": 1.0, "mrr": 1.0}.items() <= row.items()
     assert "recall@8" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", ["no JSON", "[]", '[{"question": "q"}]', '[{"question": "q", "ctxs": [{}]}]'])
 def test_a_file_that_is_none_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capsys, content: str
 ) -> None:
     (tmp_path / "x.json").write_text(content)
     monkeypatch.setattr("sys.argv", ["recall", str(tmp_path / "x.json"), "--json", str(tmp_path / "out.json")])

@@ -56,8 +56,11 @@ class Servicer:
     Precompute = Retrieve = Stats = Move = List
 
 
+Served = tuple[Servicer, str]
+
+
 @pytest.fixture
-async def served() -> AsyncIterator[tuple[Servicer, str]]:
+async def served() -> AsyncIterator[Served]:
     servicer, server = Servicer(), grpc.aio.server()
     server.add_generic_rpc_handlers((rpc.handlers(SERVICE, servicer),))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -66,7 +69,7 @@ async def served() -> AsyncIterator[tuple[Servicer, str]]:
     await server.stop(None)
 
 
-async def test_what_could_not_be_delivered_is_tried_again(served: tuple[Servicer, str]) -> None:
+async def test_what_could_not_be_delivered_is_tried_again(served: Served) -> None:
     servicer, address = served
     servicer.failing = 2
     async with AsyncClient(address, timeout=60) as client:
@@ -86,27 +89,21 @@ async def test_what_could_not_be_delivered_is_tried_again(served: tuple[Servicer
     assert servicer.calls == 3
 
 
-async def test_it_gives_up_and_says_why(served: tuple[Servicer, str]) -> None:
+@pytest.mark.parametrize(
+    ("call", "error", "calls"),
+    [
+        (lambda client: client.list(), errors.Unavailable("no worker"), 5),
+        # What began, changes something or was refused is not.
+        (lambda client: client.ask("c", "broken"), errors.Unavailable("no worker"), 1),
+        (lambda client: client.delete("c"), errors.Unavailable("no worker"), 1),
+        (lambda client: client.ask("c", "q"), errors.ResourceExhausted("too many", retry_after=0.5), 1),
+    ],
+)
+async def test_it_gives_up_and_says_why(served: Served, call: Any, error: errors.ServiceError, calls: int) -> None:
     servicer, address = served
-    servicer.failing = 100
+    servicer.failing, servicer.error = 100, error
     async with AsyncClient(address, timeout=60) as client:
-        with pytest.raises(errors.Unavailable, match="no worker"):
-            await client.list()
-    assert servicer.calls == 5
-
-
-async def test_what_began_or_was_refused_is_not(served: tuple[Servicer, str]) -> None:
-    servicer, address = served
-    servicer.failing = 100
-    async with AsyncClient(address, timeout=60) as client:
-        with pytest.raises(errors.Unavailable):
-            await client.ask("c", "broken")
-        assert servicer.calls == 1
-        with pytest.raises(errors.Unavailable):
-            await client.delete("c")
-        assert servicer.calls == 2
-        servicer.error = errors.ResourceExhausted("too many", retry_after=0.5)
-        with pytest.raises(errors.ResourceExhausted) as raised:
-            await client.ask("c", "q")
-        assert servicer.calls == 3
-        assert raised.value.retry_after == 0.5
+        with pytest.raises(type(error), match=str(error)) as raised:
+            await call(client)
+    assert servicer.calls == calls
+    assert raised.value.retry_after == error.retry_after or error.retry_after is None

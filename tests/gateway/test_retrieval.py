@@ -15,6 +15,7 @@ from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, Retrieval
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
+from tests.gateway.conftest import Reopen
 from tests.waiting import until
 
 MODEL = ModelIdentity(b"f" * 32, b"t" * 32, "an embedder", "a model")
@@ -28,14 +29,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["embedded", pytest.param("milvus", marks=pytest.mark.slow)])
-async def engine(request: pytest.FixtureRequest, folder: Path) -> AsyncIterator[Retrieval]:
-    made: Retrieval
+async def engine(request: pytest.FixtureRequest, folder: Path, reopen: Reopen) -> AsyncIterator[Retrieval]:
     if request.param == "embedded":
-        made = await EmbeddedRetrieval.open(folder)
+        yield await reopen(folder)
     else:
         made = await MilvusRetrieval.open(request.getfixturevalue("milvus"), str(folder))
-    yield made
-    await made.close()
+        yield made
+        await made.close()
 
 
 def vector(text: str) -> np.ndarray:
@@ -58,11 +58,9 @@ async def texts(engine: Retrieval, corpus: str, question: str, count: int = 5, d
 async def test_stored_chunks_come_back_whole(engine: Retrieval) -> None:
     assert not await put(engine, "c", "d/1.txt", "alpha beta", "gamma")
     found = await engine.chunks("c", "d/1.txt", MODEL)
-    assert [c for c, _ in found] == [
-        Chunk("d/1.txt", 0, "alpha beta", tuple(b"alpha beta")),
-        Chunk("d/1.txt", 1, "gamma", tuple(b"gamma")),
-    ]
-    np.testing.assert_array_equal(np.stack([v for _, v in found]), np.stack([vector("alpha beta"), vector("gamma")]))
+    stored = ("alpha beta", "gamma")
+    assert [c for c, _ in found] == [Chunk("d/1.txt", i, text, tuple(text.encode())) for i, text in enumerate(stored)]
+    np.testing.assert_array_equal(np.stack([v for _, v in found]), np.stack([vector(text) for text in stored]))
     assert await engine.chunks("c", "other", MODEL) == []
 
 
@@ -154,14 +152,16 @@ async def test_only_documents_with_all_of_the_metadata_are_found(engine: Retriev
     assert await found(year="202") == await found(by="2020") == []
 
 
-async def test_stems_and_stop_words_are_those_of_the_language(folder: Path) -> None:
-    for language, question in (("english", "running horses"), ("german", "Pferde des Reiters")):
-        engine = await EmbeddedRetrieval.open(folder / language, language)
-        await put(engine, "c", "d", "a horse that runs", "ein Reiter mit Pferd", "the of is des mit")
-        found = await engine.candidates("c", question, vector("q"), 50, MODEL)
-        # German "des" and "mit" are words like any other.
-        assert sorted(c.chunk.position for c in found if c.words) == ([1, 2] if language == "german" else [0])
-        await engine.close()
+@pytest.mark.parametrize(
+    ("language", "question", "found"), [("english", "running horses", [0]), ("german", "Pferde des Reiters", [1, 2])]
+)
+async def test_stems_are_those_of_the_language(folder: Path, language: str, question: str, found: list[int]) -> None:
+    engine = await EmbeddedRetrieval.open(folder, language)
+    await put(engine, "c", "d", "a horse that runs", "ein Reiter mit Pferd", "the of is des mit")
+    candidates = await engine.candidates("c", question, vector("q"), 50, MODEL)
+    # German "des" and "mit" are words like any other.
+    assert sorted(c.chunk.position for c in candidates if c.words) == found
+    await engine.close()
 
 
 async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
@@ -175,37 +175,35 @@ async def moved(engine: Retrieval, model: ModelIdentity, dim: int) -> list[int]:
     return [done async for done in engine.move("c", rewrite, model)]
 
 
-async def test_a_corpus_is_moved_to_another_model_and_embedder(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+OTHER = replace(MODEL, fingerprint=b"g" * 32, embedder="another", name="a new one")
+
+
+async def test_a_corpus_is_moved_to_another_model_and_embedder(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     for name in ("a", "b"):
         await put(engine, "c", name, f"{name} one", f"{name} two")
-    other = replace(MODEL, fingerprint=b"g" * 32, embedder="another", name="a new one")
-    assert await moved(engine, other, 3) == [2, 2]
+    assert await moved(engine, OTHER, 3) == [2, 2]
     for _ in range(2):
-        assert [(c.text, c.ids) for c, _ in await engine.chunks("c", "b", other)] == [
-            ("B ONE", (7,)),
-            ("B TWO", (7,)),
-        ]
+        stored = [(c.text, c.ids) for c, _ in await engine.chunks("c", "b", OTHER)]
+        assert stored == [("B ONE", (7,)), ("B TWO", (7,))]
         assert [(i.chunks, i.model, i.embedder) for i in await engine.corpora()] == [(4, "a new one", "another")]
         assert sorted(os.listdir(folder)) == ["corpora", "lock"]
-        found = await engine.candidates("c", "one", np.ones(3, np.float32), 50, other)
+        found = await engine.candidates("c", "one", np.ones(3, np.float32), 50, OTHER)
         assert sorted(c.chunk.text for c in found if c.words) == ["A ONE", "B ONE"]
-        await engine.close()
-        engine = await EmbeddedRetrieval.open(folder)
-    await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), other)
+        engine = await reopen(folder)
+    await engine.replace("c", "e", [Chunk("e", 0, "x", (1,))], np.ones((1, 3), np.float32), OTHER)
     await engine.delete("c", "e")
     with pytest.raises(FailedPrecondition, match="another model"):
         await put(engine, "c", "d", "text")
-    await moved(engine, replace(other, embedder=""), 0)
-    await engine.delete("c", "a")
-    await engine.delete("c", "b")
+    await moved(engine, replace(OTHER, embedder=""), 0)
+    for name in ("a", "b"):
+        await engine.delete("c", name)
     assert await moved(engine, MODEL, DIM) == []
     await put(engine, "c", "d", "text")
-    await engine.close()
 
 
-async def test_a_move_that_fails_or_is_left_changes_nothing(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+async def test_a_move_that_fails_or_is_left_changes_nothing(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     await put(engine, "c", "a", "one")
     await put(engine, "c", "b", "two")
 
@@ -215,29 +213,27 @@ async def test_a_move_that_fails_or_is_left_changes_nothing(folder: Path) -> Non
         return chunks, vectors
 
     with pytest.raises(Unavailable):
-        _ = [done async for done in engine.move("c", fail, replace(MODEL, embedder="another"))]
-    leaving = engine.move("c", fail, replace(MODEL, embedder="another"))
+        _ = [done async for done in engine.move("c", fail, OTHER)]
+    leaving = engine.move("c", fail, OTHER)
     assert await anext(leaving) == 1
     await leaving.aclose()  # type: ignore[attr-defined]
     assert sorted(await texts(engine, "c", "one two")) == ["one", "two"]
     assert sorted(os.listdir(folder)) == ["corpora", "lock"]
     await put(engine, "c", "d", "three")
-    await engine.close()
 
 
-async def test_what_changes_during_a_move_waits_for_it(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+async def test_what_changes_during_a_move_waits_for_it(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     for name in ("a", "b", "c"):
         await put(engine, "c", name, "text")
     go = asyncio.Event()
-    other = replace(MODEL, embedder="another")
 
     async def wait(chunks: Sequence[Chunk], vectors: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
         await go.wait()
         return chunks, vectors
 
     async def move() -> None:
-        _ = [done async for done in engine.move("c", wait, other)]
+        _ = [done async for done in engine.move("c", wait, replace(MODEL, embedder="another"))]
 
     moving = asyncio.create_task(move())
     changes = [asyncio.create_task(change) for change in (put(engine, "c", "d", "x"), engine.delete("c", "a"))]
@@ -253,22 +249,20 @@ async def test_what_changes_during_a_move_waits_for_it(folder: Path) -> None:
     assert await engine.delete("c") == (2, 2)
     await asyncio.gather(gone, return_exceptions=True)
     assert await engine.corpora() == []
-    await engine.close()
 
 
-async def test_a_move_that_was_cut_short_at_its_end_is_finished(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+async def test_a_move_that_was_cut_short_at_its_end_is_finished(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     await put(engine, "c", "d", "old")
     await put(engine, "new", "d", "new")
     await engine.close()
     (folder / "moved").mkdir()
     os.rename(folder / "corpora/corpus-new.lance", folder / "moved/corpus-c.lance")
     (folder / "moving/x").mkdir(parents=True)
-    again = await EmbeddedRetrieval.open(folder)
-    assert [i.name for i in await again.corpora()] == ["c"]
-    assert await texts(again, "c", "old new") == ["new"]
+    engine = await reopen(folder)
+    assert [i.name for i in await engine.corpora()] == ["c"]
+    assert await texts(engine, "c", "old new") == ["new"]
     assert sorted(os.listdir(folder)) == ["corpora", "lock"]
-    await again.close()
 
 
 async def test_equal_scores_are_ordered_by_document_and_position(engine: Retrieval) -> None:
@@ -298,6 +292,9 @@ async def test_what_is_not_there_is_not_found(engine: Retrieval) -> None:
     with pytest.raises(NotFound, match="no corpus 'c'"):
         await engine.documents("c")
     await put(engine, "c", "d", "text")
+    await engine.check("c")
+    with pytest.raises(NotFound, match="no corpus 'none'"):
+        await engine.check("none")
     with pytest.raises(NotFound, match="no document 'x'"):
         await engine.delete("c", "x")
     assert await engine.delete("c", "d") == (1, 1)
@@ -316,13 +313,6 @@ async def test_documents_are_paged_by_name(engine: Retrieval) -> None:
     assert [(i.name, i.documents) for i in await engine.corpora()] == [("..", 1), ("c", 5)]
     await engine.delete("c", "b'c")
     assert len(await engine.documents("c")) == 4
-
-
-async def test_whether_there_is_a_corpus_is_told_without_its_documents(engine: Retrieval) -> None:
-    await put(engine, "c", "d", "text")
-    await engine.check("c")
-    with pytest.raises(NotFound, match="no corpus 'none'"):
-        await engine.check("none")
 
 
 async def test_variants_are_kept_only_for_the_chunk_they_were_made_from(engine: Retrieval) -> None:
@@ -366,36 +356,34 @@ async def test_a_corpus_deleted_during_ingest_is_made_again_or_gone(engine: Retr
     assert "last" in {i.name for i in await engine.documents("c")}
 
 
-async def test_what_a_crash_left_of_a_corpus_is_nothing(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+async def test_what_a_crash_left_of_a_corpus_is_nothing(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     await put(engine, "c", "d", "text")
     await engine.close()
     # A corpus whose first commit never came, and one whose deletion was cut short.
     (folder / "corpora/corpus-half.lance/data").mkdir(parents=True)
     (folder / "deleted/x").mkdir(parents=True)
-    again = await EmbeddedRetrieval.open(folder)
-    assert [i.name for i in await again.corpora()] == ["c"]
-    await put(again, "half", "d", "text")
-    await again.delete("c")
-    await put(again, "c", "e", "other words")
-    assert await texts(again, "c", "text") == []
-    assert await texts(again, "c", "words") == ["other words"]
-    await again.close()
+    engine = await reopen(folder)
+    assert [i.name for i in await engine.corpora()] == ["c"]
+    await put(engine, "half", "d", "text")
+    await engine.delete("c")
+    await put(engine, "c", "e", "other words")
+    assert await texts(engine, "c", "text") == []
+    assert await texts(engine, "c", "words") == ["other words"]
+    await engine.close()
     assert sorted(os.listdir(folder)) == ["corpora", "lock"]
 
 
+def open_files(folder: Path) -> int:
+    files = [f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd")]
+    return sum(str(folder) in os.readlink(file) for file in files if os.path.islink(file))
+
+
 @pytest.mark.slow
-async def test_a_corpus_that_changes_all_the_time_keeps_few_files_open(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_changes_keep_few_files_open(folder: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch) -> None:
     """New rows join the indexes again and again, while questions are asked."""
     monkeypatch.setattr(table, "_IDLE_SECONDS", 0.0)
-    engine = await EmbeddedRetrieval.open(folder)
-
-    def open_files() -> int:
-        files = [f"/proc/self/fd/{file}" for file in os.listdir("/proc/self/fd")]
-        return sum(str(folder) in os.readlink(file) for file in files if os.path.islink(file))
-
+    engine = await reopen(folder)
     for i in range(64):
         words = [f"page {i % 24} version {i} text {k} some words" for k in range(3)]
         await put(engine, "c", f"d{i % 24}", *words)
@@ -403,12 +391,11 @@ async def test_a_corpus_that_changes_all_the_time_keeps_few_files_open(
         async with engine._tables["c"]._lock:
             pass  # that is done, too
         assert set(await texts(engine, "c", f"version {i}", count=3)) >= {words[0]}
-    assert open_files() < 8
-    await engine.close()
+    assert open_files(folder) < 8
 
 
-async def test_a_damaged_corpus_is_named(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
+async def test_a_damaged_corpus_is_named(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
     await put(engine, "c", "d", "text")
     await engine.close()
     for version in (folder / "corpora/corpus-c.lance/_versions").iterdir():
@@ -418,42 +405,29 @@ async def test_a_damaged_corpus_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["db", "a b", "ä#%20", ".fusionkv/gateway"])
-async def test_any_folder_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+async def test_any_folder_will_do(tmp_path: Path, reopen: Reopen, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    engine = await EmbeddedRetrieval.open(Path(name))
-    await put(engine, "c", "d", "text")
-    await engine.close()
+    await put(await reopen(Path(name)), "c", "d", "text")
     assert (tmp_path / name / "corpora").is_dir()
-    again = await EmbeddedRetrieval.open(tmp_path / name)
-    assert [i.name for i in await again.corpora()] == ["c"]
-    await again.close()
+    assert [i.name for i in await (await reopen(tmp_path / name)).corpora()] == ["c"]
 
 
-async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
-    await put(engine, "c", "d", "one apple", "two pears")
+async def test_the_embedded_engine_survives_a_restart_and_locks_its_folder(folder: Path, reopen: Reopen) -> None:
+    engine = await reopen(folder)
+    await put(engine, "c", "d", "four", "ümläut")
+    for text in ("a longer text that goes", "shorter"):
+        await put(engine, "c", "e", text)
+    await put(engine, "c", "f", "goes")
+    await engine.delete("c", "f")
     await put(engine, "e", "f", "three plums")
     with pytest.raises(OSError, match="in use by another gateway"):
         await EmbeddedRetrieval.open(folder)
-    await engine.close()
-    again = await EmbeddedRetrieval.open(folder)
-    assert [(i.name, i.chunks) for i in await again.corpora()] == [("c", 2), ("e", 1)]
-    assert await texts(again, "c", "pears") == ["two pears"]
-    with pytest.raises(FailedPrecondition):
-        await put(again, "c", "x", "t", model=ModelIdentity(b"g" * 32, b"", "an embedder"))
-    await again.close()
-
-
-async def test_sizes_are_those_of_the_text_and_outlive_a_restart(folder: Path) -> None:
-    engine = await EmbeddedRetrieval.open(folder)
-    await put(engine, "c", "d", "four", "ümläut")
-    await put(engine, "c", "e", "a longer text that goes")
-    await put(engine, "c", "e", "shorter")
-    await put(engine, "c", "f", "goes")
-    await engine.delete("c", "f")
     for _ in range(2):
+        # Sizes are those of the text.
         assert [(i.name, i.chunks, i.bytes) for i in await engine.documents("c")] == [("d", 2, 12), ("e", 1, 7)]
-        assert [(i.name, i.documents, i.chunks, i.bytes) for i in await engine.corpora()] == [("c", 2, 3, 19)]
-        await engine.close()
-        engine = await EmbeddedRetrieval.open(folder)
-    await engine.close()
+        corpora = [(i.name, i.documents, i.chunks, i.bytes) for i in await engine.corpora()]
+        assert corpora == [("c", 2, 3, 19), ("e", 1, 1, 11)]
+        assert await texts(engine, "c", "ümläut") == ["ümläut"]
+        engine = await reopen(folder)
+    with pytest.raises(FailedPrecondition):
+        await put(engine, "c", "x", "t", model=ModelIdentity(b"g" * 32, b"", "an embedder"))

@@ -27,29 +27,24 @@ class Recorder(grpc.GenericRpcHandler):
 
     def __init__(self) -> None:
         self.seen: list[bytes] = []
+        self.server = grpc.server(ThreadPoolExecutor(4), handlers=[self])
+        self.url = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        def keep(request: bytes, context: grpc.ServicerContext) -> bytes:
-            self.seen.append(request)
-            return b""
-
-        return grpc.unary_unary_rpc_method_handler(keep)
+        return grpc.unary_unary_rpc_method_handler(lambda request, _: self.seen.append(request) or b"")
 
 
 @pytest.fixture
-def recorder() -> Iterator[tuple[Recorder, str]]:
+def recorder() -> Iterator[Recorder]:
     made = Recorder()
-    server = grpc.server(ThreadPoolExecutor(4), handlers=[made])
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield made, f"http://127.0.0.1:{port}"
-    server.stop(None)
+    yield made
+    made.server.stop(None)
 
 
 def test_no_secret_is_in_a_log_a_trace_or_an_error(
-    launch: Launch, authority: Any, recorder: tuple[Recorder, str], tiny_model: Path, tmp_path: Path
+    launch: Launch, authority: Any, recorder: Recorder, tiny_model: Path, tmp_path: Path
 ) -> None:
-    kept, endpoint = recorder
     ours = authority("ours")
     token, wrong = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
     salt = secrets.token_bytes(32)
@@ -60,12 +55,8 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     (tmp_path / "tenant.key").write_bytes(salt)
     signing = secrets.token_bytes(32)
     (tmp_path / "signing.keys").write_text(signing.hex())
-    env = {
-        "FUSIONKV_LOG": "DEBUG",
-        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
-        "OTEL_METRIC_EXPORT_INTERVAL": "500",
-        "OTEL_BSP_SCHEDULE_DELAY": "200",
-    }
+    env = {"FUSIONKV_LOG": "DEBUG", "OTEL_EXPORTER_OTLP_ENDPOINT": recorder.url}
+    env |= {"OTEL_METRIC_EXPORT_INTERVAL": "500", "OTEL_BSP_SCHEDULE_DELAY": "200"}
     identities = {name: ours.issue(name) for name in ("cache", "worker", "gateway", "caller")}
 
     def secured(name: str) -> tuple[str, ...]:
@@ -79,8 +70,7 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     auth = (*tokens, "--tenant-key", str(tmp_path / "tenant.key"))
     gateway = start_gateway(launch, tmp_path, worker, *auth, *secured("gateway"), env=env)
 
-    printed = []
-    caller = identities["caller"]
+    printed, caller = [], identities["caller"]
     tls = ClientTLS(ours.ca, *caller)
     with Client(gateway.address, token=tmp_path / "token", tls=tls) as client:
         client.ingest("c", "a.txt", document)
@@ -98,29 +88,27 @@ def test_no_secret_is_in_a_log_a_trace_or_an_error(
     with Client(gateway.address, token=wrong, tls=tls) as client, pytest.raises(ServiceError) as raised:
         client.list()
     printed.append(str(raised.value))
-    flags = ("--gateway", gateway.address, "--tls-ca", str(ours.ca), "--tls-cert", str(caller[0]))
-    flags = (*flags, "--tls-key", str(caller[1]))
+    flags = ("--tls-ca", ours.ca, "--tls-cert", caller[0], "--tls-key", caller[1])
 
-    def cli(command: str, *more: str, **env: Any) -> str:
+    def cli(command: str, *more: object, **env: Any) -> str:
         """Everything that a command prints."""
-        done = fusionkv(command, *flags, *more, status=None, **env)
-        return done.stdout + done.stderr
+        done = fusionkv(command, "--gateway", gateway.address, *flags, *more, status=None, **env)
+        printed.append(done.stdout + done.stderr)
+        return printed[-1]
 
     for given in ({"FUSIONKV_TOKEN": token}, {"FUSIONKV_TOKEN_FILE": str(tmp_path / "token")}):
-        said = cli("list", env=given)
-        assert re.search(r"c +1 +1 ", said), said
-        printed.append(said)
-    printed += [cli("list", "--token", wrong), cli("list", "--token", "two words")]
-    said = cli("stats", "--token-file", str(tmp_path / "token"), "--cache", cache.address)
+        assert re.search(r"c +1 +1 ", cli("list", env=given)), printed[-1]
+    for wrong_one in (wrong, "two words"):
+        cli("list", "--token", wrong_one)
+    said = cli("stats", "--token-file", tmp_path / "token", "--cache", cache.address)
     assert '"error"' not in said
     assert re.search(r"puts +\d", said)
-    printed.append(said)
 
     for service in (gateway, worker, cache):
         assert service.stop() == 0
         assert " DEBUG " in service.log
         printed.append(service.log)
-    exported = b"".join(kept.seen)
+    exported = b"".join(recorder.seen)
     assert b"gateway.retrieve" in exported
     assert b"fusionkv.gateway.refused" in exported
     everything = "\n".join(printed).encode() + exported

@@ -1,6 +1,7 @@
 """Whatever strangers send to the three services: nothing of it is printed, and it does not fill the log."""
 
 import base64
+import itertools
 import json
 import re
 import secrets
@@ -23,11 +24,8 @@ pytestmark = [pytest.mark.system, pytest.mark.slow]
 HTTP, ADMIN = "fusionkv-gateway-http", "fusionkv-gateway-admin"
 # Of a line: a time, a level, a service, a logger and what is said.
 _LINE = re.compile(r"\S+ \S+ ([A-Z]+) \S+ (\S+): (.*)")
-_OWN = {
-    "gateway": "gateway.v1.GatewayService",
-    "fusion": "fusion.v1.FusionService",
-    "kvcache": "kvcache.v1.KVCacheService",
-}
+_CALL = re.compile(r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete|Move|Embed) [A-Z_]+ after ")
+_OWN = {name.lower(): f"{name.lower()}.v1.{name}Service" for name in ("Gateway", "Fusion", "KVCache")}
 
 
 class Running:
@@ -85,13 +83,8 @@ def used(running: Running) -> None:
                 refused()
     asked = {"model": corpus, "messages": [{"role": "user", "content": mark("question")}], "max_tokens": 2}
     headers = {"Authorization": f"Bearer {running.app}"}
-    for more in (
-        {},
-        {"stream": True},
-        {"temperature": mark("x")},
-        {"model": mark("none")},
-        {"stop": [mark("x")] * 99},
-    ):
+    wrong: list[dict[str, Any]] = [{"temperature": mark("x")}, {"model": mark("none")}, {"stop": [mark("x")] * 99}]
+    for more in ({}, {"stream": True}, *wrong):
         httpx2.post(f"http://{running.http}/v1/chat/completions", json={**asked, **more}, headers=headers, timeout=60)
     auth = ("any", running.operator)
     page = httpx2.get(f"http://{running.admin}/", auth=auth, timeout=60)
@@ -110,52 +103,42 @@ def tokens() -> Iterator[str]:
     def part(value: Any) -> str:
         return base64.urlsafe_b64encode(json.dumps(value).encode()).decode().rstrip("=")
 
-    for head in (
+    heads = (
         {"alg": "RS256", "kid": "x"},
         {"alg": "none"},
         {"alg": secret},
         {"alg": "HS256", "kid": secret},
         [secret],
-    ):
-        for claims in ({"iss": "https://issuer", "aud": "fusionkv", "exp": 9e99, "sub": secret}, secret, [secret]):
-            yield f"{part(head)}.{part(claims)}.{secret}"
+    )
+    claims = ({"iss": "https://issuer", "aud": "fusionkv", "exp": 9e99, "sub": secret}, secret, [secret])
+    for head, said in itertools.product(heads, claims):
+        yield f"{part(head)}.{part(said)}.{secret}"
 
 
 def strange_calls(address: str, service: str, bearer: str) -> None:
     """gRPC that is none: messages, methods, metadata and tokens."""
     secret = mark("grpc").encode()
     garbage = [b"\xff" + secret, b"\x0a\xff\xff\xff\xff\x7f" + secret, b"\x0a" + bytes([len(secret)]) + secret]
+    own = ("List", "Generate", "Ingest", "Put", "Fetch", "Lookup", "Encode", mark("method"))
+    methods = (
+        *(f"/{_OWN[service]}/{name}" for name in own),
+        *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", mark("method"))),
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        f"/{mark('service')}/{mark('method')}",
+    )
+    bearers = ((), *((("authorization", f"Bearer {token}"),) for token in (bearer, mark("bearer"))))
     with rpc.dial_sync(address) as channel:
-        for method in (
-            *(
-                f"/{_OWN[service]}/{name}"
-                for name in ("List", "Generate", "Ingest", "Put", "Fetch", "Lookup", "Encode")
-            ),
-            *(f"/grpc.health.v1.Health/{name}" for name in ("Check", "List", mark("method"))),
-            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
-            f"/{mark('service')}/{mark('method')}",
-            f"/{_OWN[service]}/{mark('method')}",
-        ):
-            for sent in garbage:
-                for given in (
-                    (),
-                    (("authorization", f"Bearer {bearer}"),),
-                    (("authorization", f"Bearer {mark('bearer')}"),),
-                ):
-                    call(channel, method, [sent], given)
+        for method, sent, given in itertools.product(methods, garbage, bearers):
+            call(channel, method, [sent], *given)
         trace = (("traceparent", mark("trace")), ("tracestate", mark("state") + "=="), ("baggage", mark("baggage")))
-        call(channel, f"/{_OWN[service]}/Stats", [b""], trace)
-        call(channel, f"/{_OWN[service]}/Stats", [b""], (("x-bin", secret), ("x-any", "x" * 6000 + mark("metadata"))))
-        call(channel, f"/{_OWN[service]}/Stats", [b""], (("x-any", mark("metadata") * 2000),))
+        call(channel, f"/{_OWN[service]}/Stats", [b""], *trace)
+        call(channel, f"/{_OWN[service]}/Stats", [b""], ("x-bin", secret), ("x-any", "x" * 6000 + mark("metadata")))
+        call(channel, f"/{_OWN[service]}/Stats", [b""], ("x-any", mark("metadata") * 2000))
         call(channel, f"/{_OWN[service]}/Ingest", [secret * (65 << 20 >> 4)])
         for token in tokens():
-            call(channel, f"/{_OWN[service]}/List", [b""], (("authorization", f"Bearer {token}"),))
-    for data in (
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + secret,
-        b"GET /" + secret + b" HTTP/1.1\r\n\r\n",
-        b"\x16\x03\x01" + secret,
-    ):
-        send(address, data)
+            call(channel, f"/{_OWN[service]}/List", [b""], ("authorization", f"Bearer {token}"))
+    for before in (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET /", b"\x16\x03\x01"):
+        send(address, before + secret + b" HTTP/1.1\r\n\r\n")
 
 
 def attacked(running: Running) -> None:
@@ -176,9 +159,8 @@ def attacked(running: Running) -> None:
         list(threads.map(lambda one: reset(*one), [(port, part) for port in ports for part in parts]))
     for token in tokens():
         for address, path in ((running.http, "/v1/models"), (running.admin, "/")):
-            assert (
-                httpx2.get(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"}).status_code == 401
-            )
+            reply = httpx2.get(f"http://{address}{path}", headers={"Authorization": f"Bearer {token}"})
+            assert reply.status_code == 401
 
 
 def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
@@ -198,9 +180,7 @@ def test_nothing_that_strangers_send_is_printed(running: Running) -> None:
             told = _LINE.fullmatch(line)
             if told is None:
                 assert re.fullmatch(r"\S+ (serving on .*|stopped)", line) or line.startswith("["), line[:400]
-            elif not re.match(
-                r"(Generate|Ingest|List|Retrieve|Stats|Precompute|Delete|Move|Embed) [A-Z_]+ after ", told[3]
-            ):
+            elif not _CALL.match(told[3]):
                 # Without its numbers: what differs by them is one kind.
                 kinds[name, re.sub(r"\d+", "#", told[3])[:60]] += 1
     # Dozens of each kind, and a line a minute.

@@ -23,19 +23,11 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def vocabulary(chunk: str = "{text}\n", question: str = "Q: {question}\nA:", system: str = "S\n") -> Vocabulary:
+    own = {"own_system": "<|user|>{system}<eos>", "turn": "<eos>{answer}<|user|>"}
+    template = fusion_pb2.PromptTemplate(system=system, chunk=chunk, question=question, **own)
+    tokenizer = byte_tokenizer().to_str().encode()
     return Vocabulary(
-        fusion_pb2.GetModelResponse(
-            fingerprint=b"f" * 32,
-            tokenizer_json=byte_tokenizer().to_str().encode(),
-            template=fusion_pb2.PromptTemplate(
-                system=system,
-                chunk=chunk,
-                question=question,
-                own_system="<|user|>{system}<eos>",
-                turn="<eos>{answer}<|user|>",
-            ),
-            bos_token=256,
-        )
+        fusion_pb2.GetModelResponse(fingerprint=b"f" * 32, tokenizer_json=tokenizer, template=template, bos_token=256)
     )
 
 
@@ -47,6 +39,9 @@ def test_ids_are_those_of_the_whole_text() -> None:
     assert ids == tokenizer.encode(f"<|user|>[{text}]<eos>\n", add_special_tokens=False).ids
     assert made.question("why?") == tokenizer.encode("Q: why?\nA:", add_special_tokens=False).ids
     assert made.system() == [256, *tokenizer.encode("S\n", add_special_tokens=False).ids]
+    # A passage is the chunk of the same text.
+    for text, ids in made.chunks(Document("A page. " * 20), 40, 0):
+        assert made.chunk(text) == ids
 
 
 def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> None:
@@ -60,12 +55,6 @@ def test_a_conversation_and_a_system_prompt_are_laid_out_by_the_template() -> No
     assert made.question("one", "two", "three") != made.question("one two three")
     tokenizer.encode_special_tokens = True
     assert made.system("Be <eos>.") == [256, 258, *tokenizer.encode("Be <eos>.").ids, 257]
-
-
-def test_a_passage_is_the_chunk_of_the_same_text() -> None:
-    made = vocabulary(chunk="<|user|>[{text}]<eos>\n")
-    for text, ids in made.chunks(Document("A page. " * 20), 40, 0):
-        assert made.chunk(text) == ids
 
 
 def test_control_tokens_in_a_document_are_plain_characters() -> None:
@@ -104,6 +93,8 @@ def test_a_title_stands_above_each_chunk() -> None:
     assert pieces[0][1] == made.chunk(pieces[0][0])
     with pytest.raises(InvalidArgument, match="leaves no room for text beside the template, a title of"):
         made.chunks(Document("text", title="word " * 30), 64, 0)
+    with pytest.raises(InvalidArgument, match="leaves no room"):
+        vocabulary(chunk="x" * 20 + "{text}").chunks(Document("a"), 16, 0)
 
 
 @pytest.mark.parametrize("unit", ["word ", "It is so. ", "e.g.", "ä"])
@@ -121,11 +112,6 @@ def test_chunks_may_overlap() -> None:
     text = " ".join(f"word{i}." for i in range(40))
     pieces = [t for t, _ in vocabulary().chunks(Document(text), 40, 16)]
     assert all(after.split()[0] in before for before, after in itertools.pairwise(pieces))
-
-
-def test_a_template_longer_than_a_chunk_is_an_error() -> None:
-    with pytest.raises(InvalidArgument, match="leaves no room"):
-        vocabulary(chunk="x" * 20 + "{text}").chunks(Document("a"), 16, 0)
 
 
 def test_identity_covers_what_token_ids_depend_on() -> None:

@@ -4,11 +4,10 @@ vLLM itself is tested in tests/vllm.
 """
 
 import asyncio
+import itertools
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,11 @@ import pytest
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Explanation, Passage, Token
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from tests.commands import run_python
+from tests.gateway.conftest import Start
 from tests.gateway.decoder import Decoder
 from tests.ports import free_port
+from tests.services import Launch, start_gateway, start_worker
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -27,18 +29,14 @@ OTHER = [PASSAGES[i] for i in (2, 0, 1)]
 
 
 @pytest.fixture(scope="module")
-def worker(launch_module: Callable[..., Any], tiny_model: Path) -> Any:
-    return start_worker(launch_module, tiny_model)
-
-
-def start_worker(launch: Callable[..., Any], model: Path, *flags: str) -> Any:
-    own = ("--model", str(model), "--cache", "none", "--threads", "1", "--listen", "127.0.0.1:0")
-    return launch("fusionkv.fusion_worker", *own, *flags)
+def worker(launch_module: Launch, tiny_model: Path) -> Any:
+    return start_worker(launch_module, tiny_model, "--cache", "none")
 
 
 @pytest.fixture
 async def decoder(tiny_model: Path) -> AsyncIterator[Decoder]:
-    async with Decoder(tiny_model) as made:
+    made = Decoder(tiny_model)
+    async with made.serving() as made.url:
         yield made
 
 
@@ -46,27 +44,19 @@ Open = Callable[..., AsyncClient]
 
 
 @pytest.fixture
-async def open_gateway(launch: Callable[..., Any], tmp_path: Path) -> AsyncIterator[Open]:
+async def open_gateway(launch: Launch, tmp_path: Path) -> AsyncIterator[Open]:
     """A client of a gateway over a worker; it has `url` decode, if one is given."""
-    clients = []
+    numbers = itertools.count()
+    async with AsyncExitStack() as stack:
 
-    def make(worker: str, url: str = "", *flags: str) -> AsyncClient:
-        own = (
-            "--listen",
-            "127.0.0.1:0",
-            "--data-dir",
-            str(tmp_path / f"gateway-{len(clients)}"),
-            "--workers",
-            worker,
-        )
-        vllm = ("--decode", "vllm", "--vllm-url", url) if url else ()
-        gateway = launch("fusionkv.gateway", *own, "--embedder", "none", *vllm, *flags)
-        clients.append(AsyncClient(gateway.address, timeout=60))
-        return clients[-1]
+        def make(worker: Any, url: str = "", *flags: str) -> AsyncClient:
+            vllm = ("--decode", "vllm", "--vllm-url", url) if url else ()
+            gateway = start_gateway(launch, tmp_path / str(next(numbers)), worker, *vllm, *flags)
+            client = AsyncClient(gateway.address, timeout=60)
+            stack.push_async_callback(client.close)
+            return client
 
-    yield make
-    for client in clients:
-        await client.close()
+        yield make
 
 
 async def ask(client: AsyncClient, passages: list[Passage], **more: Any) -> Any:
@@ -74,7 +64,7 @@ async def ask(client: AsyncClient, passages: list[Passage], **more: Any) -> Any:
 
 
 async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    alone, ours = open_gateway(worker.address), open_gateway(worker.address, f"{decoder.url}/v1")
+    alone, ours = open_gateway(worker), open_gateway(worker, f"{decoder.url}/v1")
     for passages in (PASSAGES, OTHER):
         for recipe in ("full_attention", "prophetkv"):
             told = await ask(alone, passages, recipe=recipe, ratio=None)
@@ -92,7 +82,7 @@ async def test_answers_are_those_of_the_worker(worker: Any, decoder: Decoder, op
 
 async def test_fused_kv_is_nobody_elses(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
     """vLLM files KV under token ids and a salt: KV that is no full attention's has a salt for each prompt."""
-    client = open_gateway(worker.address, decoder.url)
+    client = open_gateway(worker, decoder.url)
 
     async def salt(passages: list[Passage], recipe: str, ratio: float | None = None) -> str:
         await ask(client, passages, recipe=recipe, ratio=ratio)
@@ -107,7 +97,7 @@ async def test_fused_kv_is_nobody_elses(worker: Any, decoder: Decoder, open_gate
 
 
 async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client = open_gateway(worker.address, decoder.url)
+    client = open_gateway(worker, decoder.url)
     first, again = [await ask(client, PASSAGES) for _ in range(2)]
     assert "kv_transfer_params" in decoder.bodies[0]
     assert "kv_transfer_params" not in decoder.bodies[1]
@@ -127,7 +117,7 @@ async def test_a_prompt_that_comes_again_needs_no_prefill(worker: Any, decoder: 
 
 @pytest.mark.slow
 async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    alone, client = open_gateway(worker.address), open_gateway(worker.address, decoder.url)
+    alone, client = open_gateway(worker), open_gateway(worker, decoder.url)
     text = (await ask(alone, PASSAGES)).text
     stop = text[3:5]
     told, answer = await ask(alone, PASSAGES, stop=[stop]), await ask(client, PASSAGES, stop=[stop])
@@ -139,7 +129,7 @@ async def test_sampling_and_stop_strings(worker: Any, decoder: Decoder, open_gat
 
 
 async def test_kv_that_can_not_be_used(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client = open_gateway(worker.address, decoder.url)
+    client = open_gateway(worker, decoder.url)
     decoder.refuses = "the KV is of another prompt"
     answer = await ask(client, PASSAGES, recipe="full_attention")
     assert (answer.summary.degraded, answer.summary.degraded_reason) == (True, "the KV is of another prompt")
@@ -149,11 +139,9 @@ async def test_kv_that_can_not_be_used(worker: Any, decoder: Decoder, open_gatew
 
 
 @pytest.mark.slow
-async def test_workers_that_are_away_or_late(
-    launch: Callable[..., Any], tiny_model: Path, decoder: Decoder, open_gateway: Open
-) -> None:
-    worker = start_worker(launch, tiny_model)
-    client = open_gateway(worker.address, decoder.url, "--vllm-prefill-seconds", "1.5")
+async def test_workers_that_are_away_or_late(start: Start, decoder: Decoder, open_gateway: Open) -> None:
+    worker = start("--cache", "none")
+    client = open_gateway(worker, decoder.url, "--vllm-prefill-seconds", "1.5")
     told = await ask(client, PASSAGES, recipe="full_attention")
     worker.process.send_signal(signal.SIGSTOP)
     late = await ask(client, OTHER, recipe="full_attention")
@@ -170,17 +158,15 @@ async def test_workers_that_are_away_or_late(
 
 
 @pytest.mark.slow
-async def test_a_worker_without_room(
-    launch: Callable[..., Any], tiny_model: Path, decoder: Decoder, open_gateway: Open
-) -> None:
-    worker = start_worker(launch, tiny_model, "--prefill-bytes", "1000")
-    answer = await ask(open_gateway(worker.address, decoder.url), PASSAGES)
+async def test_a_worker_without_room(start: Start, decoder: Decoder, open_gateway: Open) -> None:
+    worker = start("--cache", "none", "--prefill-bytes", "1000")
+    answer = await ask(open_gateway(worker, decoder.url), PASSAGES)
     assert "raise prefill_bytes" in answer.summary.degraded_reason
 
 
 @pytest.mark.slow
 async def test_what_vllm_answers_wrong(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client = open_gateway(worker.address, decoder.url)
+    client = open_gateway(worker, decoder.url)
     for status, error in ((400, FailedPrecondition), (503, ResourceExhausted), (500, Unavailable)):
         decoder.status = status
         with pytest.raises(error, match=f"vLLM at .* status {status}"):
@@ -188,20 +174,20 @@ async def test_what_vllm_answers_wrong(worker: Any, decoder: Decoder, open_gatew
     decoder.status, decoder.early = 200, True
     with pytest.raises(Unavailable, match="ended the answer early"):
         await ask(client, PASSAGES)
-    nobody = open_gateway(worker.address, f"http://127.0.0.1:{free_port()}")
+    nobody = open_gateway(worker, f"http://127.0.0.1:{free_port()}")
     with pytest.raises(Unavailable, match="vLLM at http"):
         await ask(nobody, PASSAGES)
 
 
 async def test_a_recipe_that_only_the_worker_decodes(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
     with pytest.raises(FailedPrecondition, match="only the fusion worker can decode an answer by"):
-        await ask(open_gateway(worker.address, decoder.url), PASSAGES, recipe="ape")
+        await ask(open_gateway(worker, decoder.url), PASSAGES, recipe="ape")
     assert not decoder.bodies
 
 
 @pytest.mark.slow
 async def test_a_caller_that_leaves_ends_the_decoding(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    client = open_gateway(worker.address, decoder.url)
+    client = open_gateway(worker, decoder.url)
     decoder.pause = 0.2
     async with aclosing(client.stream("", "?", passages=PASSAGES, max_tokens=500)) as events:
         async for event in events:
@@ -212,20 +198,19 @@ async def test_a_caller_that_leaves_ends_the_decoding(worker: Any, decoder: Deco
 
 @pytest.mark.slow
 async def test_requests_at_once(worker: Any, decoder: Decoder, open_gateway: Open) -> None:
-    alone, client = open_gateway(worker.address), open_gateway(worker.address, decoder.url)
+    alone, client = open_gateway(worker), open_gateway(worker, decoder.url)
     prompts = [[*PASSAGES[:n], Passage(text=f"And {n}.")] for n in range(4)]
     want = [(await ask(alone, prompt, recipe="full_attention")).text for prompt in prompts]
     got = await asyncio.gather(*(ask(client, prompt, recipe="full_attention") for prompt in prompts))
     assert [answer.text for answer in got] == want
 
 
-def test_settings() -> None:
-    for flags, why in (
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
         (("--decode", "sglang"), "decode must be worker or vllm"),
         (("--decode", "vllm"), "decode = vllm needs vllm_url"),
-    ):
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "fusionkv.gateway", *flags], capture_output=True, text=True
-        )
-        assert done.returncode == 1
-        assert why in done.stderr
+    ],
+)
+def test_settings(flags: tuple[str, ...], why: str) -> None:
+    assert why in run_python("-m", "fusionkv.gateway", *flags, status=1).stderr

@@ -21,8 +21,11 @@ from fusionkv.models.train import collate
 STORIES = 6
 
 
+New = tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]
+
+
 @pytest.fixture(scope="module")
-def new() -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+def new() -> New:
     return new_model(7)
 
 
@@ -38,7 +41,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(new: tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]) -> PreTrainedTokenizerFast:
+def tokenizer(new: New) -> PreTrainedTokenizerFast:
     return new[1]
 
 
@@ -129,14 +132,11 @@ def test_what_a_page_is_asked(tokenizer: PreTrainedTokenizerFast) -> None:
             seen.add((task != "none", helps))
     assert seen == {(True, True), (False, True), (False, False)}
     asked = [pair for row in rows(tokenizer, False) for pair in zip(row.tasks, row.wanted, strict=True)]
-    assert all((task == "none") == (wanted == [0]) for task, wanted in asked), (
-        "the base is not asked about more pages"
-    )
+    # The base is not asked about more pages.
+    assert all((task == "none") == (wanted == [0]) for task, wanted in asked)
 
 
-def test_the_attention_that_is_trained_is_the_models_own(
-    new: tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast],
-) -> None:
+def test_the_attention_that_is_trained_is_the_models_own(new: New) -> None:
     model, tokenizer = new
     batch = collate(rows(tokenizer, True)[:3])
     inputs = {"input_ids": batch.ids, "attention_mask": batch.mask.float(), "position_ids": batch.position}
@@ -153,7 +153,7 @@ def test_the_attention_that_is_trained_is_the_models_own(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few")
-def test_fine_tuning_moves_the_attention(new: tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]) -> None:
+def test_fine_tuning_moves_the_attention(new: New) -> None:
     """A few steps on fresh stories; measured on stories that they had not."""
     run = Run(*new, seed=1, tuned=True)
     kept = rows(run.tokenizer, True)[:4]
@@ -169,7 +169,7 @@ def test_fine_tuning_moves_the_attention(new: tuple[Qwen2ForCausalLM, PreTrained
 
 
 @pytest.mark.usefixtures("few")
-def test_a_base_begins_with_words(new: tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]) -> None:
+def test_a_base_begins_with_words(new: New) -> None:
     run = Run(*new, seed=1, tuned=False)
     assert " words " in run.step(0.0)
     assert " pages " in run.step(0.9), "for a part of the run at most"

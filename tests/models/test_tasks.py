@@ -69,15 +69,17 @@ def test_held_out_names_are_never_trained_on() -> None:
     assert {name[:3] for name in held_out} <= syllables
 
 
+def solved(made: Sample) -> list[str]:
+    """Tasks of its questions, each of which has the answer that follows from the pages' text."""
+    pages = [page.text for page in made.pages]
+    for question in made.questions:
+        assert solve(pages, question.text) == question.answer, question
+    return [question.task for question in made.questions]
+
+
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_answer_follows_from_the_text(split: words.Split) -> None:
-    seen = set()
-    for made in samples(split, 100):
-        pages = [page.text for page in made.pages]
-        for question in made.questions:
-            assert solve(pages, question.text) == question.answer, question
-            seen.add(question.task)
-    assert seen == set(tasks.TASKS)
+    assert {task for made in samples(split, 100) for task in solved(made)} == set(tasks.TASKS)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +88,10 @@ def test_every_answer_follows_from_the_text(split: words.Split) -> None:
 def test_every_answer_of_a_stage_follows_from_the_text(stage: curriculum.Stage) -> None:
     rng, by_name, choices = random.Random(5), 0, 0
     for made in (sample(rng, "train", stage.size) for _ in range(100)):
-        pages = [page.text for page in made.pages]
-        for question in made.questions:
-            assert solve(pages, question.text) == question.answer, question
-            if question.task == "coref":
-                choices += 1
-                by_name += f"{question.text.split()[-1][:-1]} chose" in " ".join(pages)
+        choices += solved(made).count("coref")
+        text = " ".join(page.text for page in made.pages)
+        asked = [question.text for question in made.questions if question.task == "coref"]
+        by_name += sum(f"{each.split()[-1][:-1]} chose" in text for each in asked)
     assert (0.4 < by_name / choices < 0.6) if stage.size.easy else not by_name
 
 
@@ -111,23 +111,18 @@ def test_questions_about_two_codes(codes: int, questions: int) -> None:
     assert [q.task for q in made.questions].count("multiquery") == questions
 
 
-def test_every_needed_page_is_needed() -> None:
+def test_every_needed_page_is_needed_and_references_stand_on_later_pages() -> None:
     for made in samples("heldout", 30):
         for question in made.questions:
+            if question.task in tasks.CROSS_CHUNK:
+                assert list(question.needs) == sorted(set(question.needs))
+                assert len(question.needs) >= 2
             for page in set(question.needs):
                 pages = [p.text for i, p in enumerate(made.pages) if i != page]
                 try:
                     assert solve(pages, question.text) != question.answer
                 except (IndexError, StopIteration):
                     continue
-
-
-def test_references_stand_on_later_pages() -> None:
-    for made in samples("train", 50):
-        for question in made.questions:
-            if question.task in tasks.CROSS_CHUNK:
-                assert list(question.needs) == sorted(set(question.needs))
-                assert len(question.needs) >= 2
 
 
 def test_corpus_files_sort_in_reading_order_and_hold_the_answers(tmp_path: Path) -> None:

@@ -36,11 +36,8 @@ def test_a_saved_tokenizer_is_the_same(tmp_path) -> None:
     again = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     text = "Report Velkasta. The code of Markas is 417.\n"
     assert again.encode(text, add_special_tokens=False) == encode(text)
-    assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (
-        TOKENIZER.bos_token_id,
-        TOKENIZER.eos_token_id,
-        TOKENIZER.pad_token_id,
-    )
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(again, name) == getattr(TOKENIZER, name)
 
 
 def test_names_are_one_token_a_syllable_and_numbers_one_a_digit() -> None:

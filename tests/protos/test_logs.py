@@ -1,4 +1,4 @@
-"""The log: what a line says, and faults that many requests meet."""
+"""The log: what a line says, and faults that many requests meet; exemplars, read as Prometheus reads them."""
 
 import asyncio
 import io
@@ -10,69 +10,75 @@ from typing import Any
 
 import pytest
 from opentelemetry import trace
+from opentelemetry.sdk.metrics import MeterProvider
+from prometheus_client import Metric
+from prometheus_client.openmetrics.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from fusionkv.protos.observe import logs
+from fusionkv.protos.observe.exemplars import Exemplified
 from tests.commands import run_python
 
 SPAN = trace.NonRecordingSpan(trace.SpanContext(1, 2, is_remote=False))
 
 
+class Written(logging.StreamHandler[io.StringIO]):
+    """What a logger wrote as JSON."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.setFormatter(logs.JSONLines("fusionkv-test"))
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.stream.getvalue().splitlines()]
+
+    @property
+    def messages(self) -> list[str]:
+        return [line["message"] for line in self.lines]
+
+
+log = logging.getLogger(__name__)
+
+
 @pytest.fixture
-def logger() -> Iterator[tuple[logging.Logger, io.StringIO]]:
-    """One that writes JSON, and what it wrote."""
-    written = io.StringIO()
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(logs.JSONLines("fusionkv-test"))
-    made = logging.getLogger(__name__)
-    made.addHandler(handler)
-    yield made, written
-    made.removeHandler(handler)
+def written() -> Iterator[Written]:
+    made = Written()
+    log.addHandler(made)
+    yield made
+    log.removeHandler(made)
 
 
-def lines(written: io.StringIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in written.getvalue().splitlines()]
-
-
-def test_a_line_names_its_trace(logger: tuple[logging.Logger, io.StringIO]) -> None:
-    log, written = logger
+def test_a_line_names_its_trace(written: Written) -> None:
     with trace.use_span(SPAN):
         log.warning("so %s", "it is", extra={logs.FIELDS: {"status": "OK"}})
-    (line,) = lines(written)
+    (line,) = written.lines
     assert (line["message"], line["level"], line["status"]) == ("so it is", "WARNING", "OK")
     assert (line["trace_id"], line["span_id"]) == (f"{1:032x}", f"{2:016x}")
     assert (line["service"], line["logger"]) == ("fusionkv-test", __name__)
 
 
-def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(
-    logger: tuple[logging.Logger, io.StringIO],
-) -> None:
-    log, written = logger
+def test_a_fault_of_many_requests_is_one_line_and_no_requests_own(written: Written) -> None:
     often, seldom = logs.RateLimitedLog(log, 0.0), logs.RateLimitedLog(log, 1e6)
     with trace.use_span(SPAN):
         for i in range(3):
             seldom.warning("it fails", ValueError(f"number {i}"))
             assert trace.get_current_span() is SPAN
-        assert [line["message"] for line in lines(written)] == ["it fails: number 0"]
+        assert written.messages == ["it fails: number 0"]
         often.warning("again", ValueError("a"))
         often.warning("again", ValueError("b"))
-    assert [line["message"] for line in lines(written)] == ["it fails: number 0", "again: a", "again: b"]
-    assert not any("trace_id" in line for line in lines(written))
+    assert written.messages == ["it fails: number 0", "again: a", "again: b"]
+    assert not any("trace_id" in line for line in written.lines)
 
 
-def test_what_was_not_said_is_counted(
-    logger: tuple[logging.Logger, io.StringIO], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, written = logger
+def test_what_was_not_said_is_counted(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: now))
     seldom = logs.RateLimitedLog(log, 60.0)
     for now in (5.0, 6.0, 64.0, 65.0, 130.0):
         seldom.warning("it fails", ValueError(f"at {now:g}"))
-    assert [line["message"] for line in lines(written)] == [
-        "it fails: at 5",
-        "it fails: at 65 (2 more since the last such line)",
-        "it fails: at 130",
-    ]
+    counted = "it fails: at 65 (2 more since the last such line)"
+    assert written.messages == ["it fails: at 5", counted, "it fails: at 130"]
 
 
 @pytest.mark.parametrize("form", ["xml", "JSONL"])
@@ -106,11 +112,8 @@ left.close()
     assert not ended.stdout + ended.stderr
 
 
-def test_an_error_is_its_type_and_its_place_and_nothing_that_it_says(
-    logger: tuple[logging.Logger, io.StringIO],
-) -> None:
+def test_an_error_is_its_type_and_its_place_and_nothing_that_it_says(written: Written) -> None:
     """With all that led to it, and those of a group."""
-    log, written = logger
     text = "zq7secret"
     try:
         try:
@@ -123,8 +126,8 @@ def test_an_error_is_its_type_and_its_place_and_nothing_that_it_says(
     except ExceptionGroup as group:
         group.__cause__ = KeyError(text)
         log.exception("it fails")
-    assert text not in written.getvalue()
-    (line,) = lines(written)
+    assert text not in written.stream.getvalue()
+    (line,) = written.lines
     for name in ("KeyError", "LookupError", "OSError: No space left on device", "ExceptionGroup", "test_logs.py"):
         assert name in line["exception"], line["exception"]
     assert line["exception"].index("KeyError") < line["exception"].index("ExceptionGroup")
@@ -167,3 +170,41 @@ for _ in range(3):
     (line,) = ended.stderr.splitlines()
     assert line.endswith("a caller's trace headers were malformed or too long")
     assert not ended.stdout
+
+
+def test_each_bucket_leads_to_the_trace_that_it_last_had() -> None:
+    registry = Exemplified()
+    provider = MeterProvider([registry.reader])
+    buckets = [0.1, 1.0]
+    meter = provider.get_meter("test")
+    histogram = meter.create_histogram("fusionkv.test.ttft", "s", explicit_bucket_boundaries_advisory=buckets)
+
+    def record(value: float, trace_id: int, recipe: str = "a") -> None:
+        sampled = trace.SpanContext(trace_id, 7, is_remote=False, trace_flags=trace.TraceFlags(1))
+        with trace.use_span(trace.NonRecordingSpan(sampled)):
+            histogram.record(value, {"fusionkv.recipe": recipe})
+
+    def scraped() -> dict[tuple[str, str], tuple[str, float]]:
+        """Trace and value, by recipe and bound."""
+        families = {f.name: f for f in text_string_to_metric_families(generate_latest(registry).decode())}
+        assert "process_start_time_seconds" in families
+        found: Metric = families["fusionkv_test_ttft_seconds"]
+        return {
+            (s.labels["fusionkv_recipe"], s.labels["le"]): (s.exemplar.labels["trace_id"], s.exemplar.value)
+            for s in found.samples
+            if s.exemplar is not None
+        }
+
+    record(0.05, 1)
+    record(5.0, 2)
+    first = {("a", "0.1"): (f"{1:032x}", 0.05), ("a", "+Inf"): (f"{2:032x}", 5.0)}
+    assert scraped() == first
+    # It stays for the next scraper, until there is another.
+    assert scraped() == first
+    record(0.1, 3)
+    record(0.5, 4, "b")
+    assert scraped() == {**first, ("a", "0.1"): (f"{3:032x}", 0.1), ("b", "1.0"): (f"{4:032x}", 0.5)}
+    # Outside a trace there is none to lead to.
+    histogram.record(0.05, {"fusionkv.recipe": "c"})
+    assert not [place for place in scraped() if place[0] == "c"]
+    provider.shutdown()

@@ -2,7 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,29 @@ def server(launch_module: Any) -> Any:
 async def channel(server: Any) -> AsyncIterator[grpc.aio.Channel]:
     async with rpc.dial(server.address) as channel:
         yield channel
+
+
+Serve = Callable[[str, str], tuple[Any, grpc.aio.Channel]]
+
+
+@pytest.fixture
+async def serve(launch: Any) -> AsyncIterator[Serve]:
+    """Starts a server that drains for so long, and takes so many calls at once; returns it, and a channel to it."""
+    async with AsyncExitStack() as stack:
+
+        def start(drain_seconds: str, max_concurrent: str) -> tuple[Any, grpc.aio.Channel]:
+            server = launch(SERVER, drain_seconds, max_concurrent, "127.0.0.1:0")
+            channel = rpc.dial(server.address)
+            stack.push_async_callback(channel.close)
+            return server, channel
+
+        yield start
+
+
+async def requests(pieces: "asyncio.Queue[bytes]") -> AsyncIterator[pb.PutRequest]:
+    """Of one Put, as they come; the empty one is the end."""
+    while piece := await pieces.get():
+        yield pb.PutRequest(data=piece)
 
 
 async def failure(call: Any) -> grpc.aio.AioRpcError:
@@ -69,33 +93,31 @@ async def test_a_stream_may_fail_after_its_first_reply(channel: Any) -> None:
     assert (error.code(), error.details()) == (grpc.StatusCode.DATA_LOSS, "bad checksum")
 
 
-async def test_a_cancelled_call_ends_the_method(launch: Any) -> None:
-    server = launch(SERVER, "5", "0", "127.0.0.1:0")
-    async with rpc.dial(server.address) as channel:
-        # Some of them are between two replies, where no CancelledError reaches the method: it must be closed.
-        for _ in range(30):
-            replies = stub_of(channel).Fetch(pb.FetchRequest())
-            await replies.read()
-            replies.cancel()
-        await asyncio.to_thread(server.wait_for, lambda: server.log.count("ended") == 30, 60)
+async def test_a_cancelled_call_ends_the_method(serve: Serve) -> None:
+    server, channel = serve("5", "0")
+    # Some of them are between two replies, where no CancelledError reaches the method: it must be closed.
+    for _ in range(30):
+        replies = stub_of(channel).Fetch(pb.FetchRequest())
+        await replies.read()
+        replies.cancel()
+    await asyncio.to_thread(server.wait_for, lambda: server.log.count("ended") == 30, 60)
 
 
-async def test_health(channel: Any) -> None:
+async def test_health_is_checked_listed_and_watched(channel: Any, server: Any) -> None:
     health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
-    for service in ("", NAME, "grpc.health.v1.Health"):
-        reply = await health.Check(health_pb2.HealthCheckRequest(service=service))
-        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    serving, unknown = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+    services = ("", NAME, "grpc.health.v1.Health")
+    for service in services:
+        assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == serving
     error = await failure(health.Check(health_pb2.HealthCheckRequest(service="none")))
     assert error.code() == grpc.StatusCode.NOT_FOUND
-
-
-async def test_health_lists_all_services(channel: Any, server: Any) -> None:
-    listed = await health_pb2_grpc.HealthStub(channel).List(health_pb2.HealthListRequest())
-    serving = health_pb2.HealthCheckResponse.SERVING
-    assert {name: each.status for name, each in listed.statuses.items()} == dict.fromkeys(
-        ("", NAME, "grpc.health.v1.Health"), serving
-    )
+    listed = await health.List(health_pb2.HealthListRequest())
+    assert {name: each.status for name, each in listed.statuses.items()} == dict.fromkeys(services, serving)
     assert "NotImplementedError" not in server.log
+    for service, status in ((NAME, serving), ("x", unknown)):
+        watch = health.Watch(health_pb2.HealthCheckRequest(service=service))
+        assert (await watch.read()).status == status
+        watch.cancel()
 
 
 @pytest.mark.parametrize(
@@ -113,15 +135,6 @@ async def test_bytes_that_are_no_message_are_the_callers_mistake(channel: Any, s
     assert not any("Error" in line for line in server.lines(said))
 
 
-async def test_health_is_watched(channel: Any) -> None:
-    watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=NAME))
-    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-    watch.cancel()
-    unknown = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="x"))
-    assert (await unknown.read()).status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-    unknown.cancel()
-
-
 async def test_reflection_lists_the_services(channel: Any) -> None:
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -137,29 +150,27 @@ async def test_messages_over_grpcs_usual_limit_pass_and_over_ours_are_refused(ch
     assert (await failure(stub_of(channel).Delete(too_large))).code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_calls_over_the_limit_are_refused_at_once(launch: Any) -> None:
-    server = launch(SERVER, "0", "1", "127.0.0.1:0")
-    async with rpc.dial(server.address) as channel:
-        replies = stub_of(channel).Fetch(pb.FetchRequest())
-        await replies.read()
-        error = await failure(stub_of(channel).Stats(pb.StatsRequest()))
-        assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        replies.cancel()
+async def test_calls_over_the_limit_are_refused_at_once(serve: Serve) -> None:
+    _, channel = serve("0", "1")
+    replies = stub_of(channel).Fetch(pb.FetchRequest())
+    await replies.read()
+    error = await failure(stub_of(channel).Stats(pb.StatsRequest()))
+    assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    replies.cancel()
 
 
 @pytest.mark.slow
-async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(launch: Any) -> None:
+async def test_a_call_waits_for_a_busy_server_as_long_as_its_caller_does(serve: Serve) -> None:
     """gRPC's default is to drop it after 30 s, as INTERNAL."""
-    server = launch(SERVER, "0", "0", "127.0.0.1:0")
-    async with rpc.dial(server.address) as channel:
-        stub = stub_of(channel)
-        busy = asyncio.ensure_future(stub.Release(pb.ReleaseRequest(lease=32)))
-        await asyncio.to_thread(server.wait_for_line, "busy")
-        waiting = [asyncio.ensure_future(stub.Stats(pb.StatsRequest(), timeout=300)) for _ in range(50)]
-        error = await failure(stub.Stats(pb.StatsRequest(), timeout=1))
-        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert not busy.done(), "all of them wait"
-        await asyncio.gather(*waiting, busy)
+    server, channel = serve("0", "0")
+    stub = stub_of(channel)
+    busy = asyncio.ensure_future(stub.Release(pb.ReleaseRequest(lease=32)))
+    await asyncio.to_thread(server.wait_for_line, "busy")
+    waiting = [asyncio.ensure_future(stub.Stats(pb.StatsRequest(), timeout=300)) for _ in range(50)]
+    error = await failure(stub.Stats(pb.StatsRequest(), timeout=1))
+    assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not busy.done(), "all of them wait"
+    await asyncio.gather(*waiting, busy)
 
 
 async def test_a_unix_socket_and_a_port_at_once(launch: Any, tmp_path: Path) -> None:
@@ -178,50 +189,42 @@ def test_a_taken_port_is_refused_by_name(server: Any, launch: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(launch: Any, number: signal.Signals) -> None:
-    server = launch(SERVER, "30", "0", "127.0.0.1:0")
+async def test_a_drain_finishes_calls_in_flight_and_refuses_new_ones(serve: Serve, number: signal.Signals) -> None:
+    server, channel = serve("30", "0")
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
+    put = stub_of(channel).Put(requests(pieces))
+    await pieces.put(b"12345")
+    await asyncio.to_thread(server.wait_for_line, "received 5")
+    health = health_pb2_grpc.HealthStub(channel)  # type: ignore[no-untyped-call]
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=NAME))
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+    server.process.send_signal(number)
+    assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    watch.cancel()
 
-    async def requests() -> AsyncIterator[pb.PutRequest]:
-        while piece := await pieces.get():
-            yield pb.PutRequest(data=piece)
+    async def refused() -> bool:
+        """Soon after health says so: what comes in between is still taken."""
+        async with rpc.dial(server.address) as late:
+            try:
+                await stub_of(late).Stats(pb.StatsRequest())
+            except grpc.aio.AioRpcError as error:
+                return error.code() is grpc.StatusCode.UNAVAILABLE
+        return False
 
-    async with rpc.dial(server.address) as channel:
-        put = stub_of(channel).Put(requests())
-        await pieces.put(b"12345")
-        await asyncio.to_thread(server.wait_for_line, "received 5")
-        watch = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[no-untyped-call]
-            health_pb2.HealthCheckRequest(service=NAME)
-        )
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
-        server.process.send_signal(number)
-        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
-        watch.cancel()
-
-        async def refused() -> bool:
-            """Soon after health says so: what comes in between is still taken."""
-            async with rpc.dial(server.address) as late:
-                try:
-                    await stub_of(late).Stats(pb.StatsRequest())
-                except grpc.aio.AioRpcError as error:
-                    return error.code() is grpc.StatusCode.UNAVAILABLE
-            return False
-
-        await until(refused)
-        await pieces.put(b"678")
-        await pieces.put(b"")
-        assert (await put).key == (8).to_bytes(8, "big")
+    await until(refused)
+    for piece in (b"678", b""):
+        await pieces.put(piece)
+    assert (await put).key == (8).to_bytes(8, "big")
     assert await asyncio.to_thread(server.wait) == 0
     assert server.log.splitlines()[-2:] == ["drained", "test stopped"]
 
 
-async def test_a_drain_ends_in_time_whatever_is_in_flight(launch: Any) -> None:
-    server = launch(SERVER, "0.2", "0", "127.0.0.1:0")
-    async with rpc.dial(server.address) as channel:
-        replies = stub_of(channel).Fetch(pb.FetchRequest())
-        await replies.read()
-        server.process.terminate()
-        assert type(errors.from_rpc(await failure(replies.read()), "fetch")) is errors.Unavailable
+async def test_a_drain_ends_in_time_whatever_is_in_flight(serve: Serve) -> None:
+    server, channel = serve("0.2", "0")
+    replies = stub_of(channel).Fetch(pb.FetchRequest())
+    await replies.read()
+    server.process.terminate()
+    assert type(errors.from_rpc(await failure(replies.read()), "fetch")) is errors.Unavailable
     assert await asyncio.to_thread(server.wait) == 0
     assert "drained" in server.log
 

@@ -72,23 +72,18 @@ def test_a_bad_file_is_refused_with_the_place(toml: Any, text: str, message: str
 
 
 def test_a_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="can't read the configuration"):
-        load(tmp_path / "none.toml")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(SettingsError, match="can't read the configuration"):
-        load(tmp_path / "binary")
+    for name in ("none.toml", "binary"):
+        with pytest.raises(SettingsError, match="can't read the configuration"):
+            load(tmp_path / name)
 
 
-def test_a_bad_environment_is_refused_by_name() -> None:
-    with pytest.raises(
-        SettingsError, match=r"unknown environment variable FUSIONKV_KVCACHE_MEMROY; known: .*_MEMORY"
-    ):
+def test_the_environment() -> None:
+    unknown = r"unknown environment variable FUSIONKV_KVCACHE_MEMROY; known: .*_MEMORY"
+    with pytest.raises(SettingsError, match=unknown):
         load(environ={"FUSIONKV_KVCACHE_MEMROY": "1"})
     with pytest.raises(SettingsError, match="FUSIONKV_KVCACHE_RATIO: could not convert"):
         load(environ={"FUSIONKV_KVCACHE_RATIO": "much"})
-
-
-def test_lists_are_separated_by_commas() -> None:
     assert load(environ={"FUSIONKV_KVCACHE_LISTEN": "a:1, unix:/x ,"}).listen == ("a:1", "unix:/x")
 
 
@@ -131,7 +126,5 @@ def test_any_text_is_a_size_or_a_value_error(text: str) -> None:
 def test_keys_of_many_parts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="a key has more than 16 parts"):
         settings.toml(text)
-
-
-def test_dots_within_a_text_are_no_parts() -> None:
+    # Dots within a text are no parts.
     assert settings.toml('x = "' + "a." * 99 + '"\n[' + "a." * 14 + "a]\n")["x"] == "a." * 99

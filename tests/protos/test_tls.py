@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import ssl
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.tls import ClientTLS, ServerTLS, read_identity
 from fusionkv.protos.runtime.watched import BadFile
 from tests.ports import free_port
+from tests.protos.test_rpc import SERVER, requests
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
-SERVER = str(Path(__file__).with_name("rpc_server.py"))
 
 
 def serve(launch: Any, cert: Path, key: Path, client_ca: Path | None = None, *addresses: str) -> Any:
@@ -38,25 +37,18 @@ async def refused(address: str, tls: ClientTLS | None) -> None:
     assert raised.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
-async def test_a_caller_that_trusts_the_authority_is_served_and_no_other(launch: Any, authority: Any) -> None:
+@pytest.mark.parametrize("mutual", [False, True])
+async def test_only_callers_that_are_trusted_and_trust_are_served(launch: Any, authority: Any, mutual: bool) -> None:
     ours, other = authority("ours"), authority("other")
-    server = serve(launch, *ours.issue("server"))
-    async with rpc.dial(server.address, tls=ClientTLS(ours.ca)) as channel:
+    server = serve(launch, *ours.issue("server"), *([ours.ca] if mutual else []))
+    own = ours.issue("caller") if mutual else ()
+    async with rpc.dial(server.address, tls=ClientTLS(ours.ca, *own)) as channel:
         await stats(channel)
-    with rpc.dial_sync(server.address, tls=ClientTLS(ours.ca)) as channel_sync:
+    with rpc.dial_sync(server.address, tls=ClientTLS(ours.ca, *own)) as channel_sync:
         stats(channel_sync)
-    await refused(server.address, ClientTLS(other.ca))
-    await refused(server.address, None)
-
-
-async def test_with_mtls_only_callers_with_a_certificate_of_the_authority(launch: Any, authority: Any) -> None:
-    ours, other = authority("ours"), authority("other")
-    server = serve(launch, *ours.issue("server"), ours.ca)
-    async with rpc.dial(server.address, tls=ClientTLS(ours.ca, *ours.issue("caller"))) as channel:
-        await stats(channel)
-    await refused(server.address, ClientTLS(ours.ca))
-    await refused(server.address, ClientTLS(ours.ca, *other.issue("stranger")))
-    await refused(server.address, None)
+    trusted, stranger = ClientTLS(ours.ca), ClientTLS(ours.ca, *other.issue("stranger"))
+    for tls in (None, *([trusted, stranger] if mutual else [ClientTLS(other.ca)])):
+        await refused(server.address, tls)
 
 
 async def test_a_unix_socket_stays_plain_beside_a_port_with_tls(launch: Any, authority: Any, tmp_path: Path) -> None:
@@ -89,9 +81,7 @@ async def test_a_server_shows_a_new_certificate_and_trusts_a_new_authority(launc
         await stats(channel)  # a connection that was made before goes on
 
 
-async def test_a_server_keeps_the_old_certificate_while_the_new_one_is_half_written(
-    launch: Any, authority: Any
-) -> None:
+async def test_a_certificate_that_is_half_written_is_not_shown(launch: Any, authority: Any) -> None:
     ours = authority("ours")
     cert, key = ours.issue("server")
     server = serve(launch, cert, key)
@@ -122,14 +112,10 @@ async def test_a_channel_shows_a_new_certificate(launch: Any, authority: Any, bl
     address = f"127.0.0.1:{free_port()}"
     first = serve(launch, *old.issue("server"), old.ca, address)
     channel: Any = (rpc.dial_sync if blocking else rpc.dial)(address, tls=tls)
-    call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Stats
 
     async def ask() -> bool:
         try:
-            if blocking:
-                await asyncio.to_thread(call, pb.StatsRequest(), timeout=10)
-            else:
-                await call(pb.StatsRequest(), timeout=10)
+            await (asyncio.to_thread(stats, channel, 10) if blocking else stats(channel, 10))
         except grpc.RpcError:
             return False
         return True
@@ -154,19 +140,14 @@ async def test_a_call_in_flight_outlives_a_change_of_its_channel(launch: Any, au
     channel = rpc.dial(server.address, tls=ClientTLS(ours.ca, *own))
     stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
     pieces: asyncio.Queue[bytes] = asyncio.Queue()
-
-    async def requests() -> AsyncIterator[pb.PutRequest]:
-        while piece := await pieces.get():
-            yield pb.PutRequest(data=piece)
-
-    put = stub.Put(requests())
+    put = stub.Put(requests(pieces))
     await pieces.put(b"12345")
     await asyncio.to_thread(server.wait_for_line, "received 5")
     ours.issue("caller")
     await asyncio.sleep(1.1)  # the files are looked at once a second
     await stub.Stats(pb.StatsRequest())
-    await pieces.put(b"678")
-    await pieces.put(b"")
+    for piece in (b"678", b""):
+        await pieces.put(piece)
     assert (await put).key == (8).to_bytes(8, "big")
     await channel.close()
 

@@ -105,24 +105,16 @@ async def answer(stack: Stack, handed: Handed, salt: str, **more: Any) -> list[i
     return await asyncio.to_thread(stack.ask, handed.prompt, 7, kv_transfer_params=told, cache_salt=salt)
 
 
-async def test_loaded_kv_gives_the_answer_of_vllm_itself(stack: Stack) -> None:
+@pytest.mark.parametrize("path", [None, "/proc/1/fd/999999", ""])
+async def test_loaded_kv_gives_the_answer_of_vllm_itself(stack: Stack, path: str | None) -> None:
+    """Streamed where it can't be mapped."""
     async with prefilled(stack, chunk(1), chunk(2)) as handed:
         plain = stack.ask(handed.prompt, 7, cache_salt="plain-1")
         before = stack.loaded()
-        assert await answer(stack, handed, "loaded-1") == plain
+        more = {} if path is None else {"path": path}
+        assert await answer(stack, handed, f"loaded from {path}", **more) == plain
         assert not (await handed.summary()).degraded
         assert stack.loaded() - before == len(handed.prompt) - 1
-
-
-async def test_kv_is_streamed_where_it_can_not_be_mapped(stack: Stack) -> None:
-    async with prefilled(stack, chunk(3), chunk(4)) as handed:
-        plain = stack.ask(handed.prompt, 7, cache_salt="plain-2")
-        before = stack.loaded()
-        for path, salt in (("/proc/1/fd/999999", "streamed-1"), ("", "streamed-2")):
-            async with prefilled(stack, chunk(3), chunk(4)) as again:
-                assert await answer(stack, again, salt, path=path) == plain
-                assert not (await again.summary()).degraded
-        assert stack.loaded() - before == 2 * (len(handed.prompt) - 1)
 
 
 @pytest.mark.parametrize(
@@ -146,12 +138,9 @@ async def test_what_does_not_fit_is_computed(stack: Stack, wrong: dict[str, Any]
 async def test_what_is_gone_or_nonsense_is_computed(stack: Stack) -> None:
     async with prefilled(stack, chunk(6)) as handed:
         plain = stack.ask(handed.prompt, 7, cache_salt="plain-4")
-        for number, wrong in enumerate(
-            ({"handle": "00" * 16}, {"handle": "x"}, {"path": "/etc/passwd"}, {"layers": "3"})
-        ):
+        unlike = ({"handle": "00" * 16}, {"handle": "x"}, {"path": "/etc/passwd"}, {"layers": "3"})
+        for number, wrong in enumerate((*unlike, {"worker": "127.0.0.1:1"})):
             assert await answer(stack, handed, f"nonsense-{number}", **wrong) == plain
-        dead = await answer(stack, handed, "dead", worker="127.0.0.1:1")
-        assert dead == plain
 
 
 async def test_damaged_kv_is_computed_and_told_of(stack: Stack) -> None:
@@ -168,15 +157,9 @@ async def test_damaged_kv_is_computed_and_told_of(stack: Stack) -> None:
 async def test_a_caller_that_leaves_while_its_kv_is_loaded(stack: Stack) -> None:
     for number in range(4):
         async with prefilled(stack, chunk(20 + number), chunk(21)) as handed:
-            told = {"fusionkv": handed.params}
-            body = {
-                "prompt": handed.prompt,
-                "max_tokens": 200,
-                "kv_transfer_params": told,
-                "cache_salt": f"l{number}",
-            }
+            told = {"kv_transfer_params": {"fusionkv": handed.params}, "cache_salt": f"l{number}"}
+            data = json.dumps({"prompt": handed.prompt, "max_tokens": 200, **told}).encode()
             _, writer = await asyncio.open_connection("127.0.0.1", int(stack.url.rpartition(":")[2]))
-            data = json.dumps(body).encode()
             writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
             writer.write(b"Content-Length: %d\r\n\r\n" % len(data) + data)
             await writer.drain()
@@ -232,15 +215,13 @@ def test_instances_share_prefixes(reference_model: Path) -> None:
         assert shared == 512  # two chunks of 256
 
 
-def test_a_policy_that_fails_requests_is_refused(reference_model: Path) -> None:
-    with servers(reference_model) as started, pytest.raises(RuntimeError, match="kv_load_failure_policy = recompute"):
-        started.vllm({**started.fusionkv(""), "kv_load_failure_policy": "fail"})
-
-
-def test_unknown_options_are_refused(reference_model: Path) -> None:
-    wrong = {"kv_connector_extra_config": {"cash": "x"}}
-    with (
-        servers(reference_model) as started,
-        pytest.raises(RuntimeError, match="cash is not one of cache, chunk_tokens"),
-    ):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy = recompute"),
+        ({"kv_connector_extra_config": {"cash": "x"}}, "cash is not one of cache, chunk_tokens"),
+    ],
+)
+def test_a_configuration_that_is_refused(reference_model: Path, wrong: dict[str, Any], why: str) -> None:
+    with servers(reference_model) as started, pytest.raises(RuntimeError, match=why):
         started.vllm({**started.fusionkv(""), **wrong})

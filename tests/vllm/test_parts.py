@@ -16,18 +16,10 @@ from fusionkv.vllm.prompts import FusedPrompt, KVLayout, Prefix, digest
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
 PROMPT = list(range(100, 120))
 GOOD = {
-    "worker": "10.0.0.1:7071",
-    "handle": "ab" * 16,
-    "tokens": 19,
-    "prompt_digest": hashlib.sha256(np.array(PROMPT[:19], "<u4").tobytes()).hexdigest(),
-    "model_fingerprint": "cd" * 32,
-    "dtype": "bfloat16",
-    "layers": 30,
-    "kv_heads": 3,
-    "head_dim": 64,
-    "checksum": "ef" * 16,
-    "path": "/proc/12/fd/34",
-}
+    "worker": "10.0.0.1:7071", "handle": "ab" * 16, "tokens": 19, "model_fingerprint": "cd" * 32,
+    "checksum": "ef" * 16, "prompt_digest": hashlib.sha256(np.array(PROMPT[:19], "<u4").tobytes()).hexdigest(),
+    "dtype": "bfloat16", "layers": 30, "kv_heads": 3, "head_dim": 64, "path": "/proc/12/fd/34",
+}  # fmt: skip
 
 
 def test_a_prompt_that_fits() -> None:
@@ -56,22 +48,15 @@ def test_a_prompt_that_does_not_fit(wrong: dict[str, Any], why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "wrong",
     [
-        "x",
-        {},
-        {**GOOD, "more": 1},
-        {**GOOD, "tokens": "19"},
-        {**GOOD, "tokens": True},
-        {**GOOD, "handle": "no"},
-        {**GOOD, "checksum": None},
-        {**GOOD, "path": "/etc/passwd"},
-        {**GOOD, "path": "/proc/1/fd/2/../../../etc/passwd"},
+        "x", None, {"more": 1}, {"tokens": "19"}, {"tokens": True}, {"handle": "no"}, {"checksum": None},
+        {"path": "/etc/passwd"}, {"path": "/proc/1/fd/2/../../../etc/passwd"},
     ],
-)
-def test_what_is_no_prompt(said: Any) -> None:
+)  # fmt: skip
+def test_what_is_no_prompt(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"fusionkv|hexadecimal"):
-        FusedPrompt.of({"fusionkv": said})
+        FusedPrompt.of({"fusionkv": {**GOOD, **wrong} if isinstance(wrong, dict) else wrong or {}})
 
 
 def test_prefixes() -> None:
@@ -160,10 +145,11 @@ def test_pages_of_any_layout(write: Write, dtype: torch.dtype) -> None:
 
 
 def test_pages_that_can_not_be_used() -> None:
-    layers = {"l.0": Layer(strided)}
-    with pytest.raises(ValueError, match="set kv_cache_dtype to auto"):
-        Pages({"l.0": torch.zeros(4, 3, 16, 40, dtype=torch.uint8)}, layers, 4)
-    with pytest.raises(ValueError, match="which dimension"):
-        Pages({"l.0": torch.zeros(3, 3, 16, 40)}, layers, 3)
-    with pytest.raises(ValueError, match="has no do_kv_cache_update"):
-        Pages({"l.0": torch.zeros(4, 3, 16, 40)}, {"l.0": type("L", (), {"impl": object()})()}, 4)
+    layer, other = Layer(strided), type("L", (), {"impl": object()})()
+    for shape, dtype, given, why in (
+        ((4, 3, 16, 40), torch.uint8, layer, "set kv_cache_dtype to auto"),
+        ((3, 3, 16, 40), torch.float32, layer, "which dimension"),
+        ((4, 3, 16, 40), torch.float32, other, "has no do_kv_cache_update"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            Pages({"l.0": torch.zeros(shape, dtype=dtype)}, {"l.0": given}, shape[0])
