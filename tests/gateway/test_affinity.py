@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
+from fusionkv.gateway.workers.fleet import PrefixAffinity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from tests.services import Launch, start_cache, start_worker
