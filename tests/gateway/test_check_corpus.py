@@ -10,7 +10,7 @@ import pytest
 
 from fusionkv.gateway.cli import check_corpus
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.cli.files import UsageError
+from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.results import Item, Passage
 

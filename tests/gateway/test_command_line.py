@@ -13,7 +13,8 @@ import grpc
 import pytest
 
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.cli.files import UsageError, find, parts, source
+from fusionkv.gateway.cli.connect import UsageError
+from fusionkv.gateway.cli.files import find, parts, source
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.protos.answer.v1.answer_pb2 import Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
