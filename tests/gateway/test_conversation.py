@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client import requests
-from fusionkv.gateway.conversation import Conversation
+from fusionkv.gateway.plan import Conversation
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 

@@ -21,8 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.gateway.auth.access import Caller, Role
-from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
-from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+from fusionkv.gateway.auth.jwt_tokens import JWTTokens, KeyFile, KeyURL
 from fusionkv.gateway.client.client import Client
 from fusionkv.protos.runtime.errors import PermissionDenied, Unauthenticated, Unavailable
 from fusionkv.protos.runtime.watched import BadFile

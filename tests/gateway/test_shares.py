@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.auth.quotas import Shares
 from tests.waiting import until
 
 
