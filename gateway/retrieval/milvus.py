@@ -28,6 +28,7 @@ from fusionkv.gateway.retrieval.base import (
     check_model,
     packed,
 )
+from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.milvus_connection import BATCH, MAX_ROWS, Connection, Hits, NoCollection, listed
 from fusionkv.gateway.retrieval.milvus_rows import Row, Version
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, Unavailable
@@ -46,7 +47,8 @@ class MilvusRetrieval(Retrieval):
         self._milvus = connection
         self._prefix = f"fusionkv_{_digest(scope)}_"
         self._tasks: set[asyncio.Task[Any]] = set()
-        # By corpus and document; entries disappear when no change uses them.
+        # By corpus, and by document; entries disappear when no change uses them.
+        self._gates: weakref.WeakValueDictionary[str, Gate] = weakref.WeakValueDictionary()
         self._locks: weakref.WeakValueDictionary[tuple[str, str], asyncio.Lock] = weakref.WeakValueDictionary()
 
     @classmethod
@@ -295,11 +297,15 @@ class MilvusRetrieval(Retrieval):
         return Item(described[0]["document"], len(found), chunks, tokens, size, made_with.name, made_with.embedder)
 
     async def _change(self, corpus: str, document: str, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Runs one change of a document at a time. The change completes even if its caller is cancelled."""
+        """Runs one change of a document at a time, and none beside a change of the whole corpus.
+
+        The change completes even if its caller is cancelled.
+        """
+        gate = self._gates.setdefault(corpus, Gate())
         lock = self._locks.setdefault((corpus, document), asyncio.Lock())
 
         async def locked() -> T:
-            async with lock:
+            async with gate.shared() if document else gate.exclusive(), lock:
                 return await change()
 
         task = asyncio.create_task(locked())

@@ -16,6 +16,7 @@ from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import Chunk, within
+from fusionkv.gateway.retrieval.gate import Gate
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
 from fusionkv.gateway.retrieval.milvus_connection import MIN_SECONDS, REST_SECONDS
@@ -208,6 +209,32 @@ async def test_a_question_reads_no_list_of_documents(two: Two, monkeypatch: pyte
     pipeline = Pipeline(GatewayConfig(), workers, search)  # type: ignore[arg-type]
     found = await pipeline.retrieve(tenant, "c", "text", 1, 60.0)  # type: ignore[arg-type]
     assert [chunk.text for chunk, _ in found] == ["text"]
+
+
+async def test_a_gate_lets_the_lone_one_in_before_later_ones() -> None:
+    gate, seen = Gate(), []
+    leave = asyncio.Event()
+
+    async def together(name: str) -> None:
+        async with gate.shared():
+            seen.append(name)
+            await leave.wait()
+
+    async def alone() -> None:
+        async with gate.exclusive():
+            seen.append("alone")
+            assert gate._inside == 0
+
+    tasks = [asyncio.create_task(together("first")), asyncio.create_task(together("second"))]
+    await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(alone()))
+    await asyncio.sleep(0.01)
+    tasks.append(asyncio.create_task(together("later")))
+    await asyncio.sleep(0.01)
+    assert seen == ["first", "second"]
+    leave.set()
+    await asyncio.gather(*tasks)
+    assert seen == ["first", "second", "alone", "later"]
 
 
 @pytest.mark.slow
