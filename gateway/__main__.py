@@ -2,10 +2,11 @@
 
 import argparse
 import asyncio
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
@@ -88,21 +89,16 @@ async def _serve(config: GatewayConfig) -> None:
     history = History(config.admin_answers) if config.admin_listen else None
     search = HybridSearch(config, await embedder, await open_reranker(config))
     workers = WorkerPool(config.workers, config.client_tls())
-    engine = _vllm(config, workers) if config.decode == "vllm" else None
+    engine = _vllm(config, workers) if config.decode == "vllm" else workers
     servicer = GatewayServicer(config, tenants, workers, history, search, engine)
     memory_returner = asyncio.create_task(process.return_memory())
-
-    async def close() -> None:
-        await servicer.close()
-        if engine is not None:
-            await engine.close()
 
     await rpc.serve(
         "fusionkv-gateway",
         config.listen,
         {SERVICE.full_name: rpc.handlers(SERVICE, servicer)},
         drain_seconds=config.drain_seconds,
-        on_drain=close,
+        on_drain=servicer.close,
         tls=config.server_tls,
         interceptors=[BearerInterceptor(bearer)] if bearer else [],
         beside=_http(config, servicer, bearer),
@@ -135,64 +131,47 @@ def _load_lancedb() -> None:
 
 
 async def _milvus(config: GatewayConfig, tenant: str) -> Retrieval:
-    """Opens a tenant's corpora in Milvus.
-
-    Raises:
-        OSError: Milvus can't be reached.
-        ValueError: the Milvus client is not installed.
-    """
-    try:
+    """Opens a tenant's corpora in Milvus. Raises OSError if Milvus can't be reached."""
+    with _extra("milvus", "milvus_url"):
         from fusionkv.gateway.retrieval.milvus import MilvusRetrieval
-    except ModuleNotFoundError as error:
-        raise ValueError(f"milvus_url needs the package {error.name}: pip install 'fusionkv[milvus]'") from error
     token = config.milvus_token.read_text().strip() if config.milvus_token else ""
     ca = str(config.tls_ca) if config.tls_ca and config.milvus_url.startswith("https://") else ""
     return await MilvusRetrieval.open(config.milvus_url, tenant, token=token, database=config.milvus_database, ca=ca)
 
 
 def _vllm(config: GatewayConfig, workers: "WorkerPool") -> "VLLMEngine":
-    """The vLLM engine.
-
-    Raises:
-        ValueError: aiohttp is not installed.
-        OSError: the token file can't be read.
-    """
-    try:
+    """The vLLM engine. Raises OSError if the token file can't be read."""
+    with _extra("http", "decode = vllm"):
         from fusionkv.gateway.workers.vllm import VLLMEngine
-    except ModuleNotFoundError as error:
-        raise ValueError(f"decode = vllm needs the package {error.name}: pip install 'fusionkv[http]'") from error
-    return VLLMEngine(
-        workers,
-        config.vllm_url,
-        config.vllm_model,
-        config.vllm_token,
-        config.tls_ca if config.vllm_url.startswith("https://") else None,
-        config.vllm_prefill_seconds,
-    )
+    return VLLMEngine(workers, config)
 
 
 def _http(config: GatewayConfig, servicer: "GatewayServicer", bearer: Bearer | None) -> list[rpc.Beside]:
-    """The HTTP servers that are configured. Raises ValueError if aiohttp is not installed."""
+    """The HTTP servers that are configured."""
     servers: list[rpc.Beside] = []
-    try:
-        if config.http_listen:
+    if config.http_listen:
+        with _extra("http", "http_listen"):
             from fusionkv.gateway.http.server import HTTPServer
-
-            servers.append(HTTPServer(config, servicer, bearer))
-        if config.admin_listen:
+        servers.append(HTTPServer(config, servicer, bearer))
+    if config.admin_listen:
+        with _extra("http", "admin_listen"):
             from fusionkv.gateway.http.admin import AdminServer
-
-            servers.append(AdminServer(config, servicer, bearer))
-    except ModuleNotFoundError as error:
-        setting = "http_listen" if config.http_listen else "admin_listen"
-        raise ValueError(f"{setting} needs the package {error.name}: pip install 'fusionkv[http]'") from error
+        servers.append(AdminServer(config, servicer, bearer))
     return servers
+
+
+@contextlib.contextmanager
+def _extra(name: str, setting: str) -> Iterator[None]:
+    """Raises ValueError if an import inside fails because a package of an optional extra is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{setting} needs the package {error.name}: pip install 'fusionkv[{name}]'") from error
 
 
 def _verifiers(config: GatewayConfig) -> list[Verifier]:
     """The verifiers of bearer tokens. If there is none, calls need no token."""
-    from fusionkv.gateway.auth.jwks import KeyFile, KeyURL
-    from fusionkv.gateway.auth.jwt_tokens import JWTTokens
+    from fusionkv.gateway.auth.jwt_tokens import JWTTokens, KeyFile, KeyURL
     from fusionkv.gateway.auth.static_tokens import StaticTokens
 
     verifiers: list[Verifier] = [StaticTokens(config.auth_tokens)] if config.auth_tokens else []

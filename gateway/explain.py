@@ -2,10 +2,9 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusionkv.gateway.cli.files import UsageError
+from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.client.results import Answer, Explanation, Passage, fields
 from fusionkv.protos.answer.v1.answer_pb2 import ExplainedChunk, StageSeconds
 
@@ -26,25 +25,8 @@ STAGES = {
     "prefill": 25,
     "decode": 320,
 }
-
-
 # How the page describes finish reasons other than the end of the answer.
 ENDS = {"max_tokens": ", cut off at max_tokens", "stop_string": ", ended by a stop string"}
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """What a page has in addition when a gateway serves it.
-
-    Attributes:
-        at: time of the answer.
-        home: URL of the list of all answers.
-        compare: URL that repeats the question with full attention; empty once that has been done.
-    """
-
-    at: str
-    home: str
-    compare: str
 
 
 def template(name: str = "explain.html") -> "Template":
@@ -63,12 +45,14 @@ def render(
     answer: Answer,
     explanation: Explanation,
     full: Answer | None,
-    served: Served | None = None,
+    **served: str,
 ) -> str:
     """Renders the page as HTML.
 
     Args:
         full: the answer by full attention, if the question was repeated with it.
+        served: what a page has in addition when a gateway serves it: `at`, the time of the answer; `home`, the URL of
+            the list of all answers; `compare`, the URL that repeats the question with full attention, or "".
     """
     answers = [("this answer", answer), *([("full attention", full)] if full is not None else [])]
     longest = max(a.summary.seconds.total for _, a in answers) or 1.0
@@ -91,7 +75,7 @@ def render(
             *(_chunk(p, c) for p, c in zip(answer.sources, explanation.chunks, strict=True)),
             _around("question", explanation.question),
         ],
-        **(asdict(served) if served else {}),
+        **served,
     )
 
 

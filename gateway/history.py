@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 from fusionkv.gateway.client import results
-from fusionkv.gateway.client.results import Answer, Explanation, Summary
+from fusionkv.gateway.client.results import Answer, Explanation, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 # For all tenants together, as protobuf. An answer over 8,000 tokens of context takes 0.1 MiB.
@@ -29,9 +29,7 @@ class Record:
     at: float = field(default_factory=time.time)
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     full: "Record | None" = None
-    _sources: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
-    _explanation: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
-    _summary: pb.GenerateResponse = field(default_factory=pb.GenerateResponse)
+    _events: list[pb.GenerateResponse] = field(default_factory=list)  # all but tokens
     _text: str = ""
 
     def add(self, response: pb.GenerateResponse) -> None:
@@ -39,25 +37,20 @@ class Record:
         if response.HasField("token"):
             self._text += response.token.text
         else:
-            setattr(self, f"_{response.WhichOneof('event')}", response)
+            self._events.append(response)
 
     @property
     def bytes(self) -> int:
-        parts = (self.request, self._sources, self._explanation, self._summary)
-        own = sum(part.ByteSize() for part in parts) + len(self._text)
+        own = sum(part.ByteSize() for part in (self.request, *self._events)) + len(self._text)
         return own + (self.full.bytes if self.full is not None else 0)
 
     @property
     def answer(self) -> Answer:
-        summary = results.event(self._summary)
-        assert isinstance(summary, Summary)
-        return Answer(self._text, results.passages(self._sources.sources), summary)
+        return results.answer([Token(text=self._text), *map(results.event, self._events)])
 
     @property
     def explanation(self) -> Explanation:
-        explanation = results.event(self._explanation)
-        assert isinstance(explanation, Explanation)
-        return explanation
+        return next(event for event in map(results.event, self._events) if isinstance(event, Explanation))
 
 
 class History:

@@ -14,10 +14,7 @@ def token(tenant: str, corpus: str, last: str) -> str:
 
 
 def last(tenant: str, corpus: str, token: str, limit: int) -> str:
-    """The item that a page token continues after; empty for the first page.
-
-    Args:
-        limit: maximum size of an item in bytes.
+    """The item, of at most `limit` bytes, that a page token continues after; empty for the first page.
 
     Raises:
         InvalidArgument: the token was not issued to this tenant for this listing.

@@ -10,13 +10,11 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
 from fusionkv.fusion_worker.client import DEFAULT
-from fusionkv.gateway import genai, meters, plan
+from fusionkv.gateway import genai, plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.conversation import Conversation, check_question
-from fusionkv.gateway.ingest.ingest import check_corpus
-from fusionkv.gateway.plan import Passage
-from fusionkv.gateway.retrieval.base import NO_FILTER, within
+from fusionkv.gateway.plan import Conversation, Passage, check_question
+from fusionkv.gateway.retrieval.base import NO_FILTER, check_corpus, within
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
@@ -30,13 +28,16 @@ tracer = trace.get_tracer(__name__)
 class Engine(Protocol):
     """What answers prompts: the fusion workers, or vLLM behind them."""
 
-    async def model(self, timeout: float | None = None) -> Vocabulary:
+    async def model(self, timeout: float) -> Vocabulary:
         """Tokenizer and prompt template of the model. Raises Unavailable."""
 
     def generate(
-        self, request: fusion_pb2.GenerateRequest, timeout: float | None
+        self, request: fusion_pb2.GenerateRequest, timeout: float
     ) -> AsyncGenerator[fusion_pb2.GenerateResponse]:
         """Streams the answer to one request."""
+
+    async def close(self) -> None:
+        """Closes all connections, those to the workers too."""
 
 
 class Pipeline:
@@ -57,15 +58,7 @@ class Pipeline:
         vocabulary: Vocabulary | None = None,
         where: Mapping[str, str] = NO_FILTER,
     ) -> list[Passage]:
-        """Retrieves passages for a question.
-
-        Args:
-            top_k: number of passages; 0 uses the configured number.
-            timeout: seconds.
-            where: metadata that a document must have.
-
-        Returns:
-            The best passages with their scores, best first.
+        """The best passages for a question, best first; `top_k` 0 uses the configured number.
 
         Raises:
             InvalidArgument: the question, the corpus's name, top_k or the filter is invalid.
@@ -99,14 +92,7 @@ class Pipeline:
     async def answer(
         self, tenant: Tenant, request: pb.GenerateRequest, timeout: float
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """Answers a request.
-
-        Args:
-            timeout: seconds until the caller's deadline.
-
-        Yields:
-            One Sources, then tokens, then one Summary.
-        """
+        """Answers a request within `timeout` seconds: one Sources, then tokens, then one Summary."""
         began = time.perf_counter()
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
@@ -146,7 +132,7 @@ class Pipeline:
                         tenant.meter.spend(1)
                         if not ttft:
                             ttft = time.perf_counter() - began
-                            meters.first_token(recipe.name, ttft)
+                            genai.first_token(recipe.name, ttft)
                         yield pb.GenerateResponse(token=response.token)
                     elif response.HasField("explanation"):
                         yield pb.GenerateResponse(explanation=response.explanation)
@@ -158,7 +144,7 @@ class Pipeline:
                         if trace.get_current_span().is_recording():
                             summary.trace_id = telemetry.trace_id()
                         span.set_attributes(genai.answer_attributes(summary, model))
-                        meters.answered(summary, tenant.label)
+                        genai.answered(summary, tenant.label)
                         finished = True
                         yield pb.GenerateResponse(summary=summary)
         except Exception as error:

@@ -4,26 +4,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from opentelemetry import metrics
 
 from fusionkv.gateway import page_tokens
 from fusionkv.gateway.auth import access
-from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.auth.quotas import Shares
 from fusionkv.gateway.auth.tenants import Tenant, Tenants
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.history import History
-from fusionkv.gateway.ingest.ingest import MAX_NAME, Ingest, check_corpus, check_document
+from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Engine, Pipeline
 from fusionkv.gateway.plan import order
+from fusionkv.gateway.retrieval.base import MAX_NAME, check_corpus, check_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.retrieval.mover import Mover
+from fusionkv.gateway.retrieval.mover import move
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -37,6 +38,7 @@ from fusionkv.protos.runtime.errors import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 SERVICE = pb.DESCRIPTOR.services_by_name["GatewayService"]
 _meter = metrics.get_meter(__name__)
 _requests = _meter.create_counter("fusionkv.gateway.requests", description="calls, by method")
@@ -65,63 +67,43 @@ class GatewayServicer:
         config: GatewayConfig,
         tenants: Tenants,
         workers: WorkerPool,
-        history: History | None = None,
-        search: HybridSearch | None = None,
-        engine: Engine | None = None,
+        history: History | None,
+        search: HybridSearch,
+        engine: Engine,
     ) -> None:
-        """Creates the servicer.
-
-        Args:
-            history: stores answers with explanations for operators.
-            search: retrieval; None searches by BM25 only.
-            engine: answers prompts; None uses the workers.
-        """
+        """`history` stores answers with explanations for operators; `engine` answers prompts."""
         self.history = history
-        self._search = search or HybridSearch(config)
+        self._search = search
+        self._engine = engine
         self._config = config
         self._tenants = tenants
         self._workers = workers
         self._ingest = Ingest(config, workers, self._search)
-        self._pipeline = Pipeline(config, engine or workers, self._search)
+        self._pipeline = Pipeline(config, engine, self._search)
         self._precompute = Precompute(config, workers, self._search)
-        self._mover = Mover(workers, self._search)
         self._started = time.monotonic()
         self._active = Shares(config.max_requests, spare=int(config.several_tenants))
         self._served = self._failed = self._marked_degraded = 0
 
     async def Ingest(self, request: pb.IngestRequest, context: Call) -> pb.IngestResponse:
-        with self._admitted("Ingest"):
-            tenant = await self._tenant()
-            done = await self._ingest.file(tenant, request, self._time_left(context))
-            return pb.IngestResponse(**asdict(done))
+        async with self._admitted("Ingest") as (tenant, _):
+            return await self._ingest.file(tenant, request, self._time_left(context))
 
-    async def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
-        with self._admitted("Precompute"):
-            tenant = await self._tenant()
-            async with contextlib.aclosing(self._precompute.run(tenant, request)) as progress:
-                async for response in progress:
-                    yield response
+    def Precompute(self, request: pb.PrecomputeRequest, context: Call) -> AsyncGenerator[pb.PrecomputeResponse]:
+        return self._stream("Precompute", lambda tenant: self._precompute.run(tenant, request))
 
-    async def PlanPrecompute(
+    def PlanPrecompute(
         self, request: pb.PlanPrecomputeRequest, context: Call
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        with self._admitted("PlanPrecompute"):
-            tenant = await self._tenant()
-            async with contextlib.aclosing(self._precompute.plan(tenant, request)) as batches:
-                async for response in batches:
-                    yield response
+        return self._stream("PlanPrecompute", lambda tenant: self._precompute.plan(tenant, request))
 
-    async def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
-        with self._admitted("Move"):
-            tenant = await self._tenant()
-            check_corpus(request.corpus)
-            async with contextlib.aclosing(self._mover.run(tenant.retrieval, request.corpus)) as progress:
-                async for response in progress:
-                    yield response
+    def Move(self, request: pb.MoveRequest, context: Call) -> AsyncGenerator[pb.MoveResponse]:
+        return self._stream(
+            "Move", lambda tenant: move(tenant.retrieval, request.corpus, self._workers, self._search)
+        )
 
     async def Delete(self, request: pb.DeleteRequest, context: Call) -> pb.DeleteResponse:
-        with self._admitted("Delete"):
-            tenant = await self._tenant()
+        async with self._admitted("Delete") as (tenant, _):
             check_corpus(request.corpus)
             if request.name:
                 check_document(request.name)
@@ -129,8 +111,7 @@ class GatewayServicer:
             return pb.DeleteResponse(documents=documents, chunks=chunks)
 
     async def List(self, request: pb.ListRequest, context: Call) -> pb.ListResponse:
-        with self._admitted("List"):
-            tenant = await self._tenant()
+        async with self._admitted("List") as (tenant, _):
             size = min(request.page_size or _PAGE, _MAX_PAGE)
             if request.corpus:
                 check_corpus(request.corpus)
@@ -146,16 +127,9 @@ class GatewayServicer:
             )
 
     async def Retrieve(self, request: pb.RetrieveRequest, context: Call) -> pb.RetrieveResponse:
-        with self._admitted("Retrieve"):
-            tenant = await self._tenant()
-            found = await self._pipeline.retrieve(
-                tenant,
-                request.corpus,
-                request.question,
-                request.top_k,
-                self._time_left(context),
-                where=request.filter,
-            )
+        async with self._admitted("Retrieve") as (tenant, _):
+            search, left = (request.corpus, request.question, request.top_k), self._time_left(context)
+            found = await self._pipeline.retrieve(tenant, *search, left, where=request.filter)
             return pb.RetrieveResponse(passages=[source for _, source in order(found, request.order)])
 
     async def embed(self, texts: Sequence[str], model: str, context: Call) -> tuple[np.ndarray, str, int]:
@@ -169,8 +143,7 @@ class GatewayServicer:
             NotFound: the gateway's embedder is another model.
             FailedPrecondition: the gateway has no embedder.
         """
-        with self._admitted("Embed"):
-            tenant = await self._tenant()
+        async with self._admitted("Embed") as (tenant, _):
             embedder = self._search.embedder
             if embedder is None:
                 raise FailedPrecondition("this gateway has no embedder: it retrieves by BM25 only")
@@ -184,17 +157,14 @@ class GatewayServicer:
             except TimeoutError as error:
                 raise DeadlineExceeded("embedding took longer than the request's deadline") from error
 
-    async def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
-        async with contextlib.aclosing(self.generate(request, context, self.history)) as responses:
-            async for response in responses:
-                yield response
+    def Generate(self, request: pb.GenerateRequest, context: Call) -> AsyncGenerator[pb.GenerateResponse]:
+        return self.generate(request, context, self.history)
 
     async def generate(
         self, request: pb.GenerateRequest, context: Call, history: History | None
     ) -> AsyncGenerator[pb.GenerateResponse]:
         """Generate, with the answer stored in `history`, if there is one."""
-        with self._admitted("Generate") as log_fields:
-            tenant = await self._tenant()
+        async with self._admitted("Generate") as (tenant, log_fields):
 
             def start(observed: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse]:
                 return self._pipeline.answer(tenant, observed, self._time_left(context))
@@ -231,7 +201,7 @@ class GatewayServicer:
     async def close(self) -> None:
         """Closes everything. Call it after the last call has ended."""
         await self._ingest.close()
-        await self._workers.close()
+        await self._engine.close()
         await self._search.close()
         await self._tenants.close()
 
@@ -239,11 +209,10 @@ class GatewayServicer:
         remaining = context.time_remaining()
         return self._config.request_seconds if remaining is None or remaining > _NO_DEADLINE else remaining
 
-    async def _tenant(self) -> Tenant:
-        """The tenant of the call. Raises ResourceExhausted if it is over its quota."""
-        tenant = await self._tenants.current()
-        tenant.meter.admit()
-        return tenant
+    async def _stream(self, method: str, start: Callable[[Tenant], AsyncGenerator[T]]) -> AsyncGenerator[T]:
+        async with self._admitted(method) as (tenant, _), contextlib.aclosing(start(tenant)) as responses:
+            async for response in responses:
+                yield response
 
     def _summarised(self, summary: Summary, log_fields: dict[str, Any]) -> None:
         log_fields |= {
@@ -256,20 +225,34 @@ class GatewayServicer:
             _degraded.add(1, {"fusionkv.recipe": summary.recipe})
             log_fields["degraded"] = summary.degraded_reason
 
-    @contextlib.contextmanager
-    def _admitted(self, method: str) -> Iterator[dict[str, Any]]:
-        """Counts a call, refuses it if too many are in flight, and logs it at its end.
+    @contextlib.asynccontextmanager
+    async def _admitted(self, method: str) -> AsyncIterator[tuple[Tenant, dict[str, Any]]]:
+        """Counts a call, and logs it at its end.
 
         Yields:
-            The fields of the log record, for the caller to add to.
+            The tenant of the call, and the fields of the log record, for the caller to add to.
+
+        Raises:
+            ResourceExhausted: too many calls are in flight, or the tenant is over its quota.
         """
         began, status = time.perf_counter(), "CANCELLED"
         log_fields: dict[str, Any] = {}
         self._served += 1
         _requests.add(1, {"rpc.method": method})
         try:
-            with self._counted():
-                yield log_fields
+            caller = access.caller()
+            with self._active.holding(caller.tenant if caller else "") as held:
+                if not held:
+                    raise ResourceExhausted(
+                        f"{self._active.held} requests are in flight; try again later", retry_after=0.5
+                    )
+                _in_flight.add(1)
+                try:
+                    tenant = await self._tenants.current()
+                    tenant.meter.admit()
+                    yield tenant, log_fields
+                finally:
+                    _in_flight.add(-1)
             status = "OK"
         except ServiceError as error:
             status = error.status.name
@@ -288,17 +271,3 @@ class GatewayServicer:
             log.info(
                 "%s %s after %.3f s%s", method, status, log_fields["seconds"], answer, extra={logs.FIELDS: log_fields}
             )
-
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        caller = access.caller()
-        with self._active.holding(caller.tenant if caller else "") as held:
-            if not held:
-                raise ResourceExhausted(
-                    f"{self._active.held} requests are in flight; try again later", retry_after=0.5
-                )
-            _in_flight.add(1)
-            try:
-                yield
-            finally:
-                _in_flight.add(-1)

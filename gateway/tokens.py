@@ -80,12 +80,9 @@ class Vocabulary:
         return self._encode(before, text, after)
 
     def chunks(self, document: Document, max_tokens: int, overlap: int) -> list[tuple[str, list[int]]]:
-        """Splits a document into chunks.
-
-        The document's title stands on a separate line at the head of each.
+        """Splits a document into chunks of about `max_tokens`, each headed by a line with the document's title.
 
         Args:
-            max_tokens: approximate maximum size of a chunk.
             overlap: number of tokens that a chunk repeats from the previous one.
 
         Returns:

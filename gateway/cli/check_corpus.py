@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusionkv.gateway.cli import connect, flags
+from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.console import progress_bar, retry_while_busy
-from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Passage
 from fusionkv.protos.runtime.errors import ServiceError
@@ -42,7 +42,7 @@ def main() -> int:
     )
     parser.add_argument("--corpus", required=True, metavar="NAME", help="corpus to ask questions about")
     parser.add_argument("--n", type=positive, default=24, help="maximum number of questions (default: %(default)s)")
-    flags.add_flags(parser)
+    connect.add_flags(parser)
     args, rest = parser.parse_known_args()
     if any(flag.partition("=")[0] == "--data" for flag in rest):
         parser.error("--data and --corpus can't be combined")
@@ -71,18 +71,10 @@ async def _fetch(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 async def questions(client: AsyncClient, corpus: str, count: int, seconds: float) -> list[dict[str, Any]]:
-    """Makes questions about a corpus, in the format of the check's data sets.
+    """At most `count` questions about a corpus with the passages retrieved for them, as in the check's data sets.
 
-    Args:
-        count: maximum number of questions.
-        seconds: limit for each call, including retries while the gateway is busy.
-
-    Returns:
-        Questions with the passages that the gateway retrieves for them.
-
-    Raises:
-        UsageError: no two passages were ever retrieved together.
-        ServiceError: List or Retrieve failed.
+    `seconds` limits each call, including retries while the gateway is busy. Raises UsageError if no two passages were
+    ever retrieved together.
     """
     chance = random.Random(corpus)
     documents = await retry_while_busy(lambda: client.list(corpus), seconds)

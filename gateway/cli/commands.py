@@ -17,21 +17,12 @@ from rich.table import Table
 from fusionkv.gateway import explain
 from fusionkv.gateway.cli import connect, encode, figures, files
 from fusionkv.gateway.cli.console import print_json, progress_bar, retry_while_busy
+from fusionkv.gateway.client import results
 from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.gateway.client.results import (
-    Answer,
-    Explanation,
-    Ingested,
-    Item,
-    Passage,
-    Progress,
-    Sources,
-    Summary,
-    Token,
-    fields,
-)
+from fusionkv.gateway.client.results import Event, Explanation, Ingested, Item, Progress, Summary, Token, fields
 from fusionkv.gateway.ingest import brief
 from fusionkv.protos.kvcache.v1.kvcache_pb2 import Tier
+from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import AlreadyExists, InvalidArgument, ServiceError
 from fusionkv.protos.runtime.tls import ClientTLS
 
@@ -59,7 +50,7 @@ async def ingest(args: argparse.Namespace) -> int:
                         print(f"fusionkv: {path}: {error}", file=sys.stderr)
                     progress.advance(bar)
 
-            await _all(one(name, path) for name, path in paths.items())
+            await cancellation.all_of(one(name, path) for name, path in paths.items())
         total.seconds = round(time.perf_counter() - began, 3)
         if args.precompute is not None and total.documents:
             done = await encode.corpus(client, args.json, args.corpus, args.precompute)
@@ -119,27 +110,17 @@ async def ask(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in names.split()}
     options["filter"] = dict(args.filter)
     page = explain.template() if args.explain is not None else None
-    explanation: Explanation | None = None
-    text = ""
-    sources: tuple[Passage, ...] = ()
-    summary: Summary | None = None
+    events: list[Event] = []
     async with connect.client(args) as client:
-        events = client.stream(args.corpus, args.question, **options, explain=page is not None)
-        async with contextlib.aclosing(events):
-            async for event in events:
-                if isinstance(event, Sources):
-                    sources = event.passages
-                elif isinstance(event, Explanation):
-                    explanation = event
-                elif isinstance(event, Summary):
-                    summary = event
-                elif isinstance(event, Token):
-                    text += event.text
-                    if not args.json:
-                        print(event.text, end="", flush=True)
-        if summary is None:
-            raise ServiceError("the answer ended without a summary")
+        stream = client.stream(args.corpus, args.question, **options, explain=page is not None)
+        async with contextlib.aclosing(stream):
+            async for event in stream:
+                events.append(event)
+                if isinstance(event, Token) and not args.json:
+                    print(event.text, end="", flush=True)
+        answer = results.answer(events)
         if page is not None:
+            explanation = next((event for event in events if isinstance(event, Explanation)), None)
             if explanation is None:
                 raise ServiceError(
                     f"the answer came without an explanation, so {args.explain} was not written: upgrade gateway and "
@@ -148,14 +129,14 @@ async def ask(args: argparse.Namespace) -> int:
             full = await client.ask(
                 args.corpus, args.question, **{**options, "recipe": explain.REFERENCE, "ratio": None}
             )
-            answer = Answer(text, sources, summary)
             args.explain.write_text(explain.render(page, args.question, answer, explanation, full), "utf-8")
+    summary = answer.summary
     if args.json:
-        print_json({"text": text, "sources": [asdict(s) for s in sources], "summary": fields(summary)})
+        print_json({"text": answer.text, "sources": [asdict(s) for s in answer.sources], "summary": fields(summary)})
         return 0
     print(flush=True)
     console = Console(stderr=True, highlight=False)
-    for source in sources:
+    for source in answer.sources:
         text = " ".join(source.text.split())
         console.print(
             f"  {source.name}  {source.score:.3f}  {text}",
@@ -165,12 +146,14 @@ async def ask(args: argparse.Namespace) -> int:
             overflow="ellipsis",
         )
     console.print(_figures(summary))
-    if summary.degraded:
-        console.print(f"degraded: {summary.degraded_reason}", style="yellow", markup=False)
-    if summary.ratio_raised:
-        console.print(f"ratio raised: {summary.ratio_raised}", style="yellow", markup=False)
-    if summary.recipe_replaced:
-        console.print(f"recipe replaced: {summary.recipe_replaced}", style="yellow", markup=False)
+    notes = {
+        "degraded": summary.degraded_reason if summary.degraded else "",
+        "ratio raised": summary.ratio_raised,
+        "recipe replaced": summary.recipe_replaced,
+    }
+    for name, note in notes.items():
+        if note:
+            console.print(f"{name}: {note}", style="yellow", markup=False)
     return 0
 
 
@@ -286,19 +269,13 @@ async def _worker_stats(address: str, tls: ClientTLS | None) -> dict[str, Any]:
     finally:
         await client.close()
     plain = "name family device dtype max_tokens kv_bytes_per_token"
-    recipes = [
-        {"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours}
-        for r in model.recipes
-        if not r.unusable
-    ]
+    usable = [r for r in model.recipes if not r.unusable]
     return {
         **{name: getattr(model, name) for name in plain.split()},
         "fingerprint": model.fingerprint.hex(),
-        "recipes": recipes,
+        "recipes": [{"name": r.name, "ratio": r.default_ratio, "neighbours": r.neighbours} for r in usable],
         "modifiers": [m.name for m in model.modifiers],
-        "verdicts": [
-            {"recipe": v.recipe, "ratio": v.ratio, "verdict": v.verdict, "why": v.why} for v in model.verdicts
-        ],
+        "verdicts": [fields(verdict) for verdict in model.verdicts],
     }
 
 
@@ -318,16 +295,6 @@ def _cache_address() -> str:
     """Address of the cache service of `fusionkv serve` with the default folder, if its socket exists."""
     socket = Path(".fusionkv/run/kvcache.sock").absolute()
     return f"unix:{socket}" if socket.exists() else _FALLBACK_CACHE
-
-
-async def _all(work: Any) -> None:
-    """Runs all coroutines; the first error cancels the rest and is raised."""
-    tasks = [asyncio.ensure_future(w) for w in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 COMMANDS = {

@@ -1,41 +1,74 @@
-"""Creates a client from command-line flags (flags.py)."""
+"""Flags for the gateway's address and the caller's credentials, and the client that they describe."""
 
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fusionkv.gateway.cli.files import UsageError
-from fusionkv.gateway.cli.flags import TOKEN, TOKEN_FILE
-from fusionkv.gateway.client.client import AsyncClient
-from fusionkv.protos.runtime.tls import ClientTLS
+from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
+
+if TYPE_CHECKING:
+    from fusionkv.gateway.client.client import AsyncClient
+    from fusionkv.protos.runtime.tls import ClientTLS
+
+_TOKEN, _TOKEN_FILE = "FUSIONKV_TOKEN", "FUSIONKV_TOKEN_FILE"
 
 
-def client(args: argparse.Namespace) -> AsyncClient:
+class UsageError(Exception):
+    """Invalid command-line arguments, such as paths that match nothing or two documents with one name."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of every command that calls a gateway."""
+    parser.add_argument(
+        "--gateway",
+        default=DEFAULT_ADDRESS,
+        metavar="ADDRESS",
+        help="address of the gateway: host:port or unix:/path (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="limit for one call (default: %(default)g)"
+    )
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument(
+        "--token", help=f"bearer token; visible to other users of this machine, unlike {_TOKEN} in the environment"
+    )
+    token.add_argument(
+        "--token-file", type=Path, metavar="PATH", help=f"file with the bearer token (or set {_TOKEN_FILE})"
+    )
+    parser.add_argument("--tls-ca", type=Path, metavar="PATH", help="CA certificates (PEM) to trust; enables TLS")
+    parser.add_argument(
+        "--tls-cert", type=Path, metavar="PATH", help="client certificate (PEM), if the gateway requires one"
+    )
+    parser.add_argument("--tls-key", type=Path, metavar="PATH", help="private key (PEM) of --tls-cert")
+
+
+def client(args: argparse.Namespace) -> "AsyncClient":
     """A client configured by flags, or by environment variables where flags are missing.
 
     Raises:
         UsageError: flags that can't be combined, or an invalid token.
         BadFile: a file can't be used.
     """
+    from fusionkv.gateway.client.client import AsyncClient
+
+    token: str | Path | None = args.token if args.token is not None else args.token_file
+    if token is None:
+        file = os.environ.get(_TOKEN_FILE)
+        token = Path(file) if file else os.environ.get(_TOKEN) or None
     try:
-        return AsyncClient(args.gateway, timeout=args.timeout, token=_token(args), tls=tls(args))
+        return AsyncClient(args.gateway, timeout=args.timeout, token=token, tls=tls(args))
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
-def tls(args: argparse.Namespace) -> ClientTLS | None:
+def tls(args: argparse.Namespace) -> "ClientTLS | None":
     """The TLS settings. Raises as `client`."""
+    from fusionkv.protos.runtime.tls import ClientTLS
+
     if args.tls_ca is None and (args.tls_cert is not None or args.tls_key is not None):
         raise UsageError("--tls-cert and --tls-key need --tls-ca, the CAs that sign the gateway's certificate")
     try:
         return ClientTLS.of(args.tls_ca, args.tls_cert, args.tls_key)
     except ValueError as error:
         raise UsageError(str(error)) from error
-
-
-def _token(args: argparse.Namespace) -> str | Path | None:
-    if args.token is not None or args.token_file is not None:
-        return args.token if args.token is not None else args.token_file
-    if file := os.environ.get(TOKEN_FILE):
-        return Path(file)
-    return os.environ.get(TOKEN) or None

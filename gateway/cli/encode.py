@@ -10,8 +10,8 @@ from dataclasses import asdict
 
 from fusionkv.fusion_worker.encode import encoders
 from fusionkv.gateway.cli import connect
+from fusionkv.gateway.cli.connect import UsageError
 from fusionkv.gateway.cli.console import print_json, progress_bar, retry_until_available
-from fusionkv.gateway.cli.files import UsageError
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.client.results import Progress
 from fusionkv.protos.runtime.errors import NotFound

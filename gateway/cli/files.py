@@ -9,17 +9,15 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from fusionkv.gateway.ingest import json_lines, parse
+from fusionkv.gateway.cli.connect import UsageError
+from fusionkv.gateway.ingest import parse
+from fusionkv.gateway.ingest.document import json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, JSONL
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 STDIN = "-"
 # Bytes of JSON lines per call: enough to fill an embedder's batches, few enough for a smooth progress bar.
 _PART = 1 << 20
-
-
-class UsageError(Exception):
-    """Invalid command-line arguments, such as paths that match nothing or two documents with one name."""
 
 
 def find(paths: Sequence[str], media_type: str, name: str = "") -> dict[str, Path]:
@@ -66,7 +64,8 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
         OSError: the file can't be read.
     """
     if parse.media_type(name, media_type) != JSONL:
-        yield 1, read(path)
+        with _opened(path) as file:
+            yield 1, file.read()
         return
     ids: dict[str, int] = {}
     number, start, size, lines = 1, 1, 0, list[bytes]()
@@ -78,11 +77,6 @@ def parts(name: str, path: Path, media_type: str) -> Iterator[tuple[int, bytes]]
             lines.append(line)
             size += len(line)
     yield start, _checked(lines, start, ids)
-
-
-def read(path: Path) -> bytes:
-    with _opened(path) as file:
-        return file.read()
 
 
 def source(path: Path) -> str:
@@ -100,7 +94,7 @@ def _checked(lines: Sequence[bytes], start: int, ids: dict[str, int]) -> bytes:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise InvalidArgument(f"the text is not UTF-8: {error}") from error
-    for document in json_lines.documents(text, start):
+    for document in json_lines(text, start):
         if document.name and ids.setdefault(document.name, document.line) != document.line:
             raise InvalidArgument(
                 f"lines {ids[document.name]} and {document.line} have the same id {document.name!r}"

@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from fusionkv.gateway.cli import flags
+from fusionkv.gateway.cli import connect
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS, ORDER_NAMES
 from fusionkv.gateway.ingest.media_types import ENDINGS, MEDIA_TYPES
@@ -57,7 +57,6 @@ def _run(args: argparse.Namespace) -> int:
     # Imported after parsing: gRPC and the clients take longer to load than --help should.
     import asyncio
 
-    from fusionkv.gateway.cli.files import UsageError
     from fusionkv.protos.runtime.errors import ServiceError, Unavailable
 
     if args.command == "serve":
@@ -68,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         run = commands.COMMANDS[args.command]
     try:
         return asyncio.run(run(args))
-    except UsageError as error:
+    except connect.UsageError as error:
         print(f"fusionkv: {error}", file=sys.stderr)
         return _USAGE
     except (ServiceError, SettingsError, OSError) as error:
@@ -106,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--json", action="store_true", help="print one JSON object per line")
 
     client = argparse.ArgumentParser(add_help=False)
-    flags.add_flags(client)
+    connect.add_flags(client)
     client.add_argument("--json", action="store_true", help="print JSON: one document, or one object per line")
 
     ingest = commands.add_parser("ingest", parents=[client], help="store documents in a corpus")

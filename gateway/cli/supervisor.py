@@ -11,15 +11,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.cli.launch import launched
 from fusionkv.gateway.client.client import AsyncClient
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.protos.runtime import process, rpc, settings
+from fusionkv.protos.runtime import process, settings
 
 _SERVING = re.compile(r"^(\S+) serving on (.+)$")
 # Lines of a traceback before its last one, which states the error.
@@ -27,7 +24,6 @@ _TRACEBACK = re.compile(r"^\s|^Traceback|^$")
 # A unix socket's path has at most 107 bytes.
 _MAX_SOCKET_PATH = 107
 _MAX_LINE = 16 << 20
-_HEALTH_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 _ENDPOINTS = {"fusionkv-gateway": "gRPC", "fusionkv-gateway-http": "HTTP", "fusionkv-gateway-admin": "pages"}
 
@@ -37,30 +33,23 @@ class Child:
 
     Args:
         listeners: names of further servers that the service must report as serving.
-        plain: whether the service is reachable without TLS.
     """
 
-    def __init__(
-        self, name: str, module: str, flags: Sequence[str], *, listeners: Sequence[str] = (), plain: bool = True
-    ) -> None:
+    def __init__(self, name: str, module: str, flags: Sequence[str], *, listeners: Sequence[str] = ()) -> None:
         self.name = name
-        self._plain = plain
         self._awaited = {f"fusionkv-{name}", *listeners}
         self._argv = launched(f"serve {name}", module, flags)
         self._process: asyncio.subprocess.Process | None = None
-        self._addresses: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-        self._reading: asyncio.Task[None] | None = None
+        self.up: asyncio.Future[tuple[list[str], float]] = asyncio.get_running_loop().create_future()
+        """Addresses of the service once it serves, and the time of its report."""
+        self.ended: asyncio.Task[int] | None = None
         self.served: dict[str, list[str]] = {}
         """Addresses by server name, as far as the service has reported them."""
         self.last = ""
         """The last line that the service printed, tracebacks aside."""
 
-    async def start(self) -> list[str]:
-        """Starts the process, waits until the service is healthy, and returns its addresses.
-
-        Raises:
-            ChildEnded: the process ended before that.
-        """
+    async def start(self) -> None:
+        """Starts the process. Its output is printed until it ends, and `ended` then holds its exit status."""
         self._process = await asyncio.create_subprocess_exec(
             *self._argv,
             stdin=asyncio.subprocess.DEVNULL,
@@ -72,54 +61,39 @@ class Child:
             # If the parent is killed, no children remain that hold ports and data.
             preexec_fn=lambda: process.end_with_parent(signal.SIGTERM),
         )
-        self._reading = asyncio.create_task(self._read())
-        ended = asyncio.create_task(self.ended())
-        futures: list[asyncio.Future[Any]] = [self._addresses, ended]
-        await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        if not self._addresses.done():
-            raise ChildEnded(self, await ended)
-        ended.cancel()
-        addresses = self._addresses.result()
-        # With TLS, the CA to trust is unknown here: the service's own report has to suffice.
-        if self._plain:
-            await _healthy(addresses[0])
-        return addresses
+        self.ended = asyncio.create_task(self._read(self._process))
 
-    async def ended(self) -> int:
-        """Waits for the process and its output to end; returns the exit status."""
-        assert self._process is not None
-        assert self._reading is not None
-        status = await self._process.wait()
-        await asyncio.shield(self._reading)
-        return status
+    async def watch(self) -> None:
+        """Waits for the end of the process. Raises ChildEnded."""
+        assert self.ended is not None
+        raise ChildEnded(self, await asyncio.shield(self.ended))
 
     async def stop(self) -> None:
         """Sends SIGTERM, on which the service drains, and waits for the process to end."""
-        if self._process is not None:
+        if self.ended is not None:
             self.signal(signal.SIGTERM)
-            await self.ended()
+            await self.ended
 
     def signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for raw in self._process.stdout:
+    async def _read(self, running: asyncio.subprocess.Process) -> int:
+        assert running.stdout is not None
+        async for raw in running.stdout:
             line = raw.decode(errors="replace").rstrip("\n")
-            match = _SERVING.match(line)
-            if match:
+            if match := _SERVING.match(line):
                 self.served[match[1]] = match[2].split()
-                if self._awaited <= self.served.keys() and not self._addresses.done():
-                    self._addresses.set_result(self.served[f"fusionkv-{self.name}"])
+                if self._awaited <= self.served.keys() and not self.up.done():
+                    self.up.set_result((self.served[f"fusionkv-{self.name}"], time.monotonic()))
                 continue
             if not _TRACEBACK.match(line):
                 self.last = line
             # JSON lines contain the service's name, and must remain valid JSON.
             shown = line if line.startswith("{") else f"{self.name:8}| {line}"
             print(shown, file=sys.stderr, flush=True)
+        return await running.wait()
 
 
 class ChildEnded(Exception):
@@ -156,10 +130,11 @@ async def serve(args: argparse.Namespace) -> int:
         _report(args.json, "stopping", "stopping")
         for child in reversed(children):
             await child.stop()
-        if failure is not None:
-            if not isinstance(failure, (ChildEnded, OSError)):
-                raise failure
-            print(f"fusionkv: {failure}", file=sys.stderr)
+        if isinstance(failure, ExceptionGroup):
+            first = failure.exceptions[0]
+            if not isinstance(first, (ChildEnded, OSError)):
+                raise first
+            print(f"fusionkv: {first}", file=sys.stderr)
             return 1
     return 0
 
@@ -167,29 +142,16 @@ async def serve(args: argparse.Namespace) -> int:
 async def _run(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
     """Starts all services at once, reports them in order, and waits until one ends, which is an error."""
     began = time.monotonic()
-    starting: dict[asyncio.Task[list[str]], Child] = {asyncio.create_task(c.start()): c for c in children}
-    watched: dict[asyncio.Task[int], Child] = {}
-    started: dict[Child, dict[str, Any]] = {}
-    unreported = list(children)
-    try:
-        while starting:
-            await asyncio.wait({*starting, *watched}, return_when=asyncio.FIRST_COMPLETED)
-            _raise_if_ended(watched)
-            for up in [task for task in starting if task.done()]:
-                child = starting.pop(up)
-                started[child] = {"addresses": up.result(), "seconds": round(time.monotonic() - began, 1)}
-                watched[asyncio.create_task(child.ended())] = child
-            while unreported and unreported[0] in started:
-                child = unreported.pop(0)
-                line = "{0:8}up on {1} after {seconds} s"
-                line = line.format(child.name, " ".join(started[child]["addresses"]), **started[child])
-                _report(as_json, "up", line, service=child.name, **started[child])
+    async with asyncio.TaskGroup() as group:
+        for child in children:
+            await child.start()
+            group.create_task(child.watch())
+        for child in children:
+            addresses, since = await child.up
+            seconds = round(since - began, 1)
+            line = f"{child.name:8}up on {' '.join(addresses)} after {seconds} s"
+            _report(as_json, "up", line, service=child.name, addresses=addresses, seconds=seconds)
         await _ready(children, config, as_json)
-        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        _raise_if_ended(watched)
-    finally:
-        for task in (*watched, *starting):
-            task.cancel()
 
 
 async def _ready(children: Sequence[Child], config: GatewayConfig, as_json: bool) -> None:
@@ -221,12 +183,6 @@ async def _wait_for_worker(gateway: Child, config: GatewayConfig) -> None:
     async with AsyncClient(gateway.served["fusionkv-gateway"][0]) as client:
         while not (await client.stats()).worker:  # noqa: ASYNC110 - the gateway sends no event
             await asyncio.sleep(_POLL_SECONDS / 20)
-
-
-def _raise_if_ended(watched: dict["asyncio.Task[int]", Child]) -> None:
-    for task, child in watched.items():
-        if task.done():
-            raise ChildEnded(child, task.result())
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig:
@@ -261,20 +217,8 @@ def _children(args: argparse.Namespace, gateway: GatewayConfig, stack: contextli
             "fusionkv.gateway",
             [*config, *listen, "--workers", worker, "--data-dir", str(data / "gateway")],
             listeners=[name for name, addresses in names.items() if addresses],
-            plain=gateway.server_tls is None,
         ),
     ]
-
-
-async def _healthy(address: str) -> None:
-    channel = rpc.dial(address)
-    try:
-        stub = health_pb2_grpc.HealthStub(channel)
-        reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_SECONDS, wait_for_ready=True)
-        if reply.status != health_pb2.HealthCheckResponse.SERVING:
-            raise OSError(f"{address} accepts calls but does not report itself healthy")
-    finally:
-        await channel.close()
 
 
 def _report(as_json: bool, event: str, line: str, **values: object) -> None:

@@ -2,38 +2,65 @@
 
 import asyncio
 import contextlib
+import logging
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar, Unpack
 
 import grpc
+from google.protobuf.message import Message
 
 from fusionkv.gateway.client import requests, results
-from fusionkv.gateway.client.credentials import Credentials
 from fusionkv.gateway.client.defaults import DEFAULT_ADDRESS
 from fusionkv.gateway.client.requests import Options
-from fusionkv.gateway.client.results import (
-    Answer,
-    Deleted,
-    Event,
-    Ingested,
-    Item,
-    Passage,
-    Progress,
-    Sources,
-    Stats,
-    Summary,
-    Token,
-)
+from fusionkv.gateway.client.results import Answer, Deleted, Event, Ingested, Item, Passage, Progress, Stats
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.gateway.v1 import gateway_pb2_grpc
 from fusionkv.protos.runtime import errors, rpc
 from fusionkv.protos.runtime.tls import ClientTLS
+from fusionkv.protos.runtime.watched import BadFile, Watched, read_bytes
 
+log = logging.getLogger(__name__)
+_LOCAL = ("127.0.0.1:", "localhost:", "[::1]:", "unix:")
 _PAGE = 1000
 T = TypeVar("T")
 BearerToken = str | os.PathLike[str] | None
 TLS = ClientTLS | None
+
+
+def _unchanged(response: Any) -> Any:
+    return response
+
+
+class _Credentials:
+    """The current bearer token, and the default timeout of calls."""
+
+    def __init__(self, address: str, token: BearerToken, timeout: float, *, encrypted: bool) -> None:
+        """Reads the token, or the file that contains it.
+
+        Raises:
+            BadFile: the file can't be read, or contains no token.
+            ValueError: the token is malformed.
+        """
+        self._timeout = timeout
+        self._token: str | Watched[str] | None
+        if token is None or isinstance(token, str):
+            self._token = token if token is None else _checked(token)
+        else:
+            file = Path(token)
+            self._token = Watched([file], lambda: _from_file(file))
+        if token is not None and not encrypted and not address.startswith(_LOCAL):
+            log.warning("the bearer token is sent to %s unencrypted: use TLS, or a proxy that does", address)
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """gRPC metadata of every call."""
+        token = self._token.value if isinstance(self._token, Watched) else self._token
+        return () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def options(self, timeout: float | None) -> dict[str, Any]:
+        """Timeout and metadata of one call."""
+        return {"timeout": timeout or self._timeout, "metadata": self.metadata()}
 
 
 class AsyncClient:
@@ -53,7 +80,7 @@ class AsyncClient:
         self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
     ) -> None:
         self.address = address
-        self._credentials = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._credentials = _Credentials(address, token, timeout, encrypted=tls is not None)
         self._channel = rpc.dial(address, tls=tls, retries=True)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -77,33 +104,25 @@ class AsyncClient:
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
         request = await asyncio.to_thread(requests.ingest, corpus, name, content, **options)
-        with _errors(self.address):
-            r = await self._stub.Ingest(request, **self._credentials.options(timeout))
+        r = await self._call("Ingest", request, timeout)
         return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
-    async def stream(
+    def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> AsyncGenerator[Event]:
         """Streams an answer: Sources, Tokens, one Summary. Closing the iterator cancels the request.
 
         Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
         """
-        call = self._stub.Generate(
-            requests.generate(corpus, question, **options), **self._credentials.options(timeout)
-        )
-        try:
-            with _errors(self.address):
-                async for response in call:
-                    yield results.event(response)
-        finally:
-            call.cancel()
+        request = requests.generate(corpus, question, **options)
+        return self._stream("Generate", request, results.event, self._credentials.options(timeout))
 
     async def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Answer:
         """Returns a whole answer. Options as for `stream`."""
         async with contextlib.aclosing(self.stream(corpus, question, timeout=timeout, **options)) as events:
-            return _answer([event async for event in events])
+            return results.answer([event async for event in events])
 
     async def retrieve(
         self,
@@ -117,10 +136,9 @@ class AsyncClient:
     ) -> tuple[Passage, ...]:
         """Retrieves the passages for a question, from documents that have all the metadata of `filter`."""
         request = requests.retrieve(corpus, question, top_k, order, filter)
-        with _errors(self.address):
-            return results.passages(await self._stub.Retrieve(request, **self._credentials.options(timeout)))
+        return results.passages(await self._call("Retrieve", request, timeout))
 
-    async def precompute(
+    def precompute(
         self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
     ) -> AsyncGenerator[Progress]:
         """Encodes a corpus, or one document, ahead of time. Has no deadline; a repeated call resumes.
@@ -130,45 +148,23 @@ class AsyncClient:
                 questions whose recipe has the same number, or that name no recipe.
             name: the document; empty encodes the whole corpus.
 
-        Yields:
-            The progress.
+        Returns:
+            An iterator over the progress.
         """
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
-        call = self._stub.Precompute(request, metadata=self._credentials.metadata())
-        try:
-            with _errors(self.address):
-                async for p in call:
-                    yield Progress(p.done, p.total, p.skipped)
-        finally:
-            call.cancel()
+        return self._stream("Precompute", request, results.progress)
 
-    async def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
+    def plan_precompute(self, corpus: str, recipe: str = "") -> AsyncGenerator[pb.PlanPrecomputeResponse]:
         """Streams the requests that `precompute` would send to workers, for separate encoders. Has no deadline."""
-        request = pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe)
-        call = self._stub.PlanPrecompute(request, metadata=self._credentials.metadata())
-        try:
-            with _errors(self.address):
-                async for batch in call:
-                    yield batch
-        finally:
-            call.cancel()
+        return self._stream("PlanPrecompute", pb.PlanPrecomputeRequest(corpus=corpus, recipe=recipe))
 
-    async def move(self, corpus: str) -> AsyncGenerator[Progress]:
+    def move(self, corpus: str) -> AsyncGenerator[Progress]:
         """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
-        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._credentials.metadata())
-        try:
-            with _errors(self.address):
-                async for p in call:
-                    yield Progress(p.done, p.total)
-        finally:
-            call.cancel()
+        return self._stream("Move", pb.MoveRequest(corpus=corpus), results.progress)
 
     async def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document; without a name, the whole corpus."""
-        with _errors(self.address):
-            r = await self._stub.Delete(
-                pb.DeleteRequest(corpus=corpus, name=name), **self._credentials.options(timeout)
-            )
+        r = await self._call("Delete", pb.DeleteRequest(corpus=corpus, name=name), timeout)
         return Deleted(r.documents, r.chunks)
 
     async def page(
@@ -176,24 +172,40 @@ class AsyncClient:
     ) -> tuple[list[Item], str]:
         """One page of `list`, and the token of the next page, which is empty after the last page."""
         request = pb.ListRequest(corpus=corpus, page_size=size, page_token=token)
-        with _errors(self.address):
-            r = await self._stub.List(request, **self._credentials.options(timeout))
+        r = await self._call("List", request, timeout)
         return [results.item(i) for i in r.items], r.next_page_token
 
     async def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of a corpus, sorted by name."""
-        items: list[Item] = []
-        token = ""
-        while True:
-            page, token = await self.page(corpus, token, timeout=timeout)
-            items.extend(page)
-            if not token:
-                return items
+        items, token = await self.page(corpus, timeout=timeout)
+        while token:
+            more, token = await self.page(corpus, token, timeout=timeout)
+            items += more
+        return items
 
     async def stats(self, *, timeout: float | None = None) -> Stats:
         """The gateway's statistics."""
+        return results.stats(await self._call("Stats", pb.StatsRequest(), timeout))
+
+    async def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return results.stats(await self._stub.Stats(pb.StatsRequest(), **self._credentials.options(timeout)))
+            return await getattr(self._stub, method)(request, **self._credentials.options(timeout))
+
+    async def _stream(
+        self,
+        method: str,
+        request: Message,
+        read: Callable[[Any], T] = _unchanged,
+        options: dict[str, Any] | None = None,
+    ) -> AsyncGenerator[T]:
+        """Yields the responses as `read` converts them. Without options, the call has no deadline."""
+        call = getattr(self._stub, method)(request, **(options or {"metadata": self._credentials.metadata()}))
+        try:
+            with _errors(self.address):
+                async for response in call:
+                    yield read(response)
+        finally:
+            call.cancel()
 
 
 class Client:
@@ -203,7 +215,7 @@ class Client:
         self, address: str = DEFAULT_ADDRESS, *, timeout: float = 300.0, token: BearerToken = None, tls: TLS = None
     ) -> None:
         self.address = address
-        self._credentials = Credentials(address, token, timeout, encrypted=tls is not None)
+        self._credentials = _Credentials(address, token, timeout, encrypted=tls is not None)
         self._channel = rpc.dial_sync(address, tls=tls, retries=True)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -226,33 +238,21 @@ class Client:
         **options: Any,
     ) -> Ingested:
         """Stores one document, or one per JSON line, replacing earlier versions. Options: see `requests.ingest`."""
-        request = requests.ingest(corpus, name, content, **options)
-        with _errors(self.address):
-            r = self._stub.Ingest(request, **self._credentials.options(timeout))
+        r = self._call("Ingest", requests.ingest(corpus, name, content, **options), timeout)
         return Ingested(name, r.documents, r.chunks, r.tokens, r.replaced)
 
     def stream(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
-    ) -> Iterator[Event]:
-        """Streams an answer: Sources, Tokens, one Summary. Closing the iterator cancels the request.
-
-        Options: see `requests.Options`; `passages` replace the corpus, and `messages` the question.
-        """
-        call = self._stub.Generate(
-            requests.generate(corpus, question, **options), **self._credentials.options(timeout)
-        )
-        try:
-            with _errors(self.address):
-                for response in call:
-                    yield results.event(response)
-        finally:
-            call.cancel()
+    ) -> Generator[Event]:
+        """Streams an answer, as `AsyncClient.stream`."""
+        request = requests.generate(corpus, question, **options)
+        return self._stream("Generate", request, results.event, self._credentials.options(timeout))
 
     def ask(
         self, corpus: str = "", question: str = "", *, timeout: float | None = None, **options: Unpack[Options]
     ) -> Answer:
         """Returns a whole answer. Options as for `stream`."""
-        return _answer(list(self.stream(corpus, question, timeout=timeout, **options)))
+        return results.answer(list(self.stream(corpus, question, timeout=timeout, **options)))
 
     def retrieve(
         self,
@@ -266,70 +266,53 @@ class Client:
     ) -> tuple[Passage, ...]:
         """Retrieves the passages for a question, from documents that have all the metadata of `filter`."""
         request = requests.retrieve(corpus, question, top_k, order, filter)
-        with _errors(self.address):
-            return results.passages(self._stub.Retrieve(request, **self._credentials.options(timeout)))
+        return results.passages(self._call("Retrieve", request, timeout))
 
-    def move(self, corpus: str) -> Iterator[Progress]:
+    def move(self, corpus: str) -> Generator[Progress]:
         """Rebuilds a corpus for the worker's model and the gateway's embedder. Yields progress; has no deadline."""
-        call = self._stub.Move(pb.MoveRequest(corpus=corpus), metadata=self._credentials.metadata())
-        try:
-            with _errors(self.address):
-                for p in call:
-                    yield Progress(p.done, p.total)
-        finally:
-            call.cancel()
+        return self._stream("Move", pb.MoveRequest(corpus=corpus), results.progress)
 
     def delete(self, corpus: str, name: str = "", *, timeout: float | None = None) -> Deleted:
         """Deletes one document; without a name, the whole corpus."""
-        with _errors(self.address):
-            r = self._stub.Delete(pb.DeleteRequest(corpus=corpus, name=name), **self._credentials.options(timeout))
+        r = self._call("Delete", pb.DeleteRequest(corpus=corpus, name=name), timeout)
         return Deleted(r.documents, r.chunks)
 
-    def precompute(self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = "") -> Iterator[Progress]:
-        """Encodes a corpus, or one document, ahead of time. Has no deadline; a repeated call resumes.
-
-        Args:
-            neighbours: neighbours that each chunk is encoded with; 0 uses the recipe's number. The KV is reused for
-                questions whose recipe has the same number, or that name no recipe.
-            name: the document; empty encodes the whole corpus.
-
-        Yields:
-            The progress.
-        """
+    def precompute(
+        self, corpus: str, recipe: str = "", *, neighbours: int = 0, name: str = ""
+    ) -> Generator[Progress]:
+        """Encodes a corpus, or one document, ahead of time, as `AsyncClient.precompute`."""
         request = pb.PrecomputeRequest(corpus=corpus, recipe=recipe, neighbours=neighbours, name=name)
-        call = self._stub.Precompute(request, metadata=self._credentials.metadata())
-        try:
-            with _errors(self.address):
-                for p in call:
-                    yield Progress(p.done, p.total, p.skipped)
-        finally:
-            call.cancel()
+        return self._stream("Precompute", request, results.progress)
 
     def list(self, corpus: str = "", *, timeout: float | None = None) -> list[Item]:
         """All corpora, or all documents of a corpus, sorted by name."""
         items: list[Item] = []
         token = ""
         while True:
-            page = pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token)
-            with _errors(self.address):
-                r = self._stub.List(page, **self._credentials.options(timeout))
+            r = self._call("List", pb.ListRequest(corpus=corpus, page_size=_PAGE, page_token=token), timeout)
             items.extend(map(results.item, r.items))
-            token = r.next_page_token
-            if not token:
+            if not (token := r.next_page_token):
                 return items
 
     def stats(self, *, timeout: float | None = None) -> Stats:
         """The gateway's statistics."""
+        return results.stats(self._call("Stats", pb.StatsRequest(), timeout))
+
+    def _call(self, method: str, request: Message, timeout: float | None) -> Any:
         with _errors(self.address):
-            return results.stats(self._stub.Stats(pb.StatsRequest(), **self._credentials.options(timeout)))
+            return getattr(self._stub, method)(request, **self._credentials.options(timeout))
 
-
-def _answer(events: Sequence[Event]) -> Answer:
-    sources = next((e.passages for e in events if isinstance(e, Sources)), ())
-    summary = next((e for e in events if isinstance(e, Summary)), None)
-    if summary is None:
-        raise errors.ServiceError("the answer ended without a summary")
-    return Answer("".join(e.text for e in events if isinstance(e, Token)), sources, summary)
+    def _stream(
+        self, method: str, request: Message, read: Callable[[Any], T], options: dict[str, Any] | None = None
+    ) -> Generator[T]:
+        """As `AsyncClient._stream`."""
+        call = getattr(self._stub, method)(request, **(options or {"metadata": self._credentials.metadata()}))
+        try:
+            with _errors(self.address):
+                for response in call:
+                    yield read(response)
+        finally:
+            call.cancel()
 
 
 @contextlib.contextmanager
@@ -340,3 +323,16 @@ def _errors(address: str) -> Iterator[None]:
         # The gateway's own errors are complete; the address is added only if the gateway can't be reached.
         lost = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         raise errors.from_rpc(error, f"gateway {address}" if lost else "gateway") from error
+
+
+def _from_file(file: Path) -> str:
+    try:
+        return _checked(read_bytes(file, "the token").decode().strip())
+    except ValueError:
+        raise BadFile(f"the token {file} is not one line of printable ASCII characters") from None
+
+
+def _checked(token: str) -> str:
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("the token is not one word of printable ASCII characters")
+    return token

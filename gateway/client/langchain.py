@@ -17,7 +17,7 @@ from langchain_core.messages import AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import UsageMetadata
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.retrievers import BaseRetriever
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
 from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
@@ -26,13 +26,14 @@ from fusionkv.protos.runtime.tls import ClientTLS
 _ROLES = {"human": "user", "ai": "assistant"}
 
 
-class _Gateway:
+class _Gateway(BaseModel):
     """How to reach a gateway. Each call opens its own connection, so there is nothing to close."""
 
-    address: str
-    token: str | None
-    tls: ClientTLS | None
-    timeout: float
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+    address: str = DEFAULT_ADDRESS
+    token: str | None = Field(default=None, repr=False)
+    tls: ClientTLS | None = None
+    timeout: float = 300.0
 
     def _client(self) -> Client:
         return Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
@@ -50,13 +51,8 @@ class FusionKVRetriever(_Gateway, BaseRetriever):
         top_k: number of passages; 0 uses the gateway's setting.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
     corpus: str
     top_k: int = 0
-    address: str = DEFAULT_ADDRESS
-    token: str | None = Field(default=None, repr=False)
-    tls: ClientTLS | None = None
-    timeout: float = 300.0
 
     def _get_relevant_documents(self, query: str, *, run_manager: CallbackManagerForRetrieverRun) -> list[Document]:
         with self._client() as client:
@@ -80,13 +76,8 @@ class ChatFusionKV(_Gateway, BaseChatModel):
         options: options of `fusionkv.gateway.client.requests.generate`, such as recipe, ratio, top_k and max_tokens.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
     corpus: str = ""
     options: dict[str, Any] = Field(default_factory=dict)
-    address: str = DEFAULT_ADDRESS
-    token: str | None = Field(default=None, repr=False)
-    tls: ClientTLS | None = None
-    timeout: float = 300.0
 
     @property
     def _llm_type(self) -> str:

@@ -21,8 +21,11 @@ from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import ConfigDict, Field
 
 from fusionkv.gateway.client.client import DEFAULT_ADDRESS, AsyncClient, Client
-from fusionkv.gateway.client.results import Answer, Passage, Sources, Summary, Token, fields
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, fields
 from fusionkv.protos.runtime.tls import ClientTLS
+
+# The text so far, the new text and, in the last part, the sources and the summary.
+_Part = tuple[str, str, dict[str, Any]]
 
 
 class FusionKVRetriever(BaseRetriever):
@@ -78,78 +81,63 @@ class FusionKV(LLM):
 
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        with self._client() as client:
-            return _chat_response(client.ask(self.corpus, **self._call_options(kwargs, messages)))
+        *_, last = self._parts(kwargs, messages=messages)
+        return _message(*last)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
-        async with self._async_client() as client:
-            return _chat_response(await client.ask(self.corpus, **self._call_options(kwargs, messages)))
+        *_, last = [part async for part in self._aparts(kwargs, messages=messages)]
+        return _message(*last)
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
-        return (_message(*part) for part in self._parts(self._call_options(kwargs, messages)))
+        return (_message(*part) for part in self._parts(kwargs, messages=messages))
 
     @llm_chat_callback()
     async def astream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseAsyncGen:
-        parts = self._aparts(self._call_options(kwargs, messages))
-        return (_message(*part) async for part in parts)
+        return (_message(*part) async for part in self._aparts(kwargs, messages=messages))
 
     @llm_completion_callback()
     def complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        with self._client() as client:
-            return _completion_response(client.ask(self.corpus, prompt, **self._call_options(kwargs)))
+        *_, last = self._parts(kwargs, prompt)
+        return _completion(*last)
 
     @llm_completion_callback()
     async def acomplete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponse:
-        async with self._async_client() as client:
-            return _completion_response(await client.ask(self.corpus, prompt, **self._call_options(kwargs)))
+        *_, last = [part async for part in self._aparts(kwargs, prompt)]
+        return _completion(*last)
 
     @llm_completion_callback()
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
-        return (_completion(*part) for part in self._parts({**self._call_options(kwargs), "question": prompt}))
+        return (_completion(*part) for part in self._parts(kwargs, prompt))
 
     @llm_completion_callback()
     async def astream_complete(
         self, prompt: str, formatted: bool = False, **kwargs: Any
     ) -> CompletionResponseAsyncGen:
-        parts = self._aparts({**self._call_options(kwargs), "question": prompt})
-        return (_completion(*part) async for part in parts)
+        return (_completion(*part) async for part in self._aparts(kwargs, prompt))
 
-    def _client(self) -> Client:
-        return Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
-
-    def _async_client(self) -> AsyncClient:
-        return AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls)
-
-    def _call_options(self, given: dict[str, Any], messages: Sequence[ChatMessage] = ()) -> dict[str, Any]:
+    def _call_options(self, given: dict[str, Any], question: str, messages: Sequence[ChatMessage]) -> dict[str, Any]:
         turns = [{"role": m.role.value, "content": m.content or ""} for m in messages]
-        return {**self.options, **given, **({"messages": turns} if turns else {})}
+        return {**self.options, **given, **({"messages": turns} if turns else {"question": question})}
 
-    def _parts(self, options: dict[str, Any]) -> Generator[tuple[str, str, dict[str, Any]]]:
-        """The text so far, the new text and, at the end, the sources and the summary."""
-        text, sources = "", list[Passage]()
-        with self._client() as client:
-            for event in client.stream(self.corpus, **options):
-                if isinstance(event, Token) and event.text:
-                    text += event.text
-                    yield text, event.text, {}
-                elif isinstance(event, Sources):
-                    sources = list(event.passages)
-                elif isinstance(event, Summary):
-                    yield text, "", {"sources": sources, "summary": fields(event)}
+    def _parts(
+        self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
+    ) -> Generator[_Part]:
+        read = _Reader()
+        with Client(self.address, timeout=self.timeout, token=self.token, tls=self.tls) as client:
+            for event in client.stream(self.corpus, **self._call_options(given, question, messages)):
+                if (part := read(event)) is not None:
+                    yield part
 
-    async def _aparts(self, options: dict[str, Any]) -> AsyncGenerator[tuple[str, str, dict[str, Any]]]:
-        text, sources = "", list[Passage]()
-        async with self._async_client() as client:
-            async for event in client.stream(self.corpus, **options):
-                if isinstance(event, Token) and event.text:
-                    text += event.text
-                    yield text, event.text, {}
-                elif isinstance(event, Sources):
-                    sources = list(event.passages)
-                elif isinstance(event, Summary):
-                    yield text, "", {"sources": sources, "summary": fields(event)}
+    async def _aparts(
+        self, given: dict[str, Any], question: str = "", messages: Sequence[ChatMessage] = ()
+    ) -> AsyncGenerator[_Part]:
+        read = _Reader()
+        async with AsyncClient(self.address, timeout=self.timeout, token=self.token, tls=self.tls) as client:
+            async for event in client.stream(self.corpus, **self._call_options(given, question, messages)):
+                if (part := read(event)) is not None:
+                    yield part
 
 
 class FusionKVSynthesizer(BaseSynthesizer):
@@ -187,18 +175,22 @@ def _node(passage: Passage) -> NodeWithScore:
     return NodeWithScore(node=node, score=passage.score)
 
 
-def _metadata(answer: Answer) -> dict[str, Any]:
-    return {"sources": list(answer.sources), "summary": fields(answer.summary)}
+class _Reader:
+    """Turns the events of one answer into its parts."""
 
+    def __init__(self) -> None:
+        self._text = ""
+        self._sources: list[Passage] = []
 
-def _chat_response(answer: Answer) -> ChatResponse:
-    return ChatResponse(
-        message=ChatMessage(role="assistant", content=answer.text), additional_kwargs=_metadata(answer)
-    )
-
-
-def _completion_response(answer: Answer) -> CompletionResponse:
-    return CompletionResponse(text=answer.text, additional_kwargs=_metadata(answer))
+    def __call__(self, event: Event) -> _Part | None:
+        if isinstance(event, Token) and event.text:
+            self._text += event.text
+            return self._text, event.text, {}
+        if isinstance(event, Sources):
+            self._sources = list(event.passages)
+        if isinstance(event, Summary):
+            return self._text, "", {"sources": self._sources, "summary": fields(event)}
+        return None
 
 
 def _message(text: str, new: str, metadata: dict[str, Any]) -> ChatResponse:

@@ -1,7 +1,8 @@
 """Builds the clients' requests from plain Python values."""
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -69,7 +70,7 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
     """
     if unknown := sorted(options.keys() - Options.__annotations__.keys()):
         raise errors.InvalidArgument(f"unknown option {unknown[0]!r}; known: {', '.join(Options.__annotations__)}")
-    try:
+    with _valid():
         given: dict[str, Any] = dict(options)
         sampling = {name: given.pop(name) for name in _SAMPLING if name in given}
         passages, messages = given.pop("passages", ()), given.pop("messages", ())
@@ -82,8 +83,6 @@ def generate(corpus: str = "", question: str = "", **options: Unpack[Options]) -
             sampling=pb.Sampling(**sampling, top_k=given.pop("sample_top_k", 0)),
             **given,
         )
-    except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"invalid option: {error}") from error
 
 
 def _message(message: Mapping[str, str]) -> pb.Message:
@@ -103,10 +102,8 @@ def retrieve(
     corpus: str, question: str, top_k: int = 0, order: str = "rank", filter: Mapping[str, str] = NO_FILTER
 ) -> pb.RetrieveRequest:
     """Raises InvalidArgument for an invalid value."""
-    try:
+    with _valid():
         return pb.RetrieveRequest(corpus=corpus, question=question, top_k=top_k, order=order_of(order), filter=filter)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise errors.InvalidArgument(f"invalid option: {error}") from error
 
 
 def ingest(
@@ -140,7 +137,7 @@ def ingest(
         source = source or str(Path(content).resolve())
         content = Path(content).read_bytes()
     raw = content.encode() if isinstance(content, str) else content
-    try:
+    with _valid():
         return pb.IngestRequest(
             corpus=corpus,
             name=name,
@@ -152,5 +149,12 @@ def ingest(
             first_line=first_line,
             prefix=prefix,
         )
+
+
+@contextlib.contextmanager
+def _valid() -> Iterator[None]:
+    """Raises InvalidArgument for a value that protobuf refuses."""
+    try:
+        yield
     except (TypeError, ValueError, OverflowError) as error:
         raise errors.InvalidArgument(f"invalid option: {error}") from error

@@ -1,6 +1,6 @@
 """Results of the clients: frozen dataclasses, and unchanged messages of answer.proto."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +8,7 @@ from google.protobuf.message import Message
 
 from fusionkv.protos.answer.v1.answer_pb2 import Explanation, Summary, Token
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime.errors import ServiceError
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,21 @@ def event(response: pb.GenerateResponse) -> Event:
     return event
 
 
+def answer(events: Iterable[Event]) -> Answer:
+    """Collects the events of an answer. Raises ServiceError if there is no summary."""
+    text, sources, summary = "", Sources(()), None
+    for event in events:
+        if isinstance(event, Token):
+            text += event.text
+        elif isinstance(event, Sources):
+            sources = event
+        elif isinstance(event, Summary):
+            summary = event
+    if summary is None:
+        raise ServiceError("the answer ended without a summary")
+    return Answer(text, sources.passages, summary)
+
+
 def fields(message: Message) -> dict[str, Any]:
     """A message as a JSON-compatible dictionary with every field; nested messages are dictionaries too."""
 
@@ -151,6 +167,10 @@ def fields(message: Message) -> dict[str, Any]:
         f.name: [plain(v) for v in getattr(message, f.name)] if f.is_repeated else plain(getattr(message, f.name))
         for f in message.DESCRIPTOR.fields
     }
+
+
+def progress(p: "pb.PrecomputeResponse | pb.MoveResponse") -> Progress:
+    return Progress(p.done, p.total, getattr(p, "skipped", 0))
 
 
 def item(i: pb.Item) -> Item:

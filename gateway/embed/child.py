@@ -1,31 +1,25 @@
 """Process that runs one model for a gateway: `python -m fusionkv.gateway.embed.child TASK DIRECTORY THREADS`.
 
-It reads frames from standard input, writes frames to standard output, and ends at the end of its input.
+It answers messages (children.py), and ends with its input.
 """
 
 import contextlib
-import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from fusionkv.fusion_worker.library import lean
-from fusionkv.gateway.embed.frames import HEAD, frame
+from fusionkv.gateway.children import Message, frame, messages, take_pipes
 
 EMBED, RERANK = "embed", "rerank"
-# Computes the reply to a message: JSON and bytes.
-Answer = Callable[[dict[str, Any]], tuple[dict[str, Any], bytes]]
+# Computes the reply to a message.
+Answer = Callable[[dict[str, Any]], Message]
 
 
 def main() -> None:
     task, directory, threads = sys.argv[1:]
-    # Only frames may use the two pipes: output of libraries goes to standard error.
-    given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    with open(os.devnull) as devnull:
-        os.dup2(devnull.fileno(), 0)
-    os.dup2(2, 1)
+    given, answers = take_pipes(output=2)
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):  # the gateway has ended
         try:
             with lean.uncompiled():
@@ -37,7 +31,13 @@ def main() -> None:
             return
         answers.write(frame(description))
         answers.flush()
-        _serve(given, answers, answer)
+        for message, _ in messages(given):
+            try:
+                reply = frame(*answer(message))
+            except Exception as error:
+                reply = frame({"failed": f"{type(error).__name__}: {error}"})
+            answers.write(reply)
+            answers.flush()
 
 
 def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, Any]]:
@@ -45,33 +45,18 @@ def _load(task: str, directory: Path, threads: int) -> tuple[Answer, dict[str, A
     import torch
     from transformers.utils import logging
 
+    from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel
+
     torch.set_num_threads(threads)
     logging.disable_progress_bar()
     if task == RERANK:
-        from fusionkv.gateway.embed.cross_encoder import CrossEncoder
-
         pairs = CrossEncoder(directory)
         return lambda m: ({"scores": pairs.score(m["question"], m["texts"])}, b""), {"name": pairs.name}
-    from fusionkv.gateway.embed.sentence_model import SentenceModel
-
     model = SentenceModel(directory)
     return (
         lambda m: ({}, model.embed(m["texts"], m["question"]).tobytes()),
         {"name": model.name, "dim": model.dim},
     )
-
-
-def _serve(given: BinaryIO, answers: BinaryIO, answer: Answer) -> None:
-    while head := given.read(HEAD.size):
-        size, data_size = HEAD.unpack(head)
-        message = json.loads(given.read(size))
-        given.read(data_size)
-        try:
-            reply = frame(*answer(message))
-        except Exception as error:
-            reply = frame({"failed": f"{type(error).__name__}: {error}"})
-        answers.write(reply)
-        answers.flush()
 
 
 if __name__ == "__main__":

@@ -53,13 +53,11 @@ async def open_reranker(config: GatewayConfig) -> Reranker | None:
     return reranker
 
 
-def _remedy() -> str:
-    """What has to be done before the default embedder can be used; empty if it can."""
+def _remedy(named: str = EMBEDDER) -> str:
+    """What has to be done before a known embedder can be used; empty if it can."""
     if any(importlib.util.find_spec(package) is None for package in _PACKAGES):
         return 'pip install "fusionkv[embed]"'
-    if not (cache.root() / EMBEDDER).is_dir():
-        return f"run `fusionkv model get {EMBEDDER}`"
-    return ""
+    return "" if (cache.root() / named).is_dir() else f"run `fusionkv model get {named}`"
 
 
 def _directory(named: str) -> Path:
@@ -68,8 +66,8 @@ def _directory(named: str) -> Path:
     if named in KNOWN:
         if not KNOWN[named].embeds:
             raise FailedPrecondition(f"{named} is a language model, not an embedding model")
-        if not (cache.root() / named).is_dir():
-            raise FailedPrecondition(f"{named} has not been fetched yet: run `fusionkv model get {named}`")
+        if remedy := _remedy(named):
+            raise FailedPrecondition(f"{named} has not been fetched yet: {remedy}")
         return cache.root() / named
     directory = Path(named).expanduser()
     if not directory.is_dir():

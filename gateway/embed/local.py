@@ -1,32 +1,143 @@
-"""Embedders and rerankers of local model directories."""
+"""Embedders and rerankers of local model directories, each in a separate process."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from fusionkv.gateway.children import ChildProcess, Message
 from fusionkv.gateway.embed import child
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.embed.process import ModelProcess
+from fusionkv.protos.runtime import cancellation
+from fusionkv.protos.runtime.errors import FailedPrecondition, ServiceError, Unavailable
 
+# Loading Python, torch and a model of 100 MB takes four seconds on an idle machine.
+_START_SECONDS = 120.0
 # Texts per batch: 8 of 256 tokens take MiniLM 0.2 s on one core, for which a question may have to wait.
 _BATCH = 8
 # Maximum characters of a text: most models accept at most 512 tokens.
 _CHARACTERS = 1 << 14
 
 
-class LocalEmbedder(Embedder):
-    """An embedder from a Sentence-Transformers directory."""
+class _Request(NamedTuple):
+    background: bool
+    number: int
+    message: dict[str, Any]
+    reply: "asyncio.Future[Message]"
 
-    def __init__(self, process: ModelProcess) -> None:
-        self._process = process
-        self.name, self.dim = process.description["name"], process.description["dim"]
+
+class _LocalModel:
+    """A model in a separate process, which processes questions before documents.
+
+    For one event loop. The next request restarts a process that died.
+    """
+
+    task = ""
+    name: str
+
+    def __init__(self, directory: Path, threads: int) -> None:
+        self._directory, self._threads = directory, threads
+        self._process: ChildProcess | None = None
+        self._numbers = itertools.count()
+        self._queue: asyncio.PriorityQueue[_Request] = asyncio.PriorityQueue()
+        self._serving: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls, directory: Path, threads: int) -> "LocalEmbedder":
-        """Raises as `ModelProcess.start`."""
-        return cls(await ModelProcess.start(child.EMBED, directory, threads))
+    async def start(cls, directory: Path, threads: int) -> Self:
+        """Starts the process and waits until the model is loaded.
+
+        Raises:
+            FailedPrecondition: the directory contains no such model.
+            Unavailable: the process can't be started.
+        """
+        model = cls(directory, threads)
+        await model._start()
+        model._serving = asyncio.create_task(model._serve())
+        return model
+
+    async def close(self) -> None:
+        """Ends the process; pending requests fail as UNAVAILABLE."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+        while not self._queue.empty():
+            _fail(self._queue.get_nowait().reply, Unavailable("the gateway is stopping"))
+        await self._end()
+
+    async def _ask(self, message: dict[str, Any], *, background: bool = False) -> Message:
+        """Returns the reply to a message. `background` messages wait until there are no others.
+
+        Raises:
+            Unavailable: the process ended before replying, or can't be started.
+        """
+        request = _Request(background, next(self._numbers), message, asyncio.get_running_loop().create_future())
+        self._queue.put_nowait(request)
+        return await request.reply
+
+    async def _serve(self) -> None:
+        while True:
+            request = await self._queue.get()
+            if request.reply.done():  # the caller was cancelled
+                continue
+            try:
+                process = self._process or await self._start()
+                await process.send(request.message)
+                reply, data = await process.receive()
+            except asyncio.CancelledError:
+                _fail(request.reply, Unavailable("the gateway is stopping"))
+                raise
+            except (OSError, EOFError) as error:
+                await self._end()
+                why = type(error).__name__
+                _fail(request.reply, Unavailable(f"the process of the model {self._directory} ended: {why}"))
+            except ServiceError as error:
+                _fail(request.reply, error)
+            else:
+                if "failed" in reply:
+                    _fail(request.reply, ServiceError(f"{self._directory}: {reply['failed']}"))
+                elif not request.reply.done():
+                    request.reply.set_result((reply, data))
+
+    async def _start(self) -> ChildProcess:
+        # An OpenMP thread that waits releases its core to the workers.
+        environ = {"OMP_NUM_THREADS": str(self._threads), "OMP_WAIT_POLICY": "PASSIVE"}
+        environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        argv = child.__name__, self.task, str(self._directory), str(self._threads)
+        try:
+            async with asyncio.timeout(_START_SECONDS):
+                self._process = await ChildProcess.start(*argv, environ=environ)
+                description, _ = await self._process.receive()
+        except (OSError, EOFError, TimeoutError) as error:
+            await self._end()
+            reason = str(error) or type(error).__name__
+            raise Unavailable(f"can't start the process of the model {self._directory}: {reason}") from error
+        if "refused" in description:
+            await self._end()
+            raise FailedPrecondition(f"{self._directory} can't be used to {self.task}: {description['refused']}")
+        self._describe(description)
+        return self._process
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        """Takes the model's description of itself."""
+        self.name = description["name"]
+
+    async def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.end()
+
+
+class LocalEmbedder(_LocalModel, Embedder):
+    """An embedder from a Sentence-Transformers directory."""
+
+    task = child.EMBED
+
+    def _describe(self, description: dict[str, Any]) -> None:
+        super()._describe(description)
+        self.dim = description["dim"]
 
     async def embed(self, texts: Sequence[str], *, question: bool = False) -> np.ndarray:
         vectors = np.zeros((len(texts), self.dim), np.float32)
@@ -35,40 +146,27 @@ class LocalEmbedder(Embedder):
 
         async def batch(places: list[int]) -> None:
             message = {"texts": [texts[i][:_CHARACTERS] for i in places], "question": question}
-            _, data = await self._process.ask(message, background=not question)
+            _, data = await self._ask(message, background=not question)
             vectors[places] = np.frombuffer(data, np.float32).reshape(len(places), self.dim)
 
-        batches = [asyncio.create_task(batch(order[at : at + _BATCH])) for at in range(0, len(order), _BATCH)]
-        try:
-            await asyncio.gather(*batches)
-        finally:
-            for task in batches:
-                task.cancel()
+        await cancellation.all_of(batch(order[at : at + _BATCH]) for at in range(0, len(order), _BATCH))
         return vectors
 
-    async def close(self) -> None:
-        await self._process.close()
 
-
-class LocalReranker(Reranker):
+class LocalReranker(_LocalModel, Reranker):
     """A reranker from a cross-encoder directory."""
 
-    def __init__(self, process: ModelProcess) -> None:
-        self._process = process
-        self.name = process.description["name"]
-
-    @classmethod
-    async def start(cls, directory: Path, threads: int) -> "LocalReranker":
-        """Raises as `ModelProcess.start`."""
-        return cls(await ModelProcess.start(child.RERANK, directory, threads))
+    task = child.RERANK
 
     async def score(self, question: str, passages: Sequence[str]) -> list[float]:
         scores: list[float] = []
         for at in range(0, len(passages), _BATCH):
             texts = [text[:_CHARACTERS] for text in passages[at : at + _BATCH]]
-            reply, _ = await self._process.ask({"question": question[:_CHARACTERS], "texts": texts})
+            reply, _ = await self._ask({"question": question[:_CHARACTERS], "texts": texts})
             scores += reply["scores"]
         return scores
 
-    async def close(self) -> None:
-        await self._process.close()
+
+def _fail(reply: "asyncio.Future[Message]", error: Exception) -> None:
+    if not reply.done():
+        reply.set_exception(error)

@@ -9,12 +9,12 @@ import aiohttp
 import numpy as np
 
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
 
 _SECONDS = 60.0
 _BATCH = 64
 _CHARACTERS = 1 << 14
-_BUSY = (429, 503)
 
 
 class Endpoint:
@@ -42,10 +42,7 @@ class Endpoint:
                 text = (await response.text(errors="replace"))[:200]
         except (aiohttp.ClientError, TimeoutError, ValueError, OSError) as error:
             raise Unavailable(f"{self.url}: {error or type(error).__name__}") from error
-        message = f"{self.url}: status {response.status}: {text}"
-        if response.status in _BUSY:
-            raise ResourceExhausted(message, retry_after=1.0)
-        raise Unavailable(message) if response.status >= 500 else FailedPrecondition(message)
+        raise errors.from_http(response.status, f"{self.url}: status {response.status}: {text}")
 
     async def close(self) -> None:
         await self._session.close()

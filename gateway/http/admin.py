@@ -12,10 +12,10 @@ from fusionkv.gateway import explain
 from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.conversation import Conversation
 from fusionkv.gateway.history import Record
 from fusionkv.gateway.http import failures
-from fusionkv.gateway.http.listener import Call, Handler, Listener
+from fusionkv.gateway.http.listener import Call, Listener
+from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.servicer import GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import NotFound, PermissionDenied, ServiceError
@@ -39,15 +39,14 @@ class AdminServer(Listener):
     name = "fusionkv-gateway-admin"
 
     def __init__(self, config: GatewayConfig, servicer: GatewayServicer, bearer: Bearer | None) -> None:
-        super().__init__(config.admin_listen, config)
+        super().__init__(config.admin_listen, config, bearer)
         assert servicer.history is not None
         self._servicer = servicer
         self._history = servicer.history
-        self._bearer = bearer
         self._list, self._page = explain.template("answers.html"), explain.template()
-        self.get("/", self._guarded(self._answers))
-        self.get("/explain/{id}", self._guarded(self._explained))
-        self.post("/explain/{id}/full", self._guarded(self._compared))
+        self.get("/", self.guarded(access.ADMIN_PAGES, self._answers, _bearer))
+        self.get("/explain/{id}", self.guarded(access.ADMIN_PAGES, self._explained, _bearer))
+        self.post("/explain/{id}/full", self.guarded(access.ADMIN_PAGES, self._compared, _bearer))
 
     def failed(self, error: Exception) -> web.Response:
         """The error as one line of text."""
@@ -78,10 +77,10 @@ class AdminServer(Listener):
         kept = await self._record(request)
         reference = kept.answer.summary.recipe == explain.REFERENCE
         compare = "" if kept.full is not None or reference else f"{kept.id}/full"
-        served = explain.Served(at=_when(kept), home="../", compare=compare)
         question, answer, explanation = Conversation.of(kept.request).question, kept.answer, kept.explanation
         full = kept.full.answer if kept.full is not None else None
-        return _html(explain.render(self._page, question, answer, explanation, full, served))
+        served = {"at": _when(kept), "home": "../", "compare": compare}
+        return _html(explain.render(self._page, question, answer, explanation, full, **served))
 
     async def _compared(self, request: web.Request) -> web.Response:
         """Repeats the question with full attention, at most once, and redirects to the page."""
@@ -111,17 +110,6 @@ class AdminServer(Listener):
         if kept is None:
             raise NotFound("no such answer: newer answers have replaced it, or the gateway was restarted")
         return kept
-
-    def _guarded(self, handler: Handler) -> Handler:
-        """Restricts a handler to operators."""
-
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            if self._bearer is not None:
-                given = [_bearer(value) for value in request.headers.getall("Authorization", [])]
-                access.enter(await self._bearer.admit(given, access.ADMIN_PAGES))
-            return await handler(request)
-
-        return guarded
 
 
 def _check_same_site(request: web.Request) -> None:

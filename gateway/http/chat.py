@@ -7,7 +7,7 @@ from typing import Any
 
 from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage
-from fusionkv.gateway.conversation import Conversation
+from fusionkv.gateway.plan import Conversation
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 

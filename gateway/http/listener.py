@@ -9,6 +9,8 @@ from aiohttp import HttpVersion11, web
 from opentelemetry import propagate, trace
 from opentelemetry.trace import SpanKind
 
+from fusionkv.gateway.auth import access
+from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http.connections import MALFORMED, Connection, Connections
 from fusionkv.protos.observe import rejected
@@ -34,9 +36,10 @@ class Listener:
 
     name = "http"
 
-    def __init__(self, addresses: Sequence[str], config: GatewayConfig) -> None:
+    def __init__(self, addresses: Sequence[str], config: GatewayConfig, bearer: Bearer | None = None) -> None:
         self._addresses = addresses
         self._config = config
+        self._bearer = bearer
         self._opened: WeakKeyDictionary[asyncio.Transport, float] = WeakKeyDictionary()
         self.app = web.Application(
             middlewares=[self._trace, self._limit_age, self._handle_errors], client_max_size=_MAX_BODY
@@ -51,6 +54,20 @@ class Listener:
     def post(self, path: str, handler: Handler) -> None:
         """Adds a handler of POST. Call it before `start`."""
         self.app.router.add_post(path, handler, expect_handler=_expected)
+
+    def guarded(self, method: str, handler: Handler, token: Callable[[str], str] = str) -> Handler:
+        """Requires a token that may call `method`, before the body is read, if calls require a token.
+
+        `token` converts the value of the header Authorization.
+        """
+
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            if self._bearer is not None:
+                given = [token(value) for value in request.headers.getall("Authorization", [])]
+                access.enter(await self._bearer.admit(given, method))
+            return await handler(request)
+
+        return guarded
 
     def failed(self, error: Exception) -> web.Response:
         """The response for an error, which may be a web.HTTPException."""

@@ -6,34 +6,27 @@ from collections.abc import AsyncIterator, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from fusionkv.gateway.client.results import Event, Sources, Summary, Token, cached_tokens, fields
+from fusionkv.gateway.client import results
+from fusionkv.gateway.client.results import Event, Passage, Sources, Summary, Token, cached_tokens, fields
 from fusionkv.gateway.http.chat import Chat
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import ServiceError
 
 _FINISH = {"end": "stop", "stop_string": "stop", "max_tokens": "length"}
 _OWNER = "fusionkv"
-_CUT = "the answer ended without a summary"
 
 
 async def whole(chat: Chat, events: AsyncIterator[Event]) -> dict[str, Any]:
     """A chat.completion; its field `fusionkv` holds the sources and the summary."""
-    text, sources = "", Sources(())
-    async for event in events:
-        if isinstance(event, Token):
-            text += event.text
-        elif isinstance(event, Sources):
-            sources = event
-        elif isinstance(event, Summary):
-            message = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            choice = {"index": 0, **({"text": text} if chat.text else message), "logprobs": None}
-            return {
-                **_frame(chat, "chat.completion"),
-                "choices": [{**choice, "finish_reason": _finish(event)}],
-                "usage": _usage(event),
-                _OWNER: {**_listed(sources), "summary": fields(event)},
-            }
-    raise ServiceError(_CUT)
+    answer = results.answer([event async for event in events])
+    message = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+    choice = {"index": 0, **({"text": answer.text} if chat.text else message), "logprobs": None}
+    return {
+        **_frame(chat, "chat.completion"),
+        "choices": [{**choice, "finish_reason": _finish(answer.summary)}],
+        "usage": _usage(answer.summary),
+        _OWNER: {**_listed(answer.sources), "summary": fields(answer.summary)},
+    }
 
 
 async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict[str, Any]]:
@@ -49,7 +42,8 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             sources = event
             continue
         if sources is not None:
-            yield {**frame, "choices": [_delta(chat, role="assistant", content="")], _OWNER: _listed(sources)}
+            choice = _delta(chat, role="assistant", content="")
+            yield {**frame, "choices": [choice], _OWNER: _listed(sources.passages)}
             sources = None
         if isinstance(event, Token):
             # The text is empty while a character or a stop string is incomplete.
@@ -61,7 +55,7 @@ async def chunks(chat: Chat, events: AsyncIterator[Event]) -> AsyncIterator[dict
             if chat.usage:
                 yield {**frame, "choices": [], "usage": _usage(event)}
             return
-    raise ServiceError(_CUT)
+    raise ServiceError("the answer ended without a summary")
 
 
 def model(item: pb.Item) -> dict[str, Any]:
@@ -75,8 +69,8 @@ def models(items: Iterable[pb.Item]) -> dict[str, Any]:
     return {"object": "list", "data": [model(item) for item in items]}
 
 
-def _listed(sources: Sources) -> dict[str, Any]:
-    return {"sources": [asdict(passage) for passage in sources.passages]}
+def _listed(sources: Iterable[Passage]) -> dict[str, Any]:
+    return {"sources": [asdict(passage) for passage in sources]}
 
 
 def _frame(chat: Chat, kind: str) -> dict[str, Any]:

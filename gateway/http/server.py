@@ -9,18 +9,18 @@ from typing import Any
 
 from aiohttp import web
 
-from fusionkv.gateway.auth import access
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.client import results
 from fusionkv.gateway.client.results import Event
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import chat, embeddings, failures, replies
-from fusionkv.gateway.http.listener import Call, Handler, Listener
+from fusionkv.gateway.http.listener import Call, Listener
 from fusionkv.gateway.servicer import SERVICE, GatewayServicer
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
 _PAGE = 1000
+_RPC = f"/{SERVICE.full_name}/"
 
 
 class HTTPServer(Listener):
@@ -29,15 +29,14 @@ class HTTPServer(Listener):
     name = "fusionkv-gateway-http"
 
     def __init__(self, config: GatewayConfig, servicer: GatewayServicer, bearer: Bearer | None) -> None:
-        super().__init__(config.http_listen, config)
+        super().__init__(config.http_listen, config, bearer)
         self._servicer = servicer
-        self._bearer = bearer
         self.get("/health", self._health)
-        self.get("/v1/models", self._guarded("List", self._models))
-        self.get("/v1/models/{model}", self._guarded("List", self._model))
-        self.post("/v1/chat/completions", self._guarded("Generate", partial(self._complete, False)))
-        self.post("/v1/completions", self._guarded("Generate", partial(self._complete, True)))
-        self.post("/v1/embeddings", self._guarded("Retrieve", self._embed))
+        self.get("/v1/models", self.guarded(_RPC + "List", self._models))
+        self.get("/v1/models/{model}", self.guarded(_RPC + "List", self._model))
+        self.post("/v1/chat/completions", self.guarded(_RPC + "Generate", partial(self._complete, False)))
+        self.post("/v1/completions", self.guarded(_RPC + "Generate", partial(self._complete, True)))
+        self.post("/v1/embeddings", self.guarded(_RPC + "Retrieve", self._embed))
 
     def failed(self, error: Exception) -> web.Response:
         """The error as JSON."""
@@ -110,17 +109,6 @@ class HTTPServer(Listener):
 
     async def _json(self, request: web.Request) -> Any:
         return parse(await self.body(request))
-
-    def _guarded(self, method: str, handler: Handler) -> Handler:
-        """Requires a token that may call the RPC `method`, before the body is read."""
-
-        async def guarded(request: web.Request) -> web.StreamResponse:
-            if self._bearer is not None:
-                given = request.headers.getall("Authorization", [])
-                access.enter(await self._bearer.admit(given, f"/{SERVICE.full_name}/{method}"))
-            return await handler(request)
-
-        return guarded
 
 
 def parse(body: bytes) -> Any:

@@ -9,20 +9,12 @@ from fusionkv.protos.runtime.shorten import shorten
 
 
 def document(name: str, content: bytes, given: str, omitted: float) -> tuple[str, str]:
-    """Shortens a document's text by whole sentences.
-
-    Blocks: call it in a thread.
-
-    Args:
-        given: media type; empty derives it from the name.
-        omitted: share of the text to omit.
+    """Omits a share of a document's text, in whole sentences. Blocks: call it in a thread.
 
     Returns:
         The text and its media type: plain text, Markdown or JSON lines.
 
-    Raises:
-        InvalidArgument: as `parse.media_type` and `parse.parse`.
-        FailedPrecondition: as `shorten`.
+    Raises as `parse.media_type`, `parse.parse` and `shorten`.
     """
     kind = parse.media_type(name, given)
     documents = parse.parse(content, kind)

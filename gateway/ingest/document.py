@@ -1,5 +1,6 @@
-"""A parsed document, and limits on its text and metadata."""
+"""A parsed document, limits on its text and metadata, and documents in JSON lines."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from fusionkv.protos.runtime.errors import InvalidArgument
 
 # Characters of all keys and values.
 _MAX_METADATA = 4096
+# Field names in common data sets.
+_IDS, _TEXTS = ("id", "_id"), ("text", "contents")
 Pairs = tuple[tuple[str, str], ...]
 
 
@@ -35,3 +38,58 @@ def metadata_pairs(metadata: Mapping[str, str]) -> Pairs:
     if sum(map(len, (*metadata.keys(), *metadata.values()))) > _MAX_METADATA:
         raise InvalidArgument(f"the metadata has more than {_MAX_METADATA} characters")
     return tuple(sorted(metadata.items()))
+
+
+def json_lines(text: str, first_line: int = 1) -> list[Document]:
+    """The documents of JSON lines that are not blank; `first_line` is the number of the first line.
+
+    Raises:
+        InvalidArgument: a line is not JSON, or does not have this form; the message names the line.
+    """
+    documents = []
+    # Not splitlines: JSON strings may contain an unescaped U+2028.
+    for number, line in enumerate(text.split("\n"), first_line):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidArgument(f"line {number} is not JSON: {error}") from error
+        documents.append(_of_line(value, number))
+    return documents
+
+
+def _of_line(value: object, number: int) -> Document:
+    if isinstance(value, str):
+        return Document(_check_encodable(value, number), line=number)
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"line {number} must be a JSON object or a string")
+    text = next((value[name] for name in _TEXTS if value.get(name) is not None), None)
+    if not isinstance(text, str) or not text.strip():
+        raise InvalidArgument(f'line {number} must have a non-empty string "text" or "contents"')
+    id = next((value[name] for name in _IDS if value.get(name) is not None), "")
+    title = value.get("title") or ""
+    metadata = value.get("metadata") or {}
+    if isinstance(id, bool) or not isinstance(id, str | int):
+        raise InvalidArgument(f'line {number} has an "id" that is neither a string nor an integer')
+    if not isinstance(title, str):
+        raise InvalidArgument(f'line {number} has a "title" that is not a string')
+    if not isinstance(metadata, dict):
+        raise InvalidArgument(f'line {number} has "metadata" that is not an object')
+    strings = {key: v if isinstance(v, str) else json.dumps(v) for key, v in metadata.items() if v is not None}
+    try:
+        pairs = metadata_pairs(strings)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"line {number}: {error}") from None
+    title = " ".join(title.split())
+    _check_encodable("".join([text, str(id), title, *map("".join, pairs)]), number)
+    return Document(text, False, str(id), title, pairs, number)
+
+
+def _check_encodable(text: str, number: int) -> str:
+    """The text, if it can be encoded: JSON escapes may contain half of a surrogate pair, which UTF-8 can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"line {number} contains half of a surrogate pair at {error.start}") from None
+    return text

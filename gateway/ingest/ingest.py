@@ -1,20 +1,19 @@
 """Ingests a file: parses, splits, embeds and stores it as one document, or as one per JSON line."""
 
 import asyncio
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from opentelemetry import metrics, trace
 
-from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.auth.quotas import Shares
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.ingest.document import metadata_pairs
 from fusionkv.gateway.ingest.parsers import ParsedDocument, Parsers
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -24,19 +23,7 @@ tracer = trace.get_tracer(__name__)
 _documents = metrics.get_meter(__name__).create_counter(
     "fusionkv.gateway.documents", description="documents ingested"
 )
-_CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
-MAX_NAME = 512
 _MAX_SOURCE = 4096  # characters; enough for a path
-
-
-@dataclass(frozen=True)
-class Ingested:
-    """What was stored; `replaced` counts the documents that existed before."""
-
-    documents: int
-    chunks: int
-    tokens: int
-    replaced: int
 
 
 class Ingest:
@@ -51,7 +38,7 @@ class Ingest:
         spare = config.max_document_bytes if config.several_tenants else 0
         self._bytes = Shares(config.max_ingest_bytes, spare=spare)
 
-    async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> Ingested:
+    async def file(self, tenant: Tenant, request: pb.IngestRequest, timeout: float) -> pb.IngestResponse:
         """Stores the documents of a file; each replaces the tenant's document of that name as a whole.
 
         Raises:
@@ -82,7 +69,7 @@ class Ingest:
         """Ends the parser processes."""
         await self._parsers.close()
 
-    async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> Ingested:
+    async def _store(self, tenant: Tenant, request: pb.IngestRequest, kind: str, timeout: float) -> pb.IngestResponse:
         vocabulary = await self._workers.model(timeout)
         with tracer.start_as_current_span("gateway.parse") as span:
             parsed = await self._parsers.parse(tenant, request.content, kind, vocabulary, request.first_line or 1)
@@ -91,37 +78,38 @@ class Ingest:
             span.set_attribute("fusionkv.chunks", len(chunks))
         model = self._search.identity(vocabulary.identity)
         stored = await self._stored(tenant, request, [*documents], model)
+        known, encoded = {c.text: vector for c, vector in stored}, {c.ids: c for c, _ in stored}
         tokens = sum(len(c.ids) for c in chunks)
         async with tenant.meter.storing(sum(len(c.text.encode()) for c in chunks), tenant.stored_bytes):
             rest = max(0, tokens - parsed.cost)
             tenant.meter.spend(rest)
             try:
                 with tracer.start_as_current_span("gateway.embed"):
-                    vectors = await self._search.vectors([c.text for c in chunks], stored.vectors)
+                    vectors = await self._search.vectors([c.text for c in chunks], known)
             except (ResourceExhausted, Unavailable):  # nothing was computed, and the caller will retry
                 tenant.meter.give_back(rest)
                 raise
             with tracer.start_as_current_span("gateway.store"):
                 writes, at = [], 0
                 for name, pieces in documents.items():
-                    kept = [stored.encoded(chunk) for chunk in pieces]
+                    kept = [_with_variant(chunk, encoded.get(chunk.ids)) for chunk in pieces]
                     writes.append(
                         tenant.retrieval.replace(request.corpus, name, kept, vectors[at : at + len(kept)], model)
                     )
                     at += len(kept)
                 replaced = sum(await asyncio.gather(*writes))
         _documents.add(len(documents), {"fusionkv.media_type": kind})
-        return Ingested(len(documents), len(chunks), tokens, replaced)
+        return pb.IngestResponse(documents=len(documents), chunks=len(chunks), tokens=tokens, replaced=replaced)
 
     async def _stored(
         self, tenant: Tenant, request: pb.IngestRequest, names: Sequence[str], model: ModelIdentity
-    ) -> "_Stored":
-        """What the corpus has stored of these documents.
+    ) -> list[tuple[Chunk, np.ndarray]]:
+        """The stored chunks of these documents, whose vectors and variants unchanged chunks keep.
 
         Raises:
             AlreadyExists: a document came from another source.
         """
-        stored = _Stored()
+        stored: list[tuple[Chunk, np.ndarray]] = []
         for name in names:
             try:
                 chunks = await tenant.retrieval.chunks(request.corpus, name, model)
@@ -133,26 +121,13 @@ class Ingest:
                     f"document {name!r} of corpus {request.corpus!r} came from {source}, but this one is from "
                     f"{request.source}: use another name (--name, --prefix), or replace it with --replace"
                 )
-            for chunk, vector in chunks:
-                stored.add(chunk, vector)
+            stored += chunks
         return stored
 
 
-class _Stored:
-    """Vectors and variants of stored chunks, to reuse for unchanged chunks of a new version."""
-
-    def __init__(self) -> None:
-        self.vectors: dict[str, np.ndarray] = {}
-        self._encoded: dict[tuple[int, ...], Chunk] = {}
-
-    def add(self, chunk: Chunk, vector: np.ndarray) -> None:
-        self.vectors[chunk.text] = vector
-        self._encoded[chunk.ids] = chunk
-
-    def encoded(self, chunk: Chunk) -> Chunk:
-        """The chunk with the variant of a stored chunk of the same tokens, if there is one."""
-        stored = self._encoded.get(chunk.ids)
-        return chunk if stored is None else replace(chunk, variant=stored.variant, neighbours=stored.neighbours)
+def _with_variant(chunk: Chunk, stored: Chunk | None) -> Chunk:
+    """The chunk with the variant of a stored chunk of the same tokens, if there is one."""
+    return chunk if stored is None else replace(chunk, variant=stored.variant, neighbours=stored.neighbours)
 
 
 def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -> dict[str, list[Chunk]]:
@@ -180,15 +155,3 @@ def _documents_of(request: pb.IngestRequest, parsed: Sequence[ParsedDocument]) -
             for position, (text, ids) in enumerate(document.pieces)
         ]
     return documents
-
-
-def check_corpus(name: str) -> None:
-    """Raises InvalidArgument if a corpus's name is invalid."""
-    if not _CORPUS.fullmatch(name):
-        raise InvalidArgument(f"invalid corpus name {name[:80]!r}: must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
-
-
-def check_document(name: str) -> None:
-    """Raises InvalidArgument if a document's name is invalid."""
-    if not name or len(name) > MAX_NAME or not name.isprintable():
-        raise InvalidArgument(f"invalid document name {name[:80]!r}: must be 1 to {MAX_NAME} printable characters")

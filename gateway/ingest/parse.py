@@ -5,8 +5,7 @@ import mimetypes
 import sys
 from pathlib import PurePosixPath
 
-from fusionkv.gateway.ingest import json_lines
-from fusionkv.gateway.ingest.document import Document, check_text
+from fusionkv.gateway.ingest.document import Document, check_text, json_lines
 from fusionkv.gateway.ingest.media_types import ENDINGS, HTML, JSONL, MARKDOWN, MEDIA_TYPES, PDF
 from fusionkv.protos.runtime.errors import InvalidArgument
 
@@ -55,7 +54,7 @@ def parse(content: bytes, kind: str, limit: int = sys.maxsize, first_line: int =
         InvalidArgument: the content is not of media type `kind`, or has no text or too much.
     """
     if kind == JSONL:
-        documents = json_lines.documents(_utf8(content), first_line)
+        documents = json_lines(_utf8(content), first_line)
     elif kind == PDF:
         documents = [Document(_pdf(content, limit))]
     elif kind == HTML:

@@ -27,10 +27,7 @@ _MAX_START = (1 << 31) - 1
 
 
 def markdown(text: str, limit: int) -> str:
-    """Converts a page's visible text to Markdown, headed by its title.
-
-    Args:
-        limit: maximum length in characters.
+    """Converts a page's visible text to Markdown of at most `limit` characters, headed by its title.
 
     Raises:
         InvalidArgument: the markup is broken or nested too deeply, or the Markdown exceeds the limit.
@@ -91,27 +88,23 @@ class _Converter(MarkdownConverter):
             replaced = type(el)(text)
             el.replace_with(replaced)
             el = replaced
-        result: str = super().process_text(el, parent_tags)  # type: ignore[misc]
-        return result
+        return str(super().process_text(el, parent_tags))  # type: ignore[misc]
 
     def convert_pre(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         text = _BLANK.sub(lambda blanks: blanks[0][:_MAX_BLANKS], text)
-        result: str = super().convert_pre(el, text, parent_tags)  # type: ignore[misc]
-        return result
+        return str(super().convert_pre(el, text, parent_tags))  # type: ignore[misc]
 
     def convert_blockquote(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         if _is_deep(el):
             return f"\n{text.strip()}\n\n"
-        result: str = super().convert_blockquote(el, text, parent_tags)  # type: ignore[misc]
-        return result
+        return str(super().convert_blockquote(el, text, parent_tags))  # type: ignore[misc]
 
     def convert_li(self, el: Tag, text: str, parent_tags: set[str]) -> str:
         """As markdownify's, which would count all items before each item of a numbered list."""
         if _is_deep(el):
             return text.strip() + "\n"
         if el.parent is None or el.parent.name != "ol":
-            result: str = super().convert_li(el, text, parent_tags)  # type: ignore[misc]
-            return result
+            return str(super().convert_li(el, text, parent_tags))  # type: ignore[misc]
         items = id(el.parent)
         if items not in self._items:
             start = _number(el.parent.get("start"))

@@ -1,57 +1,47 @@
 """Process that parses and splits documents for a gateway; a hostile document can be stopped by killing it.
 
-It reads frames from standard input and writes them to standard output: a tag and two byte strings with their lengths.
-Of the gateway, it holds only the model's tokenizer and the current document. It ends with the gateway.
+Of the gateway, it holds only the model's tokenizer and the current document. It ends with the gateway. It receives
+(children.py):
+
+    {}, a GetModelResponse   answered by {}
+    options, a file          answered by {"document": fields} for each document, followed by {"piece": text} and token
+                             ids (uint32) for each of its chunks; and at the end by {"end": result}
 """
 
 import contextlib
-import ctypes
 import gc
-import json
 import math
 import os
 import resource
-import signal
-import struct
 import sys
 import time
 from array import array
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from fusionkv.gateway.children import frame, messages, take_pipes
 from fusionkv.gateway.ingest import parse
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
+from fusionkv.protos.runtime import process
 from fusionkv.protos.runtime.errors import InvalidArgument, details
 
-HEAD = struct.Struct("<cQQ")
-# To the parser: a GetModelResponse; a file, preceded by options as JSON. From the parser: ready; a document's fields
-# as JSON, followed by text and token ids (uint32) of each of its chunks; the end of the file, as JSON.
-MODEL, FILE, READY, DOCUMENT, PIECE, END = b"M", b"F", b"R", b"D", b"P", b"E"
 # Niceness: parsers have a tenth of the weight of gateway and workers when cores are scarce.
 _NICE = 10
 # A process that has used more memory is replaced, because its heap is fragmented.
 _MAX_REUSED = 384 << 20
-_PR_SET_PDEATHSIG = 1
-
-
-def frame(tag: bytes, first: bytes = b"", second: bytes = b"") -> bytes:
-    return HEAD.pack(tag, len(first), len(second)) + first + second
 
 
 def main() -> None:
     memory = int(sys.argv[1])
     _confine(memory)
-    # Only frames may use the two pipes: output of libraries, which may quote a document, is dropped.
-    given, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # Imported now, so that the first document does not wait for it.
     import pypdf  # noqa: F401
 
     from fusionkv.gateway.ingest import parse_html  # noqa: F401
 
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(devnull, standard)
+    # Output of libraries is dropped: it may quote a document.
+    given, answers = take_pipes(output=os.open(os.devnull, os.O_WRONLY))
     # Garbage collection while a tree grows takes a third of the time; it runs after each document instead.
     gc.freeze()
     gc.disable()
@@ -64,10 +54,9 @@ def _confine(memory: int) -> None:
     priority.
     """
     parent = os.getppid()
-    with contextlib.suppress(AttributeError, OSError):  # Linux only; elsewhere the process ends with its input
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+    process.end_with_parent()
+    with contextlib.suppress(OSError):  # Linux only
+        Path("/proc/self/oom_score_adj").write_text("1000")
     if os.getppid() != parent:
         sys.exit()
     with contextlib.suppress(OSError, ValueError):  # macOS does not support this limit
@@ -87,28 +76,26 @@ def run_last(pid: int) -> None:
 
 def _serve(given: BinaryIO, answers: BinaryIO, memory: int) -> None:
     vocabulary: Vocabulary | None = None
-    while head := given.read(HEAD.size):
-        tag, *sizes = HEAD.unpack(head)
-        first, second = (given.read(size) for size in sizes)
-        if tag == MODEL:
-            vocabulary = Vocabulary(fusion_pb2.GetModelResponse.FromString(first))
-            answers.write(frame(READY))
+    for options, content in messages(given):
+        end: dict[str, Any] = {}
+        if not options:
+            vocabulary = Vocabulary(fusion_pb2.GetModelResponse.FromString(content))
+            answers.write(frame({}))
         else:
             assert vocabulary is not None
-            end = _document(json.loads(first), second, vocabulary, answers, memory)
-            answers.write(frame(END, json.dumps(end).encode()))
-            answers.flush()
-            if end["ends"]:
-                return
+            end = _document(options, content, vocabulary, answers, memory)
+            answers.write(frame({"end": end}))
         answers.flush()
-        del first, second
+        if end.get("ends"):
+            return
+        del content
         gc.collect()
 
 
 def _document(
     options: dict[str, Any], content: bytes, vocabulary: Vocabulary, answers: BinaryIO, memory: int
 ) -> dict[str, Any]:
-    """Writes a document's chunks; returns the final frame: CPU seconds, and the reason of a refusal."""
+    """Writes the documents and their chunks; returns the result: CPU seconds, and the reason of a refusal."""
     began = time.process_time()
     # A backstop: normally, the gateway kills the process earlier.
     soft, hard = math.ceil(began + options["seconds"]) + 1, resource.getrlimit(resource.RLIMIT_CPU)[1]
@@ -122,9 +109,9 @@ def _document(
             if count > options["max_chunks"]:
                 raise InvalidArgument(f"the document has {count} chunks; the maximum is {options['max_chunks']}")
             fields = [document.name, document.title, document.metadata, document.line]
-            answers.write(frame(DOCUMENT, json.dumps(fields).encode()))
+            answers.write(frame({"document": fields}))
             for text, ids in pieces:
-                answers.write(frame(PIECE, text.encode(), array("I", ids).tobytes()))
+                answers.write(frame({"piece": text}, array("I", ids).tobytes()))
     except InvalidArgument as error:
         refused = details(error)
     except MemoryError:

@@ -2,18 +2,17 @@
 
 import asyncio
 import contextlib
-import json
 import math
 import os
 import signal
-import sys
 import time
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
-from fusionkv.gateway.auth.shares import Shares
+from fusionkv.gateway.auth.quotas import Shares
 from fusionkv.gateway.auth.tenants import Tenant
+from fusionkv.gateway.children import ChildProcess
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.ingest import parse, parser
 from fusionkv.gateway.ingest.document import Pairs
@@ -25,9 +24,8 @@ Piece = tuple[str, list[int]]  # text and token ids of a chunk
 TOKENS_A_SECOND = 10_000
 # Starting Python, its imports and a tokenizer of 10 MB take one second on an idle machine.
 _START_SECONDS = 60.0
-# The only environment variables passed on: the gateway's environment may hold secrets.
-_ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONHOME", "LD_LIBRARY_PATH", "LANG", "LC_ALL")
-_WRITE_BYTES = 1 << 18
+# Threads take address space, which is limited, and cores, which answers need.
+_ENVIRON = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 # Signals from outside: the OOM killer, or an operator.
 _EXTERNAL_SIGNALS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -94,7 +92,6 @@ class Parsers:
                 self._idle += [process] if process is not None else []
                 self._slots.release(tenant.salt)
             else:
-                process.kill()
                 task = asyncio.create_task(self._replace(process, tenant, vocabulary))
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
@@ -127,7 +124,7 @@ class Parser:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: ChildProcess | None = None
         self._vocabulary: Vocabulary | None = None
         self.usable = False
         self.seconds = 0.0
@@ -151,16 +148,20 @@ class Parser:
         try:
             async with asyncio.timeout(_START_SECONDS):
                 if self._process is None:
-                    self._process = await self._start()
-                await self._write(parser.frame(parser.MODEL, vocabulary.model.SerializeToString()))
-                tag, _, _ = await self._read()
-                assert tag == parser.READY
+                    memory = str(self._config.parse_memory_bytes)
+                    self._process = await ChildProcess.start(parser.__name__, memory, environ=_ENVIRON)
+                    # Lowers the priority from the start. If Linux refuses (twice within 0.1 s), the process does it
+                    # later itself.
+                    parser.run_last(self._process.pid)
+                await self._process.send({}, vocabulary.model.SerializeToString())
+                await self._process.receive()
         except (OSError, EOFError, TimeoutError) as error:
             raise Unavailable(f"can't start a parser: {error or type(error).__name__}") from error
         self._vocabulary, self.usable = vocabulary, True
 
     async def parse(self, content: bytes, kind: str, first_line: int = 1) -> list[ParsedDocument]:
-        """Parses a file. Raises as `Parsers.parse`."""
+        """Parses a file, after `use`. Raises as `Parsers.parse`."""
+        assert self._process is not None
         config, used, began = self._config, self._used(), time.monotonic()
         self.usable, answered = False, False
         max_text = parse.max_text(len(content), config.max_text_bytes)
@@ -176,18 +177,16 @@ class Parser:
         documents: list[ParsedDocument] = []
         try:
             async with asyncio.timeout(config.parse_seconds):
-                await self._write(parser.frame(parser.FILE, json.dumps(options).encode(), content))
-                while True:
-                    tag, first, second = await self._read()
-                    if tag == parser.END:
-                        break
-                    if tag == parser.DOCUMENT:
-                        name, title, metadata, line = json.loads(first)
-                        pairs = tuple((key, value) for key, value in metadata)
+                await self._process.send(options, content)
+                while "end" not in (message := await self._process.receive())[0]:
+                    value, data = message
+                    if "document" in value:
+                        name, title, metadata, line = value["document"]
+                        pairs = tuple((key, text) for key, text in metadata)
                         documents.append(ParsedDocument(name, title, pairs, line, []))
                     else:
-                        documents[-1].pieces.append((first.decode(), array("I", second).tolist()))
-            end = json.loads(first)
+                        documents[-1].pieces.append((value["piece"], array("I", data).tolist()))
+            end = message[0]["end"]
             answered = True
         except TimeoutError as error:
             raise InvalidArgument(
@@ -204,53 +203,11 @@ class Parser:
             raise InvalidArgument(end["refused"])
         return documents
 
-    def kill(self) -> None:
-        """Kills the process immediately, also while it is starting."""
-        self.usable = False
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-
     async def end(self) -> None:
         """Kills the process and waits for its end."""
-        self.kill()
+        self.usable = False
         if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            with contextlib.suppress(OSError):  # unwritten data no longer matters
-                await self._process.stdin.wait_closed()
-            await self._process.wait()
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        # No preexec_fn: it would run code in the child of a process with gRPC's threads.
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", parser.__name__, str(self._config.parse_memory_bytes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-            # Threads take address space, which is limited, and cores, which answers need.
-            | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
-            # Ctrl-C then reaches only the gateway.
-            start_new_session=True,
-        )
-        # Lowers the priority from the start. If Linux refuses (twice within 0.1 s), the process does it later itself.
-        parser.run_last(process.pid)
-        return process
-
-    async def _write(self, data: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        view = memoryview(data)
-        for at in range(0, len(data), _WRITE_BYTES):
-            self._process.stdin.write(view[at : at + _WRITE_BYTES])
-            await self._process.stdin.drain()
-
-    async def _read(self) -> tuple[bytes, bytes, bytes]:
-        assert self._process is not None
-        stdout = self._process.stdout
-        assert stdout is not None
-        tag, first, second = parser.HEAD.unpack(await stdout.readexactly(parser.HEAD.size))
-        return tag, await stdout.readexactly(first), await stdout.readexactly(second)
+            await self._process.end()
 
     async def _ended(self) -> Unavailable | InvalidArgument:
         """The error for a process that ended while parsing."""

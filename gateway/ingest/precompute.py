@@ -10,13 +10,13 @@ from fusionkv.fusion_worker.client import DEFAULT
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
-from fusionkv.gateway.ingest.ingest import check_corpus, check_document
-from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, check_corpus, check_document
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
+from fusionkv.protos.runtime import cancellation
 from fusionkv.protos.runtime.errors import InvalidArgument, NotFound
 
 # Chunks per batch, whose variants are stored in one commit.
@@ -114,18 +114,17 @@ class Precompute:
         if request.name:
             check_document(request.name)
         work = await self._begin(tenant, request.corpus, request.recipe, request.neighbours, request.name)
-        progress = pb.PrecomputeResponse(total=sum(work.sizes.values()))
-        yield _copy(progress)
+        done, skipped, total = 0, 0, sum(work.sizes.values())
+        yield pb.PrecomputeResponse(total=total)
         async for _, batch, total in work.batches():
             if batch:
                 tenant.meter.check_tokens()
-                progress.skipped += await self._encode(work, batch)
-                progress.done += len(batch)
-            progress.total = total
-            yield _copy(progress)
+                skipped += await self._encode(work, batch)
+                done += len(batch)
+            yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
         if not request.name and "corrected" in work.recipe.name.split("+")[1:]:
             await self._correct(work)
-        yield _copy(progress)
+        yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
 
     async def plan(
         self, tenant: Tenant, request: pb.PlanPrecomputeRequest
@@ -172,12 +171,7 @@ class Precompute:
                 new = replace(chunk, variant=encoded.variant, neighbours=count) if count else chunk
                 return new, encoded.existed
 
-        tasks = [asyncio.create_task(one(*pair)) for pair in batch]
-        try:
-            done = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
+        done = await cancellation.all_of(one(*pair) for pair in batch)
         known = {chunk for chunk, _ in batch}
         if changed := [chunk for chunk, _ in done if chunk not in known]:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
@@ -203,7 +197,3 @@ def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recip
     if not (recipe.takes_modifiers or recipe.neighbours):
         raise InvalidArgument(f"recipe {recipe.name!r} reuses no chunks: there is nothing to encode ahead of time")
     return recipe
-
-
-def _copy(progress: pb.PrecomputeResponse) -> pb.PrecomputeResponse:
-    return pb.PrecomputeResponse(done=progress.done, total=progress.total, skipped=progress.skipped)

@@ -5,17 +5,20 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fusionkv.gateway.client.results import Item
 from fusionkv.kvcache_service import keys
-from fusionkv.protos.runtime.errors import FailedPrecondition
+from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 
 _WORD = re.compile(r"\w+")
+_CORPUS = re.compile(r"[A-Za-z0-9._-]{1,64}")
+MAX_NAME = 512  # characters of a document's name
 NO_FILTER: Mapping[str, str] = {}
 _until: ContextVar[float] = ContextVar("_until", default=math.inf)
 
@@ -37,19 +40,12 @@ def remaining() -> float:
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """The models that a corpus was built with.
+    """The models that a corpus was built with."""
 
-    Attributes:
-        fingerprint: identifies the weights, which variants depend on.
-        tokenizer: digest of the tokenizer and the chunk template, which token ids depend on.
-        embedder: name of the embedder; empty means no vectors.
-        name: display name of the model.
-    """
-
-    fingerprint: bytes
-    tokenizer: bytes
-    embedder: str = ""
-    name: str = field(default="", compare=False)
+    fingerprint: bytes  # of the weights, which variants depend on
+    tokenizer: bytes  # digest of the tokenizer and the chunk template, which token ids depend on
+    embedder: str = ""  # empty: no vectors
+    name: str = field(default="", compare=False)  # display name of the model
 
 
 def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> None:
@@ -57,42 +53,41 @@ def check_model(corpus: str, made_with: ModelIdentity, model: ModelIdentity) -> 
     if made_with == model:
         return
     if made_with.fingerprint != model.fingerprint:
-        reason = f"with another model{_named(made_with.name)} than the worker's{_named(model.name)}"
+        before, after = (f" ({m.name})" if m.name else "" for m in (made_with, model))
+        reason = f"with another model{before} than the worker's{after}"
     elif made_with.tokenizer != model.tokenizer:
         reason = "with another prompt template than the worker's"
     else:
         now = f"the gateway's embedder is {model.embedder}" if model.embedder else "the gateway has no embedder"
-        built = f"embeddings of {made_with.embedder}" if made_with.embedder else "no embeddings"
-        reason = f"with {built}, but {now}"
+        reason = f"with {f'embeddings of {made_with.embedder}' if made_with.embedder else 'no embeddings'}, but {now}"
     raise FailedPrecondition(f"corpus {corpus!r} was built {reason}: run `fusionkv move {corpus}`")
 
 
-def _named(name: str) -> str:
-    return f" ({name})" if name else ""
+def check_corpus(name: str) -> None:
+    """Raises InvalidArgument if a corpus's name is invalid."""
+    if not _CORPUS.fullmatch(name):
+        raise InvalidArgument(f"invalid corpus name {name[:80]!r}: must be 1 to 64 characters of A-Z a-z 0-9 . _ -")
+
+
+def check_document(name: str) -> None:
+    """Raises InvalidArgument if a document's name is invalid."""
+    if not name or len(name) > MAX_NAME or not name.isprintable():
+        raise InvalidArgument(f"invalid document name {name[:80]!r}: must be 1 to {MAX_NAME} printable characters")
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """One stored chunk of a document.
-
-    Attributes:
-        text: the text in the prompt, with the document's title, if any, on a separate line above it.
-        ids: token ids within the prompt template; stored, so that the digest does not depend on tokenising again.
-        variant: digest of the chunk as encoded with neighbours ahead of time; empty if it was not.
-        neighbours: number of neighbours requested for that encoding.
-        source: where the document came from, as its caller named it.
-        metadata: the document's metadata, sorted by key.
-    """
+    """One stored chunk of a document."""
 
     document: str
     position: int
-    text: str
-    ids: tuple[int, ...]
-    variant: bytes = b""
-    neighbours: int = 0
+    text: str  # in the prompt, with the document's title, if any, on a separate line above it
+    ids: tuple[int, ...]  # within the prompt template; stored, so that the digest needs no tokenising again
+    variant: bytes = b""  # digest of the chunk as encoded with neighbours ahead of time; empty if it was not
+    neighbours: int = 0  # number of neighbours requested for that encoding
     title: str = ""
-    source: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
+    source: str = ""  # where the document came from, as its caller named it
+    metadata: tuple[tuple[str, str], ...] = ()  # the document's, sorted by key
 
     @property
     def key(self) -> tuple[str, int]:
@@ -130,6 +125,11 @@ def by_shared_words(text: str, chunks: Sequence[Chunk]) -> list[Chunk]:
     return sorted(chunks, key=lambda chunk: (-shared(chunk), chunk.key))
 
 
+def best(scored: Iterable[tuple[Chunk, float]], count: int) -> list[tuple[Chunk, float]]:
+    """The `count` chunks of highest score, best first, then by document and position."""
+    return sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A candidate for a question. `words` is its BM25 score (0: no common word); `cosine` is in -1..1."""
@@ -137,25 +137,6 @@ class Candidate:
     chunk: Chunk
     words: float
     cosine: float
-
-
-@dataclass(frozen=True)
-class Item:
-    """A corpus, or one document of a corpus.
-
-    Attributes:
-        bytes: bytes of the chunks' texts in UTF-8.
-        model: model that a corpus was built with.
-        embedder: embedder that a corpus was built with.
-    """
-
-    name: str
-    documents: int
-    chunks: int
-    tokens: int
-    bytes: int
-    model: str = ""
-    embedder: str = ""
 
 
 # Converts a document's chunks and vectors to those of another model.
@@ -212,8 +193,7 @@ class Retrieval(ABC):
     ) -> list[Candidate]:
         """The `depth` best chunks by BM25 and the `depth` best by cosine, merged, in no particular order.
 
-        Args:
-            where: metadata that a chunk's document must have.
+        Their documents have all the metadata of `where`.
         """
 
     @abstractmethod
@@ -235,15 +215,10 @@ class Retrieval(ABC):
 
     @abstractmethod
     def move(self, corpus: str, rewrite: Rewrite, model: ModelIdentity) -> AsyncGenerator[int]:
-        """Rebuilds a corpus for another model. Concurrent changes of the corpus wait.
+        """Rebuilds a corpus for another model; yields the number of chunks of each rebuilt document.
 
-        Readers see the old corpus until all documents are rebuilt, then the new one.
-
-        Yields:
-            The number of chunks of each rebuilt document.
-
-        Raises:
-            FailedPrecondition: this engine does not support it.
+        Concurrent changes of the corpus wait. Readers see the old corpus until all documents are rebuilt, then the
+        new one. Raises FailedPrecondition if this engine does not support it.
         """
 
     @abstractmethod

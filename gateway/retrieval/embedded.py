@@ -16,19 +16,20 @@ import pyarrow as pa
 from lancedb import AsyncConnection, Session, connect_async
 from lancedb.table import AsyncTable
 
-from fusionkv.gateway.retrieval import disk_errors, rows
+from fusionkv.gateway.client.results import Item
+from fusionkv.gateway.retrieval import rows
 from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    Item,
     ModelIdentity,
     Retrieval,
     Rewrite,
+    best,
     by_shared_words,
     check_model,
 )
-from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable
+from fusionkv.gateway.retrieval.table import CorpusGone, CorpusTable, disk_error, disk_errors
 from fusionkv.protos.runtime.errors import FailedPrecondition, NotFound, ServiceError
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,7 @@ class EmbeddedRetrieval(Retrieval):
 
     @classmethod
     async def open(cls, folder: Path, language: str = "english") -> "EmbeddedRetrieval":
-        """Opens all corpora in `folder`, which is created if necessary.
-
-        Args:
-            language: language of new corpora.
+        """Opens all corpora in `folder`, which is created if necessary; `language` is that of new corpora.
 
         Raises:
             OSError: the folder can't be written, another gateway has it open, or a corpus in it is damaged.
@@ -73,19 +71,18 @@ class EmbeddedRetrieval(Retrieval):
         lock = _lock(folder)
         corpora = await asyncio.to_thread(_clean, folder)
         retrieval = cls(folder, await connect_async(str(corpora)), lock, language)
-        for name in await retrieval._table_names():
-            corpus = name.removeprefix(_PREFIX)
+        for table in corpora.glob(f"{_PREFIX}*.lance"):
+            corpus = table.stem.removeprefix(_PREFIX)
             try:
                 retrieval._tables[corpus] = await retrieval._open(corpus)
             except ServiceError as error:
                 log.warning("the empty corpus %r will be created when a document is stored: %s", corpus, error)
             except (RuntimeError, ValueError, KeyError) as error:
                 await retrieval.close()
-                if (cause := disk_errors.of(error)) is not None:
+                if (cause := disk_error(error)) is not None:
                     raise OSError(f"corpus {corpus!r} can't be read: {cause}") from error
-                where = corpora / f"{name}.lance"
                 raise OSError(
-                    f"corpus {corpus!r} can't be read: remove {where} and ingest it again, or use the version of "
+                    f"corpus {corpus!r} can't be read: remove {table} and ingest it again, or use the version of "
                     f"FusionKV that wrote it: {error}"
                 ) from error
         return retrieval
@@ -111,7 +108,7 @@ class EmbeddedRetrieval(Retrieval):
             item = table.item(corpus)
             await table.close()
             try:
-                with disk_errors.mapped():
+                with disk_errors():
                     await asyncio.to_thread(self._discard, corpus)
             except Exception:
                 self._tables[corpus] = await self._open(corpus)
@@ -160,7 +157,7 @@ class EmbeddedRetrieval(Retrieval):
         limit = 2 * count
         found = await self._with(corpus, lambda table: table.by_meaning(vector, limit, NO_FILTER), model)
         scored = zip(rows.chunks(found), rows.vectors(found) @ vector, strict=True)
-        return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
+        return [chunk for chunk, _ in best(scored, count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
         await self._with(corpus, lambda table: table.set_variants(rows.variants(chunks)))
@@ -176,10 +173,19 @@ class EmbeddedRetrieval(Retrieval):
                 if self._tables.get(corpus) is not table:
                     raise NotFound(f"corpus {corpus!r} was deleted while it was moved")
                 # No await until the new table has replaced the old one: nothing else of this process may run.
-                with disk_errors.mapped():
+                with disk_errors():
                     _place(self._folder, staging / _STAGED, f"{_PREFIX}{corpus}.lance")
                 table.retire()
-                await self._reopen(corpus, table)
+                try:
+                    opened = await self._open(corpus)
+                except Exception:
+                    if self._tables.get(corpus) is table:
+                        del self._tables[corpus]  # opened by the next change of the corpus
+                    raise
+                if self._tables.get(corpus) is table:
+                    self._tables[corpus] = opened
+                else:
+                    await opened.close()
         except CorpusGone as error:
             raise NotFound(f"no corpus {corpus!r}") from error
         finally:
@@ -187,19 +193,6 @@ class EmbeddedRetrieval(Retrieval):
             with contextlib.suppress(OSError):  # another move is running, or nothing was written
                 staging.parent.rmdir()
         await table.close()
-
-    async def _reopen(self, corpus: str, table: CorpusTable) -> None:
-        """Opens the table that replaced another one."""
-        try:
-            opened = await self._open(corpus)
-        except Exception:
-            if self._tables.get(corpus) is table:
-                del self._tables[corpus]  # opened by the next change of the corpus
-            raise
-        if self._tables.get(corpus) is table:
-            self._tables[corpus] = opened
-        else:
-            await opened.close()
 
     async def _rewritten(
         self, table: CorpusTable, rewrite: Rewrite, model: ModelIdentity, staging: Path
@@ -209,7 +202,7 @@ class EmbeddedRetrieval(Retrieval):
         pending: list[pa.Table] = []
 
         async def write() -> None:
-            with disk_errors.mapped():
+            with disk_errors():
                 connection = await connect_async(str(staging))
                 try:
                     rebuilt = await connection.create_table(Path(_STAGED).stem, schema=schema, exist_ok=True)
@@ -265,7 +258,7 @@ class EmbeddedRetrieval(Retrieval):
     async def _create(self, corpus: str, schema: pa.Schema) -> CorpusTable:
         async with self._changing:
             if corpus not in self._tables:
-                with disk_errors.mapped():
+                with disk_errors():
                     # The table exists if an earlier attempt failed or was cancelled.
                     await self._connection.create_table(_PREFIX + corpus, schema=schema, exist_ok=True)
                     self._tables[corpus] = await self._open(corpus)
@@ -284,16 +277,6 @@ class EmbeddedRetrieval(Retrieval):
         deleted.mkdir(exist_ok=True)
         os.rename(self._folder / "corpora" / f"{_PREFIX}{corpus}.lance", deleted / uuid.uuid4().hex)
         shutil.rmtree(deleted, ignore_errors=True)  # leftovers are removed with the next one, or at the next start
-
-    async def _table_names(self) -> list[str]:
-        names: list[str] = []
-        page = None
-        while True:
-            listed = await self._connection.list_tables(page_token=page, limit=1000)
-            names.extend(n for n in listed.tables if n.startswith(_PREFIX))
-            page = listed.page_token
-            if not page:
-                return names
 
 
 def _lock(folder: Path) -> TextIO:

@@ -9,7 +9,7 @@ from opentelemetry import trace
 from fusionkv.gateway import genai
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.retrieval.base import NO_FILTER, Candidate, Chunk, ModelIdentity, Retrieval
+from fusionkv.gateway.retrieval.base import NO_FILTER, Candidate, Chunk, ModelIdentity, Retrieval, best
 
 tracer = trace.get_tracer(__name__)
 # Candidates per requested chunk in each list: deep enough that chunks usually have both scores.
@@ -36,10 +36,7 @@ class HybridSearch:
         return replace(model, embedder=self.embedder.name if self.embedder else "")
 
     async def vectors(self, texts: Sequence[str], known: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Vectors of texts to store, float32 `[text, dim]`; of width 0 without an embedder.
-
-        Args:
-            known: vectors that have been computed before.
+        """Vectors of texts to store, float32 `[text, dim]`, computed unless known; of width 0 without an embedder.
 
         Raises as `Embedder.embed`.
         """
@@ -74,10 +71,10 @@ class HybridSearch:
         weight = self._weight if vector is not None else 0.0
         if self._reranker is None:
             return rank(candidates, weight, count)
-        best = rank(candidates, weight, max(self._reranked, count))
+        ranked = [chunk for chunk, _ in rank(candidates, weight, max(self._reranked, count))]
         with tracer.start_as_current_span("gateway.rerank") as span, genai.failures(span):
-            scores = await self._reranker.score(question, [chunk.text for chunk, _ in best])
-        return _sorted([(chunk, score) for (chunk, _), score in zip(best, scores, strict=True)])[:count]
+            scores = await self._reranker.score(question, [chunk.text for chunk in ranked])
+        return best(zip(ranked, scores, strict=True), count)
 
     async def close(self) -> None:
         """Closes the embedder and the reranker."""
@@ -93,11 +90,6 @@ def rank(candidates: Sequence[Candidate], dense_weight: float, count: int) -> li
     the unscaled cosine and of BM25 divided by the list's best score plus a constant. Unlike ranks, or cosines scaled
     to 0..1 within the list, this preserves the confidence of each score.
     """
-    best = max((c.words for c in candidates), default=0.0) + _WEAK
-    return _sorted([(c.chunk, (1 - dense_weight) * c.words / best + dense_weight * c.cosine) for c in candidates])[
-        :count
-    ]
-
-
-def _sorted(scored: Sequence[tuple[Chunk, float]]) -> list[tuple[Chunk, float]]:
-    return sorted(scored, key=lambda pair: (-pair[1], pair[0].key))
+    most = max((c.words for c in candidates), default=0.0) + _WEAK
+    scored = ((c.chunk, (1 - dense_weight) * c.words / most + dense_weight * c.cosine) for c in candidates)
+    return best(scored, count)

@@ -14,15 +14,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from fusionkv.gateway.client.results import Item
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import (
     NO_FILTER,
     Candidate,
     Chunk,
-    Item,
     ModelIdentity,
     Retrieval,
     Rewrite,
+    best,
     by_shared_words,
     check_model,
     packed,
@@ -129,8 +130,8 @@ class MilvusRetrieval(Retrieval):
         # Twice as many, so that ties at the cut are broken by name and not by the order of rows.
         with _corpus_errors(corpus):
             (found,) = await self._search(corpus, model, {"vector": vector.astype(np.float32)}, 2 * count)
-        scored = [(rows.chunk(row), float(rows.vector(row) @ vector)) for row, _ in found]
-        return [chunk for chunk, _ in sorted(scored, key=lambda pair: (-pair[1], pair[0].key))[:count]]
+        scored = ((rows.chunk(row), float(rows.vector(row) @ vector)) for row, _ in found)
+        return [chunk for chunk, _ in best(scored, count)]
 
     async def set_variants(self, corpus: str, chunks: Sequence[Chunk]) -> None:
         name = self._collection(corpus)
@@ -244,26 +245,22 @@ class MilvusRetrieval(Retrieval):
         limit = min(MAX_ROWS, depth + 16)
         for _ in range(_TRIES):
             began = time.time()
-            hits_of = (self._hits(name, field, x, limit, dead, where) for field, x in queries.items())
-            found = await asyncio.gather(*hits_of)
+            condition = f"{rows.IS_CHUNK} and revision not in {listed(dead)}" if dead else rows.IS_CHUNK
+            condition += rows.has_all(where)
+            searches = (self._milvus.search(name, field, x, limit, condition) for field, x in queries.items())
+            found = await asyncio.gather(*searches)
             owners |= {row["owner"] for hits in found for row, _ in hits}
             now = await self._versions(name, owners)
             settled = all(v.since < began - _RECENT_SECONDS or previous.get(d) == v for d, v in now.items())
-            kept = [[hit for hit in hits if _is_current(hit[0], now)] for hits in found]
+            current = {version.revision for version in now.values()}
+            kept = [[hit for hit in hits if hit[0]["revision"] in current] for hits in found]
             # Chunks of old revisions may displace current ones until the search excludes them.
             short = any(len(k) < depth and len(hits) == limit for k, hits in zip(kept, found, strict=True))
-            current = {version.revision for version in now.values()}
             if settled and not short and not dead & current:
                 return [hits[:depth] for hits in kept]
             previous = now
             dead = (dead | {row["revision"] for hits in found for row, _ in hits}) - current
         raise Unavailable(f"documents of corpus {corpus!r} keep changing: try again later")
-
-    async def _hits(
-        self, name: str, field: str, data: Any, limit: int, dead: Iterable[str], where: Mapping[str, str]
-    ) -> Hits:
-        condition = f"{rows.IS_CHUNK} and revision not in {listed(dead)}" if dead else rows.IS_CHUNK
-        return await self._milvus.search(name, field, data, limit, condition + rows.has_all(where))
 
     async def _version(self, name: str, document: str) -> Version | None:
         return (await self._versions(name, [rows.owner(document)])).get(document)
@@ -272,7 +269,7 @@ class MilvusRetrieval(Retrieval):
         """Current versions of the documents with these keys, by document; missing ones are left out."""
         fields = ["document", "revision", "since", "chunks"]
         found = await self._milvus.query(name, f"key in {listed(owners)}", fields)
-        return {row["document"]: rows.version(row) for row in found}
+        return {row["document"]: Version(row["revision"], row["since"], row["chunks"]) for row in found}
 
     async def _of_version(self, name: str, document: str, version: Version) -> list[Row]:
         found = []
@@ -283,7 +280,8 @@ class MilvusRetrieval(Retrieval):
 
     async def _documents(self, name: str) -> list[Item]:
         fields = ["document", "chunks", "tokens", "bytes"]
-        return [rows.item(row) for row in await self._milvus.walk(name, rows.IS_DOCUMENT, fields)]
+        found = await self._milvus.walk(name, rows.IS_DOCUMENT, fields)
+        return [Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"]) for row in found]
 
     async def _corpus(self, name: str) -> Item | None:
         """The corpus of a collection; None while it is being created or deleted."""
@@ -325,11 +323,6 @@ def _corpus_errors(corpus: str) -> Iterator[None]:
         yield
     except NoCollection as error:
         raise NotFound(f"no corpus {corpus!r}: ingest a document to create it") from error
-
-
-def _is_current(row: Row, versions: dict[str, Version]) -> bool:
-    version = versions.get(row["document"])
-    return version is not None and version.revision == row["revision"]
 
 
 def _of(document: str, revision: str = "") -> str:

@@ -14,10 +14,10 @@ from pymilvus.exceptions import MilvusException
 
 from fusionkv.gateway.retrieval import milvus_rows as rows
 from fusionkv.gateway.retrieval.base import remaining
-from fusionkv.gateway.retrieval.circuit import Circuit
 from fusionkv.gateway.retrieval.milvus_rows import Row
 from fusionkv.protos.runtime.errors import NotFound, Unavailable
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Hits = list[tuple[Row, float]]
 # Limit for a call, including the wait for a thread. By default, Milvus lets a call wait for minutes.
@@ -30,6 +30,11 @@ BATCH = 500
 # the connection and refuse the next one. A call without a reply for 10 s still sends pings.
 _NO_IDLE_PINGS = {"grpc.keepalive_permit_without_calls": False}
 MAX_ROWS = 16_384  # per reply
+# Calls in a row without a reply after which only a trial call is made now and then. Calls with a shorter timeout than
+# MIN_SECONDS do not count.
+_FAILURES, MIN_SECONDS = 3, 1.0
+# Pause between trials, and timeout of a trial, which its caller spends in vain if Milvus is still down.
+REST_SECONDS, _TRIAL_SECONDS = 2.0, 5.0
 _NO_COLLECTION, _NOT_LOADED = 100, 101
 _SILENT = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
@@ -51,7 +56,8 @@ class Connection:
     def __init__(self, client: MilvusClient, threads: ThreadPoolExecutor) -> None:
         self._client = client
         self._threads = threads
-        self._circuit = Circuit("Milvus")
+        self._unanswered = 0  # calls in a row
+        self._trial = 0.0  # time of the next trial call
 
     @classmethod
     async def open(cls, url: str, token: str, database: str, ca: str) -> "Connection":
@@ -112,11 +118,11 @@ class Connection:
     async def walk(self, name: str, condition: str, fields: Sequence[str]) -> list[Row]:
         """All rows that match a condition."""
 
-        def read(seconds: float) -> list[Row]:
+        def read(name: str, timeout: float) -> list[Row]:
             found: list[Row] = []
-            until = time.monotonic() + seconds
+            until = time.monotonic() + timeout
             pages = self._client.query_iterator(
-                name, 1000, filter=condition, output_fields=[*fields], timeout=seconds
+                name, 1000, filter=condition, output_fields=[*fields], timeout=timeout
             )
             with contextlib.closing(pages):
                 # `timeout` applies to each page.
@@ -126,18 +132,14 @@ class Connection:
                         raise Unavailable("Milvus: the deadline passed before all documents were read")
             return found
 
-        return await self._loaded(name, read)
+        return await self._read(read, name)
 
     async def search(self, name: str, field: str, data: Any, limit: int, condition: str) -> Hits:
         """The best rows by a vector field, best first, with their scores."""
-
-        def read(seconds: float) -> Any:
-            return self._client.search(
-                name, data=[data], anns_field=field, limit=limit, filter=condition, output_fields=rows.COLUMNS,
-                consistency_level="Strong", timeout=seconds,
-            )  # fmt: skip
-
-        (found,) = await self._loaded(name, read)
+        (found,) = await self._read(
+            self._client.search, name, data=[data], anns_field=field, limit=limit, filter=condition,
+            output_fields=rows.COLUMNS, consistency_level="Strong",
+        )  # fmt: skip
         return [(dict(hit["entity"]), float(hit["distance"])) for hit in found]
 
     async def close(self) -> None:
@@ -146,55 +148,67 @@ class Connection:
         await asyncio.to_thread(self._client.close)
 
     async def _query(self, name: str, condition: str, fields: Sequence[str], **options: Any) -> Any:
-        def read(seconds: float) -> Any:
-            return self._client.query(
-                name,
-                filter=condition,
-                output_fields=[*fields],
-                consistency_level="Strong",
-                timeout=seconds,
-                **options,
-            )
+        options |= {"filter": condition, "output_fields": [*fields], "consistency_level": "Strong"}
+        return await self._read(self._client.query, name, **options)
 
-        return await self._loaded(name, read)
-
-    async def _loaded(self, name: str, read: Callable[[float], T]) -> T:
+    async def _read(self, call: Callable[..., T], name: str, **options: Any) -> T:
         try:
-            return await self._run(read)
+            return await self._call(call, name, **options)
         except _NotLoaded:
             await self._call(self._client.load_collection, name)
-            return await self._run(read)
+            return await self._call(call, name, **options)
 
     async def _call(self, call: Callable[..., T], *args: Any, **options: Any) -> T:
-        return await self._run(lambda seconds: call(*args, timeout=seconds, **options))
-
-    async def _run(self, work: Callable[[float], T]) -> T:
-        """Runs `work` in a thread with its timeout in seconds, unless the deadline passes before a thread is free."""
-        until = time.monotonic() + min(_SECONDS, remaining(), self._circuit.admit() or _SECONDS)
+        """Runs a call in a thread with its timeout in seconds, unless the deadline passes before a thread is free."""
+        until = time.monotonic() + min(self._admit(), remaining())
+        loop = asyncio.get_running_loop()
 
         def run() -> T:
             if (seconds := until - time.monotonic()) <= 0:
                 raise Unavailable("Milvus: the deadline passed before the call began")
-            # Recorded in the thread: the caller may be cancelled before the call ends.
+            # Recorded from the thread: the caller may be cancelled before the call ends.
+            unanswered = 0.0
             try:
-                result = work(seconds)
+                return call(*args, timeout=seconds, **options)
             except (MilvusException, grpc.RpcError) as error:
-                if _unanswered(error):
-                    self._circuit.unanswered(seconds)
-                else:
-                    self._circuit.answered()
+                unanswered = seconds if _unanswered(error) else 0.0
                 raise
-            self._circuit.answered()
-            return result
+            finally:
+                loop.call_soon_threadsafe(self._record, unanswered)
 
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+            return await loop.run_in_executor(self._threads, run)
         except (MilvusException, grpc.RpcError) as error:
             code = error.code if isinstance(error, MilvusException) else None
             if code == _NO_COLLECTION:
                 raise NoCollection(_reason(error)) from error
             kind = _NotLoaded if code == _NOT_LOADED else Unavailable
             raise kind(f"Milvus: {_reason(error)}") from error
+
+    def _admit(self) -> float:
+        """The maximum seconds of a call. Raises Unavailable if Milvus does not answer and no trial is due."""
+        if self._unanswered < _FAILURES:
+            return _SECONDS
+        now = time.monotonic()
+        if now < self._trial:
+            raise Unavailable(
+                f"Milvus did not answer the last {self._unanswered} calls; "
+                f"the next attempt is in {self._trial - now:.1f} s"
+            )
+        self._trial = now + _TRIAL_SECONDS  # no other call may try until then
+        return _TRIAL_SECONDS
+
+    def _record(self, unanswered: float) -> None:
+        """Records the end of a call: the seconds in which it got no reply, or 0 after a reply."""
+        if not unanswered:
+            if self._unanswered >= _FAILURES:
+                log.info("Milvus is answering again")
+            self._unanswered = 0
+        elif unanswered >= MIN_SECONDS:
+            self._unanswered += 1
+            self._trial = time.monotonic() + REST_SECONDS
+            if self._unanswered == _FAILURES:
+                log.warning("Milvus did not answer %d calls in a row: refusing further calls", _FAILURES)
 
 
 def listed(names: Iterable[str]) -> str:

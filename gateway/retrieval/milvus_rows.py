@@ -12,7 +12,7 @@ from pymilvus import DataType, Function, FunctionType, MilvusClient
 from pymilvus.milvus_client import IndexParams
 from pymilvus.orm.schema import CollectionSchema
 
-from fusionkv.gateway.retrieval.base import Chunk, Item, ModelIdentity, packed, unpacked
+from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity, packed, unpacked
 from fusionkv.protos.runtime.errors import InvalidArgument
 
 _CORPUS, _DOCUMENT = -2, -1
@@ -157,20 +157,11 @@ def has_all(where: Mapping[str, str]) -> str:
     return "".join(f" and metadata[{json.dumps(key)}] == {json.dumps(value)}" for key, value in where.items())
 
 
-def version(row: Row) -> Version:
-    return Version(row["revision"], row["since"], row["chunks"])
-
-
 def identity(row: Row) -> ModelIdentity:
     """The models that a corpus was built with, from its own row."""
     made_with = bytes.fromhex(row["variant"]), bytes.fromhex(row["neighbours"])
     embedder, name = json.loads(row["ids"]) if row["owner"] == _EMBEDDER_RECORDED else ("the language model", "")
     return ModelIdentity(*made_with, embedder, name)
-
-
-def item(row: Row) -> Item:
-    """A document, from its row."""
-    return Item(row["document"], 1, row["chunks"], row["tokens"], row["bytes"])
 
 
 def _row(dim: int, key: str, position: int) -> Row:

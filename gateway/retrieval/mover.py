@@ -7,42 +7,40 @@ from dataclasses import replace
 
 import numpy as np
 
-from fusionkv.gateway.retrieval.base import Chunk, Retrieval
+from fusionkv.gateway.retrieval.base import Chunk, Retrieval, check_corpus
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
 
 
-class Mover:
-    """Recomputes vectors and token ids, keeps the division into chunks, and drops variants encoded ahead of time."""
+async def move(
+    retrieval: Retrieval, corpus: str, workers: WorkerPool, search: HybridSearch
+) -> AsyncGenerator[pb.MoveResponse]:
+    """Rebuilds a corpus, and streams the progress, at the start and after each document.
 
-    def __init__(self, workers: WorkerPool, search: HybridSearch) -> None:
-        self._workers = workers
-        self._search = search
+    Recomputes vectors and token ids, keeps the division into chunks, and drops variants encoded ahead of time.
 
-    async def run(self, retrieval: Retrieval, corpus: str) -> AsyncGenerator[pb.MoveResponse]:
-        """Rebuilds a corpus, and streams the progress, at the start and after each document.
+    Raises:
+        InvalidArgument: the corpus's name is invalid.
+        NotFound: the corpus does not exist.
+        FailedPrecondition: the engine does not support it.
+        Unavailable: no worker, or the embedder can't be reached.
+    """
+    check_corpus(corpus)
+    total = sum(document.chunks for document in await retrieval.documents(corpus))
+    vocabulary = await workers.model()
 
-        Raises:
-            NotFound: the corpus does not exist.
-            FailedPrecondition: the engine does not support it.
-            Unavailable: no worker, or the embedder can't be reached.
-        """
-        documents = await retrieval.documents(corpus)
-        vocabulary = await self._workers.model()
+    async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
+        ids = await asyncio.to_thread(lambda: [vocabulary.chunk(chunk.text) for chunk in chunks])
+        rebuilt = [
+            replace(chunk, ids=tuple(chunk_ids), variant=b"", neighbours=0)
+            for chunk, chunk_ids in zip(chunks, ids, strict=True)
+        ]
+        return rebuilt, await search.vectors([chunk.text for chunk in chunks], {})
 
-        async def rewrite(chunks: Sequence[Chunk], _: np.ndarray) -> tuple[Sequence[Chunk], np.ndarray]:
-            ids = await asyncio.to_thread(lambda: [vocabulary.chunk(chunk.text) for chunk in chunks])
-            rebuilt = [
-                replace(chunk, ids=tuple(chunk_ids), variant=b"", neighbours=0)
-                for chunk, chunk_ids in zip(chunks, ids, strict=True)
-            ]
-            return rebuilt, await self._search.vectors([chunk.text for chunk in chunks], {})
-
-        progress = pb.MoveResponse(total=sum(document.chunks for document in documents))
-        yield pb.MoveResponse(total=progress.total)
-        model = self._search.identity(vocabulary.identity)
-        async with aclosing(retrieval.move(corpus, rewrite, model)) as done:
-            async for chunks in done:
-                progress.done += chunks
-                yield pb.MoveResponse(done=progress.done, total=progress.total)
+    done = 0
+    yield pb.MoveResponse(total=total)
+    async with aclosing(retrieval.move(corpus, rewrite, search.identity(vocabulary.identity))) as documents:
+        async for chunks in documents:
+            done += chunks
+            yield pb.MoveResponse(done=done, total=total)

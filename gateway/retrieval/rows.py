@@ -13,25 +13,26 @@ VECTOR = "vector"
 # Version of the table's format. Tables without one have format 1: they lack the last three columns, and their vectors
 # are those of a language model.
 _FIRST_FORMAT, _FORMAT = b"1", b"2"
-_VARIANT_COLUMNS = ["document", "position", "digest", "variant", "neighbours"]
+_SCHEMA = pa.schema(
+    {
+        "document": pa.string(),
+        "position": pa.uint32(),
+        "text": pa.string(),
+        "ids": pa.list_(pa.uint32()),
+        "tokens": pa.uint32(),
+        "digest": pa.binary(),
+        "variant": pa.binary(),
+        "neighbours": pa.binary(),
+        "title": pa.string(),
+        "source": pa.string(),
+        "metadata": pa.list_(pa.string()),
+    }
+)
 
 
 def schema(model: ModelIdentity, dim: int) -> pa.Schema:
     """The schema of a corpus's table, with the models as metadata; without an embedder, it has no vector column."""
-    columns = [
-        ("document", pa.string()),
-        ("position", pa.uint32()),
-        ("text", pa.string()),
-        ("ids", pa.list_(pa.uint32())),
-        ("tokens", pa.uint32()),
-        ("digest", pa.binary()),
-        ("variant", pa.binary()),
-        ("neighbours", pa.binary()),
-        ("title", pa.string()),
-        ("source", pa.string()),
-        ("metadata", pa.list_(pa.string())),
-        *([(VECTOR, pa.list_(pa.float32(), dim))] if dim else []),
-    ]
+    columns = _SCHEMA.append(pa.field(VECTOR, pa.list_(pa.float32(), dim))) if dim else _SCHEMA
     made_with = {
         "fusionkv.form": _FORMAT.decode(),
         "fusionkv.fingerprint": model.fingerprint.hex(),
@@ -39,7 +40,7 @@ def schema(model: ModelIdentity, dim: int) -> pa.Schema:
         "fusionkv.embedder": model.embedder,
         "fusionkv.model": model.name,
     }
-    return pa.schema(columns, metadata=made_with)
+    return columns.with_metadata(made_with)
 
 
 def check_format(schema: pa.Schema) -> None:
@@ -76,32 +77,24 @@ def quoted(text: str) -> str:
 
 def full(chunks: Sequence[Chunk], vectors: np.ndarray) -> pa.Table:
     """Complete rows; `vectors` is float32 `[chunk, dim]`."""
-    dim = vectors.shape[1]
-    columns = {
-        "document": pa.array([c.document for c in chunks], pa.string()),
-        "position": pa.array([c.position for c in chunks], pa.uint32()),
-        "text": pa.array([c.text for c in chunks], pa.string()),
-        "ids": pa.array([c.ids for c in chunks], pa.list_(pa.uint32())),
-        "tokens": pa.array([len(c.ids) for c in chunks], pa.uint32()),
-        "digest": pa.array([c.digest for c in chunks], pa.binary()),
-        "variant": pa.array([c.variant for c in chunks], pa.binary()),
-        "neighbours": pa.array([packed(c.neighbours) for c in chunks], pa.binary()),
-        "title": pa.array([c.title for c in chunks], pa.string()),
-        "source": pa.array([c.source for c in chunks], pa.string()),
-        "metadata": pa.array([["=".join(pair) for pair in c.metadata] for c in chunks], pa.list_(pa.string())),
-    }
-    if dim:
+    values = [
+        vars(chunk)
+        | {"tokens": len(chunk.ids), "digest": chunk.digest, "neighbours": packed(chunk.neighbours)}
+        | {"metadata": ["=".join(pair) for pair in chunk.metadata]}
+        for chunk in chunks
+    ]
+    table = pa.Table.from_pylist(values, schema=_SCHEMA)
+    if dim := vectors.shape[1]:
         flat = pa.array(np.ascontiguousarray(vectors, dtype=np.float32).reshape(-1))
-        columns[VECTOR] = pa.FixedSizeListArray.from_arrays(flat, dim)
-    return pa.table(columns)
+        table = table.append_column(VECTOR, pa.FixedSizeListArray.from_arrays(flat, dim))
+    return table
 
 
 def variants(chunks: Sequence[Chunk]) -> pa.Table:
     """Rows with only a chunk's key columns and the columns that Precompute sets."""
-    names = {name: [getattr(c, name) for c in chunks] for name in _VARIANT_COLUMNS}
-    names["neighbours"] = [packed(c.neighbours) for c in chunks]
-    kinds = {"document": pa.string(), "position": pa.uint32()}
-    return pa.table({name: pa.array(column, kinds.get(name, pa.binary())) for name, column in names.items()})
+    return full(chunks, np.zeros((len(chunks), 0))).select(
+        ["document", "position", "digest", "variant", "neighbours"]
+    )
 
 
 def chunks(table: pa.Table) -> list[Chunk]:

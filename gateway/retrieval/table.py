@@ -3,7 +3,10 @@
 import asyncio
 import bisect
 import contextlib
+import errno
 import logging
+import os
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,11 +19,18 @@ import pyarrow.compute as pc
 from lancedb.index import FTS, BTree
 from lancedb.table import AsyncTable
 
-from fusionkv.gateway.retrieval import disk_errors, rows
-from fusionkv.gateway.retrieval.base import Item
-from fusionkv.protos.runtime.errors import NotFound
+from fusionkv.gateway.client.results import Item
+from fusionkv.gateway.retrieval import rows
+from fusionkv.gateway.retrieval.base import NO_FILTER
+from fusionkv.protos.observe import logs
+from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, ServiceError, Unavailable
 
 log = logging.getLogger(__name__)
+_faults = logs.RateLimitedLog(log)
+# LanceDB raises RuntimeErrors that contain the system's error number only in their text.
+_NUMBER = re.compile(r"\(os error (\d+)\)")
+_EXHAUSTED = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+_UNAVAILABLE = {errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 T = TypeVar("T")
 Size = tuple[int, int, int]  # chunks, tokens and bytes of text
 _NOTHING: Size = (0, 0, 0)
@@ -59,11 +69,13 @@ class CorpusGone(Exception):
     """The corpus was deleted or replaced while the call waited."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Write:
+    """Rows of a document to be stored; `existed` is set once they are."""
+
     document: str
     data: pa.Table
-    done: "asyncio.Future[bool]"
+    existed: bool | None = None
 
 
 class CorpusTable:
@@ -84,25 +96,21 @@ class CorpusTable:
         self._total: Size = (0, 0, 0)
         self._commits = 0
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._start(self._optimize_when_idle())
+        self._changes: set[asyncio.Task[Any]] = set()
+        self._optimizing = asyncio.create_task(self._optimize_when_idle())
 
     @classmethod
     async def open(cls, reopen: Callable[[], Awaitable[AsyncTable]], language: str) -> "CorpusTable":
-        """Opens a table, and creates missing indexes.
+        """Opens a table, and creates missing indexes; an existing text index keeps its language.
 
-        Args:
-            reopen: opens the table with new caches.
-            language: language of a new text index; an existing one keeps its own.
-
-        Raises:
-            ServiceError: the indexes of the table, which is then empty, can't be created.
+        `reopen` opens the table with new caches. Raises ServiceError if the indexes of the table can't be created,
+        which is then empty.
         """
         table = await reopen()
         schema = await table.schema()
         rows.check_format(schema)
         indexed = {column for index in await table.list_indices() for column in index.columns}
-        with disk_errors.mapped():
+        with disk_errors():
             if "text" not in indexed:
                 await table.create_index("text", config=text_index(language))
             if "document" not in indexed:
@@ -127,10 +135,19 @@ class CorpusTable:
 
     async def replace(self, document: str, data: pa.Table) -> bool:
         """Stores the rows of a document, replacing earlier ones; returns whether it existed before."""
-        write = _Write(document, data, asyncio.get_running_loop().create_future())
+        write = _Write(document, data)
         self._queue.append(write)
-        self._start(self._commit_queue())
-        return await write.done
+
+        async def change() -> bool:
+            try:
+                if write.existed is None:  # otherwise it shared an earlier commit
+                    await self._commit_queue()
+            except BaseException:
+                self._queue.remove(write)
+                raise
+            return bool(write.existed)
+
+        return await self._change(change)
 
     async def delete(self, document: str) -> int:
         """Deletes a document; returns its number of chunks."""
@@ -141,6 +158,7 @@ class CorpusTable:
             chunks = self._sizes[document][0]
             await self._table.delete(f"document = {rows.quoted(document)}")
             self._resize(document, _NOTHING)
+            self._touch()
             return chunks
 
         return await self._change(change)
@@ -149,26 +167,21 @@ class CorpusTable:
         async def change() -> None:
             merge = self._table.merge_insert(["document", "position"])
             await merge.when_matched_update_all(where="target.digest = source.digest").execute(data)
+            self._touch()
 
         await self._change(change)
 
     async def by_words(self, question: str, limit: int, where: Mapping[str, str]) -> pa.Table:
-        query = self._table.query().nearest_to_text(question, columns=["text"])
-        query = query.where(rows.has_all(where)) if where else query
-        with self._reading():
-            return await query.select([*self._columns, "_score"]).limit(limit).to_arrow()
+        query = self._table.query().nearest_to_text(question, columns=["text"]).limit(limit)
+        return await self._rows(query, where, "_score")
 
     async def by_meaning(self, vector: np.ndarray, limit: int, where: Mapping[str, str]) -> pa.Table:
         # Exact search without an index takes 2 to 8 ms for up to 100k chunks.
-        query = self._table.query().nearest_to(vector).distance_type("dot")
-        query = query.where(rows.has_all(where)) if where else query
-        with self._reading():
-            return await query.select([*self._columns, "_distance"]).limit(limit).to_arrow()
+        query = self._table.query().nearest_to(vector).distance_type("dot").limit(limit)
+        return await self._rows(query, where, "_distance")
 
     async def of_document(self, document: str) -> pa.Table:
-        query = self._table.query().where(f"document = {rows.quoted(document)}")
-        with self._reading():
-            return await query.select(self._columns).to_arrow()
+        return await self._rows(self._table.query().where(f"document = {rows.quoted(document)}"))
 
     @contextlib.asynccontextmanager
     async def frozen(self) -> AsyncIterator[None]:
@@ -186,68 +199,50 @@ class CorpusTable:
         """Waits for the change in progress; later changes raise CorpusGone."""
         async with self._lock:
             self._gone = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for write in self._queue:
-            _settle(write.done, error=CorpusGone())
+        self._optimizing.cancel()
+        await asyncio.gather(self._optimizing, *self._changes, return_exceptions=True)
 
-    @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
+    async def _rows(self, query: Any, where: Mapping[str, str] = NO_FILTER, *more: str) -> pa.Table:
+        if where:
+            query = query.where(rows.has_all(where))
         try:
-            with disk_errors.mapped():
-                yield
+            with disk_errors():
+                return await query.select([*self._columns, *more]).to_arrow()
         except (RuntimeError, OSError, ValueError) as error:
             if self._gone:
                 raise NotFound("the corpus was deleted during the search") from error
             raise
 
-    def _start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Starts a separate task, so that a change completes even if its caller is cancelled."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
     async def _change(self, change: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        async def locked() -> T:
-            async with self._lock:
-                if self._gone:
-                    raise CorpusGone
-                with disk_errors.mapped():
-                    result = await change()
-                self._touch()
-                return result
+        """Runs a change after those before it; it completes even if its caller is cancelled."""
 
-        return await asyncio.shield(self._start(locked()))
+        async def locked() -> T:
+            async with self.frozen():
+                with disk_errors():
+                    return await change()
+
+        task = asyncio.create_task(locked())
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
+        return await asyncio.shield(task)
 
     async def _commit_queue(self) -> None:
         """Writes queued documents in one commit, each name at most once, up to a limit; the rest waits."""
-        async with self._lock:
-            batch: dict[str, _Write] = {}
-            while self._queue and len(batch) < _MAX_BATCH and self._queue[0].document not in batch:
-                write = self._queue.pop(0)
-                batch[write.document] = write
-            if not batch:
-                return  # an earlier task wrote the queue
-            try:
-                if self._gone:
-                    raise CorpusGone
-                names = ", ".join(map(rows.quoted, batch))
-                merge = self._table.merge_insert(["document", "position"])
-                merge = merge.when_matched_update_all().when_not_matched_insert_all()
-                merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
-                with disk_errors.mapped():
-                    await merge.execute(pa.concat_tables([w.data for w in batch.values()]))
-            except BaseException as error:
-                for write in batch.values():
-                    _settle(write.done, error=error)
-                return
-            for name, write in batch.items():
-                replaced = name in self._sizes
-                self._resize(name, _size(write.data))
-                _settle(write.done, replaced)
-            self._touch()
+        batch: dict[str, _Write] = {}
+        for write in self._queue[:_MAX_BATCH]:
+            if write.document in batch:
+                break
+            batch[write.document] = write
+        names = ", ".join(map(rows.quoted, batch))
+        merge = self._table.merge_insert(["document", "position"])
+        merge = merge.when_matched_update_all().when_not_matched_insert_all()
+        merge = merge.when_not_matched_by_source_delete(f"document IN ({names})")
+        await merge.execute(pa.concat_tables([write.data for write in batch.values()]))
+        del self._queue[: len(batch)]
+        for name, write in batch.items():
+            write.existed = name in self._sizes
+            self._resize(name, _size(write.data))
+        self._touch()
 
     def _resize(self, document: str, size: Size) -> None:
         before = self._sizes.pop(document, _NOTHING)
@@ -281,7 +276,7 @@ class CorpusTable:
                     # The caches of the old table keep a file open for every past state of the indexes.
                     self._table = await self._reopen()
                 except Exception as error:
-                    cause = disk_errors.of(error)
+                    cause = disk_error(error)
                     log.error(
                         "new rows were not added to the indexes; searches stay correct, but slower: %s",
                         cause or error,
@@ -294,10 +289,29 @@ def _size(data: pa.Table) -> Size:
     return len(data), pc.sum(data["tokens"]).as_py() or 0, texts or 0
 
 
-def _settle(future: "asyncio.Future[bool]", result: bool = False, error: BaseException | None = None) -> None:
-    if future.done():  # the caller was cancelled
-        return
-    if error is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+@contextlib.contextmanager
+def disk_errors() -> Iterator[None]:
+    """Maps operating-system errors raised inside.
+
+    Raises:
+        ResourceExhausted: the disk is full, or there are no file descriptors or memory left.
+        Unavailable: the disk can't be read or written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, ValueError) as error:
+        service_error = disk_error(error)
+        if service_error is None:
+            raise
+        _faults.warning("the corpora can't be used", error)
+        raise service_error from error
+
+
+def disk_error(error: Exception) -> ServiceError | None:
+    """The service error for an operating-system error; None for any other error."""
+    match = _NUMBER.search(str(error))
+    number = error.errno if isinstance(error, OSError) and error.errno else int(match[1]) if match else 0
+    message = f"the gateway's data_dir can't be used: {os.strerror(number)}"
+    if number in _EXHAUSTED:
+        return ResourceExhausted(message)
+    return Unavailable(message) if number in _UNAVAILABLE else None

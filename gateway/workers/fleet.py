@@ -1,4 +1,4 @@
-"""The addresses of the fusion workers: listed ones, and those that DNS names currently resolve to."""
+"""The fusion workers, at listed addresses and at those that DNS names currently resolve to, with their state."""
 
 import asyncio
 import contextlib
@@ -6,11 +6,11 @@ import logging
 import math
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
 from fusionkv.protos.runtime.tls import ClientTLS
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,48 @@ _RESOLVE_SECONDS = 5.0
 _FRESH_SECONDS, CHECK_SECONDS = 1.0, 2.0
 # An unresponsive worker is deprioritised, with exponential backoff between these limits.
 _MIN_BACKOFF, _MAX_BACKOFF = 2.0, 30.0
+# Tokens of a pool whose size is not known yet, and the most chunks to remember.
+_FIRST_TOKENS, _MAX_CHUNKS = 1 << 16, 1 << 16
+
+
+class PrefixAffinity:
+    """Chunks by name with their tokens, evicted least recently used first, as in the pool.
+
+    An estimate, from the requests sent to the worker: other gateways may use it too, and requests' own tokens take
+    room in its pool. An error costs a load from the cache service.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: OrderedDict[bytes, int] = OrderedDict()
+        self._sum = 0
+        self._capacity = _FIRST_TOKENS
+
+    def share(self, chunks: Mapping[bytes, int]) -> float:
+        """Share of the tokens of a prompt's chunks that the pool probably holds, 0..1."""
+        held = sum(tokens for name, tokens in chunks.items() if name in self._tokens)
+        return held / sum(chunks.values()) if held else 0.0
+
+    def use(self, chunks: Mapping[bytes, int]) -> None:
+        """Records that the worker receives a prompt with these chunks."""
+        for name, tokens in chunks.items():
+            self._sum += tokens - self._tokens.pop(name, 0)
+            self._tokens[name] = tokens
+        self._trim()
+
+    def resize(self, tokens: int) -> None:
+        """Sets the size of the pool, as reported by the worker."""
+        self._capacity = tokens
+        self._trim()
+
+    def clear(self) -> None:
+        """Forgets all chunks: the worker has, or may have, restarted."""
+        self._tokens.clear()
+        self._sum = 0
+
+    def _trim(self) -> None:
+        while self._sum > self._capacity or len(self._tokens) > _MAX_CHUNKS:
+            _, tokens = self._tokens.popitem(last=False)
+            self._sum -= tokens
 
 
 @dataclass(eq=False)

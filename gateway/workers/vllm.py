@@ -11,24 +11,19 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 
 from fusionkv.fusion_worker.decode.text import TextStream
+from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.answer.v1 import answer_pb2
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs
-from fusionkv.protos.runtime.errors import (
-    DeadlineExceeded,
-    FailedPrecondition,
-    ResourceExhausted,
-    ServiceError,
-    Unavailable,
-)
+from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime.errors import DeadlineExceeded, ResourceExhausted, ServiceError, Unavailable
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 _CONNECT_SECONDS = 5.0
@@ -38,7 +33,6 @@ _SUMMARY_SECONDS = 2.0
 _MAX_TOKENS = 256
 # Prompts remembered, of 300 bytes and a summary each.
 _MAX_REMEMBERED = 4096
-_BUSY = (429, 503)
 _FINISHED = {"stop": "end", "length": "max_tokens"}
 # Errors of a worker after which vLLM computes the prompt itself; other errors are the request's fault.
 _NO_PREFILL = (Unavailable, ResourceExhausted, DeadlineExceeded)
@@ -108,37 +102,27 @@ class _Answer:
 class VLLMEngine:
     """Decodes with a vLLM server, which prefills the prompt itself if no worker can, or if the KV can't be used."""
 
-    def __init__(
-        self,
-        workers: WorkerPool,
-        url: str,
-        model: str = "",
-        token: Path | None = None,
-        ca: Path | None = None,
-        prefill_seconds: float = 30.0,
-    ) -> None:
+    def __init__(self, workers: WorkerPool, config: GatewayConfig) -> None:
         """Connects to vLLM. Create it in a running event loop.
-
-        Args:
-            url: URL of the server; a trailing /v1 is removed.
-            ca: CA certificates (PEM) to trust for https, instead of the system's.
 
         Raises:
             OSError: the token or the CA can't be read.
         """
         self._workers = workers
-        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1/completions"
-        self._model = {"model": model} if model else {}
-        self._prefill_seconds = prefill_seconds
-        headers = {"Authorization": f"Bearer {token.read_text().strip()}"} if token else {}
+        self._url = f"{config.vllm_url.rstrip('/').removesuffix('/v1')}/v1/completions"
+        self._model = {"model": config.vllm_model} if config.vllm_model else {}
+        self._prefill_seconds = config.vllm_prefill_seconds
+        headers = {"Authorization": f"Bearer {config.vllm_token.read_text().strip()}"} if config.vllm_token else {}
+        ca = config.tls_ca if config.vllm_url.startswith("https://") else None
         trusted = ssl.create_default_context(cafile=ca) if ca else True
         self._session = aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=trusted))
         self._vocabulary: Vocabulary | None = None
         # Prompts whose KV vLLM received, and keeps in its prefix cache until it needs the room. A repeated prompt
         # needs no prefill by a worker; if vLLM has evicted its KV, vLLM computes it.
-        self._remembered: OrderedDict[_CacheSalts, _Remembered] = OrderedDict()
+        # They are stored with the salt of their KV, and the summary of their prefill.
+        self._remembered: OrderedDict[str, tuple[str, answer_pb2.Summary]] = OrderedDict()
 
-    async def model(self, timeout: float | None = None) -> Vocabulary:
+    async def model(self, timeout: float = 30.0) -> Vocabulary:
         """The workers' model; the last known one while no worker is reachable."""
         try:
             self._vocabulary = await self._workers.model(timeout)
@@ -147,9 +131,7 @@ class VLLMEngine:
                 raise
         return self._vocabulary
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+    async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer: the worker's first token, then vLLM's. Closing the iterator cancels both.
 
         Raises:
@@ -162,10 +144,10 @@ class VLLMEngine:
         answer = _Answer((self._vocabulary or await self.model(timeout)).text(tuple(request.sampling.stop)))
         prompt = [*request.system.ids, *(i for c in request.chunks for i in c.ids), *request.question.ids]
         context = sum(len(chunk.ids) for chunk in request.chunks)
-        salts = _CacheSalts.of(request, prompt)
+        exact, fused = _cache_salts(request, prompt)
         prefilled, reason, limit = None, "", request.sampling.max_tokens or _MAX_TOKENS
-        remembered = None if request.explain else self._remembered.get(salts)
-        salt = remembered.salt if remembered else salts.exact
+        remembered = None if request.explain else self._remembered.get(fused)
+        salt = remembered[0] if remembered else exact
         async with contextlib.AsyncExitStack() as stack:
             try:
                 if remembered is None:
@@ -179,16 +161,16 @@ class VLLMEngine:
                     first, limit = response.first, response.first.max_tokens
                     yield answer.token(first.token.id, first.finish_reason)
                     prompt.append(first.token.id)
-                    salt = salts.exact if first.lossless else salts.fused
+                    salt = exact if first.lossless else fused
                     if not answer.finish:
                         worker, response = await _next(stream, until)
                     prefilled = _Prefilled(worker, response.kv, stream)
             except _NO_PREFILL as error:
                 reason = str(error)
                 _faults.warning("vLLM prefills a prompt itself", error)
-            decoding, usage = time.monotonic(), _Usage()
+            decoding, usage = time.monotonic(), dict[str, Any]()
             if not answer.finish and answer.tokens < limit:
-                remaining = None if timeout is None else max(0.001, timeout - (decoding - began))
+                remaining = max(0.001, timeout - (decoding - began))
                 body = self._body(request, prompt, limit - answer.tokens, salt, prefilled)
                 tokens = await stack.enter_async_context(contextlib.aclosing(self._tokens(body, remaining, usage)))
                 async for token, finish in tokens:
@@ -199,13 +181,18 @@ class VLLMEngine:
             if prefilled is not None:
                 summary = await prefilled.summary()
                 if answer.tokens > 1 and not summary.degraded:
-                    self._remember(salts, _Remembered(salt, summary))
+                    self._remembered[fused] = salt, summary
+                    self._remembered.move_to_end(fused)
+                    if len(self._remembered) > _MAX_REMEMBERED:
+                        self._remembered.popitem(last=False)
             elif remembered is not None:
-                if usage.evicted:
-                    self._remembered.pop(salts, None)
+                # Sent by a vLLM with --enable-prompt-tokens-details.
+                details = usage.get("prompt_tokens_details")
+                if details is not None and 2 * (details.get("cached_tokens") or 0) < usage.get("prompt_tokens", 0):
+                    self._remembered.pop(fused, None)
                     summary.degraded_reason = "vLLM has evicted the prompt's KV"
                 else:
-                    summary.CopyFrom(remembered.summary)
+                    summary.CopyFrom(remembered[1])
                     summary.ClearField("seconds")
             if not summary.recipe:  # no worker has reported on the prompt
                 summary.recipe, summary.ratio, summary.context_tokens = request.recipe, 1.0, context
@@ -216,14 +203,9 @@ class VLLMEngine:
             yield pb.GenerateResponse(summary=summary)
 
     async def close(self) -> None:
-        """Closes the connections to vLLM."""
+        """Closes the connections to vLLM and to the workers."""
         await self._session.close()
-
-    def _remember(self, salts: "_CacheSalts", remembered: "_Remembered") -> None:
-        self._remembered[salts] = remembered
-        self._remembered.move_to_end(salts)
-        while len(self._remembered) > _MAX_REMEMBERED:
-            self._remembered.popitem(last=False)
+        await self._workers.close()
 
     def _body(
         self, request: pb.GenerateRequest, prompt: list[int], tokens: int, salt: str, prefilled: _Prefilled | None
@@ -248,17 +230,18 @@ class VLLMEngine:
         return body
 
     async def _tokens(
-        self, body: dict[str, Any], timeout: float | None, usage: "_Usage"
+        self, body: dict[str, Any], timeout: float, usage: dict[str, Any]
     ) -> AsyncGenerator[tuple[int, str]]:
         """Streams token ids, the last with its finish reason, and fills `usage`. Raises as `generate`."""
         limits = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.post(self._url, json=body, timeout=limits) as response:
                 if response.status != 200:
-                    _refuse(self._url, response.status, (await response.text(errors="replace"))[:300])
+                    text = (await response.text(errors="replace"))[:300]
+                    raise errors.from_http(response.status, f"vLLM at {self._url}: status {response.status}: {text}")
                 last: tuple[int, str] | None = None
                 async for event in _events(self._url, response.content):
-                    usage.read(event)
+                    usage |= event.get("usage") or {}
                     for choice in event.get("choices", ()):
                         ids, ended = choice.get("token_ids") or [], choice.get("finish_reason") or ""
                         for token in ids[:-1] if ended else ids:
@@ -286,56 +269,20 @@ async def _events(url: str, lines: aiohttp.StreamReader) -> AsyncIterator[dict[s
         yield event
 
 
-@dataclass(slots=True)
-class _Usage:
-    """vLLM's usage of a prompt, which needs vLLM's --enable-prompt-tokens-details.
-
-    Attributes:
-        evicted: whether less than half of the prompt was in vLLM's prefix cache.
-    """
-
-    evicted: bool = False
-
-    def read(self, event: dict[str, Any]) -> None:
-        usage = event.get("usage") or {}
-        if (details := usage.get("prompt_tokens_details")) is not None:
-            self.evicted = 2 * (details.get("cached_tokens") or 0) < usage.get("prompt_tokens", 0)
-
-
-class _CacheSalts(NamedTuple):
+def _cache_salts(request: pb.GenerateRequest, prompt: list[int]) -> tuple[str, str]:
     """Values of vLLM's `cache_salt`, which separates prompts in its prefix cache.
 
-    Attributes:
-        exact: for KV identical to full attention's; shared within a tenant.
-        fused: for all other KV; shared by equal prompts with the same recipe.
+    Returns:
+        One for KV identical to full attention's, shared within a tenant; and one for all other KV, shared by equal
+        prompts with the same recipe.
     """
-
-    exact: str
-    fused: str
-
-    @classmethod
-    def of(cls, request: pb.GenerateRequest, prompt: list[int]) -> "_CacheSalts":
-        ratio = repr(request.ratio) if request.HasField("ratio") else ""
-        key = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
-        tenant = hashlib.sha256(b"exact" + request.tenant.encode())
-        fused = hashlib.sha256(key + struct.pack(f"<{len(prompt)}I", *prompt))
-        return cls(f"fusionkv-{tenant.hexdigest()}", f"fusionkv-{fused.hexdigest()}")
-
-
-class _Remembered(NamedTuple):
-    """A prompt answered before: the salt of its KV, and the summary of its prefill."""
-
-    salt: str
-    summary: answer_pb2.Summary
+    ratio = repr(request.ratio) if request.HasField("ratio") else ""
+    key = json.dumps([request.tenant, request.corpus, request.recipe, ratio]).encode()
+    exact = hashlib.sha256(b"exact" + request.tenant.encode())
+    fused = hashlib.sha256(key + struct.pack(f"<{len(prompt)}I", *prompt))
+    return f"fusionkv-{exact.hexdigest()}", f"fusionkv-{fused.hexdigest()}"
 
 
 def _degraded(reason: str) -> answer_pb2.Summary:
     """The summary of an answer whose prompt vLLM prefilled."""
     return answer_pb2.Summary(degraded=True, degraded_reason=reason)
-
-
-def _refuse(url: str, status: int, text: str) -> None:
-    message = f"vLLM at {url}: status {status}: {text}"
-    if status in _BUSY:
-        raise ResourceExhausted(message, retry_after=1.0)
-    raise Unavailable(message) if status >= 500 else FailedPrecondition(message)

@@ -24,7 +24,7 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 _faults = logs.RateLimitedLog(logging.getLogger(__name__))
 T = TypeVar("T")
-R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse)
+R = TypeVar("R", pb.GenerateResponse, pb.PrefillResponse, pb.EncodeResponse)
 # Affinity, in requests in flight: a worker that holds all chunks of a prompt may have this many more than another;
 # one that holds half of them, half as many.
 _AFFINITY = 2.0
@@ -44,7 +44,7 @@ class WorkerPool:
         self._vocabulary: Vocabulary | None = None
         self._loading = asyncio.Lock()
 
-    async def model(self, timeout: float | None = None) -> Vocabulary:
+    async def model(self, timeout: float = 30.0) -> Vocabulary:
         """Tokenizer and template of the workers' model, from the first worker that replies.
 
         Raises:
@@ -53,7 +53,7 @@ class WorkerPool:
         failures: list[ServiceError] = []
         for member in await self._order({}):
             try:
-                model = await (member.client.model(timeout) if timeout is not None else member.client.model())
+                model = await member.client.model(timeout)
             except _RETRYABLE as error:
                 failures.append(error)
                 continue
@@ -65,54 +65,36 @@ class WorkerPool:
                 return known
         raise _reported(failures)
 
-    async def encode(self, request: pb.EncodeRequest, timeout: float | None = None) -> pb.EncodeResponse:
+    async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """Encodes one chunk on any worker. Unresponsive workers are detected as by `generate`."""
-        failures: list[ServiceError] = []
-        order = await self._answering({})
-        for member in order:
-            try:
-                with member.counted():
-                    reply = member.client.encode(request, timeout)
-                    encoded = await (reply if member is order[-1] else _monitored(member, reply))
-                member.record_reply()
-                return encoded
-            except DeadlineExceeded:
-                member.record_timeout()
-                raise
-            except _RETRYABLE as error:
-                failures.append(error)
-        raise _reported(failures)
 
-    async def generate(
-        self, request: pb.GenerateRequest, timeout: float | None
-    ) -> AsyncGenerator[pb.GenerateResponse]:
+        async def call(client: WorkerClient) -> AsyncGenerator[pb.EncodeResponse]:
+            yield await client.encode(request)
+
+        async with contextlib.aclosing(self._stream({}, call)) as responses:
+            _, encoded = await anext(responses)
+        return encoded
+
+    async def generate(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams one answer. If a worker fails before its first token, the next one is tried.
 
         If there are several workers, an unresponsive one is detected by a health check before it receives the
         request, or while no response arrives. A healthy worker's prefill may take any time.
         """
-        streaming = self._stream(request, lambda client: client.generate(request, timeout))
+        streaming = self._stream(_chunks(request), lambda client: client.generate(request, timeout))
         async with contextlib.aclosing(streaming) as responses:
             async for _, response in responses:
                 yield response
 
-    async def prefill(
-        self, request: pb.GenerateRequest, timeout: float | None
-    ) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
+    def prefill(self, request: pb.GenerateRequest, timeout: float) -> AsyncGenerator[tuple[str, pb.PrefillResponse]]:
         """Has a worker, chosen as for `generate`, prefill a prompt; yields its address with each response."""
         prompt = pb.PrefillRequest(prompt=request)
-        streaming = self._stream(request, lambda client: client.prefill(prompt, timeout))
-        async with contextlib.aclosing(streaming) as responses:
-            async for response in responses:
-                yield response
+        return self._stream(_chunks(request), lambda client: client.prefill(prompt, timeout))
 
     async def _stream(
-        self, request: pb.GenerateRequest, call: Callable[[WorkerClient], AsyncGenerator[R]]
+        self, chunks: Mapping[bytes, int], call: Callable[[WorkerClient], AsyncGenerator[R]]
     ) -> AsyncGenerator[tuple[str, R]]:
-        """The responses of the first worker that replies, with its address."""
-        # A worker's pool separates chunks by tenant too.
-        salt = request.tenant.encode()
-        chunks = {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
+        """The responses of the first worker that replies, with its address; `chunks` as for `_order`."""
         failures: list[ServiceError] = []
         order = await self._answering(chunks)
         for member in order:
@@ -123,12 +105,11 @@ class WorkerPool:
                     async with contextlib.aclosing(call(member.client)) as responses:
                         first = anext(responses, None)
                         response = await (first if member is order[-1] else _monitored(member, first))
+                        started = True
+                        member.record_reply()
                         while response is not None:
-                            if not started:
-                                member.record_reply()
-                            started = True
-                            if response.pool_tokens:
-                                member.holdings.resize(response.pool_tokens)
+                            if tokens := getattr(response, "pool_tokens", 0):
+                                member.holdings.resize(tokens)
                             yield member.client.address, response
                             response = await anext(responses, None)
                 return
@@ -153,14 +134,11 @@ class WorkerPool:
         await self._fleet.close()
 
     async def _order(self, chunks: Mapping[bytes, int]) -> list[Member]:
-        """Workers in order of preference for a prompt.
+        """Workers in order of preference for a prompt, given its chunks by name, with their tokens.
 
         Reachable workers come first: others may not reply for up to 20 s. Among them, responsive workers come first,
         then those with the fewest calls in flight minus their affinity for the prompt's chunks. Ties are broken by
         rendezvous hashing, so that all gateways send the same chunks to the same worker.
-
-        Args:
-            chunks: the prompt's chunks by name, with their tokens.
         """
 
         affinity = hashlib.sha256(b"".join(sorted(chunks))).digest()
@@ -184,27 +162,24 @@ class WorkerPool:
         return order
 
 
+def _chunks(request: pb.GenerateRequest) -> dict[bytes, int]:
+    """A prompt's chunks by name, with their tokens. A worker's pool separates chunks by tenant too."""
+    salt = request.tenant.encode()
+    return {salt + keys.chunk_digest(chunk.ids): len(chunk.ids) for chunk in request.chunks}
+
+
 async def _monitored(member: Member, reply: Awaitable[T]) -> T:
     """Awaits a reply while health checks succeed; raises Unavailable when one fails."""
-    unresponsive = False
-
-    async def monitor(limit: asyncio.Timeout) -> None:
-        nonlocal unresponsive
-        while not unresponsive:
-            await asyncio.sleep(CHECK_SECONDS)
-            unresponsive = not await member.client.answers(CHECK_SECONDS)
-        member.record_timeout()
-        limit.reschedule(asyncio.get_running_loop().time())
-
+    replying = asyncio.ensure_future(reply)
     try:
-        async with asyncio.timeout(None) as limit:
-            monitoring = asyncio.create_task(monitor(limit))
-            try:
-                return await reply
-            finally:
-                monitoring.cancel()
-    except TimeoutError:
-        raise Unavailable(f"fusion worker {member.client.address} does not reply to health checks") from None
+        while not (await asyncio.wait([replying], timeout=CHECK_SECONDS))[0]:
+            if not await member.client.answers(CHECK_SECONDS):
+                member.record_timeout()
+                raise Unavailable(f"fusion worker {member.client.address} does not reply to health checks")
+        return replying.result()
+    finally:
+        replying.cancel()
+        await asyncio.wait([replying])
 
 
 def _reported(failures: Sequence[ServiceError]) -> ServiceError:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +15,16 @@ def requests() -> int:
     except RuntimeError:  # a thread without an event loop
         return 0
     return task.cancelling() if task is not None else 0
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Runs coroutines together; returns their results. The first error cancels the rest and is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:

@@ -97,3 +97,10 @@ def from_rpc(error: grpc.RpcError, doing: str) -> ServiceError:
     # Other servers may send anything under this key.
     after = int(value) / 1000 if isinstance(value, str) and value.isascii() and value.isdigit() else None
     return kind(f"{doing}: {error.details() or status.name}", retry_after=after)
+
+
+def from_http(status: int, message: str) -> ServiceError:
+    """The error for an HTTP status with which a server refused a request."""
+    if status in (429, 503):
+        return ResourceExhausted(message, retry_after=1.0)
+    return Unavailable(message) if status >= 500 else FailedPrecondition(message)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.jwks import KeyFile
+from fusionkv.gateway.auth.jwt_tokens import KeyFile
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from tests.fuzz import effort
 from tests.gateway.test_jwt import Signer, jwks, tokens

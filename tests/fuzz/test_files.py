@@ -17,7 +17,7 @@ from fusionkv.fusion_worker.transfer import signatures
 from fusionkv.gateway.auth import quotas
 from fusionkv.gateway.auth.access import Role
 from fusionkv.gateway.auth.bearer import Bearer
-from fusionkv.gateway.auth.jwks import KeyFile
+from fusionkv.gateway.auth.jwt_tokens import KeyFile
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.kvcache_service.config import Config

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusionkv.gateway import conversation, page_tokens
+from fusionkv.gateway import page_tokens, plan
 from fusionkv.gateway.auth.bearer import Bearer
 from fusionkv.gateway.auth.quotas import Quotas
 from fusionkv.gateway.auth.static_tokens import StaticTokens
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.http import admin, chat
 from fusionkv.gateway.http.server import parse
-from fusionkv.gateway.ingest import ingest
-from fusionkv.gateway.retrieval import milvus_rows
+from fusionkv.gateway.retrieval import base, milvus_rows
 from fusionkv.gateway.retrieval.base import Chunk, ModelIdentity
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.protos.runtime import settings
@@ -33,7 +32,7 @@ from tests.gateway.test_http_limits import Served, ended, sent
 # Characters or bytes of the smallest input; the largest has four times as many.
 SMALL = 160_000 if SECONDS else 8_000
 DEADLINE = 10.0
-SEARCHED = conversation.MAX_QUESTION // (4 if SECONDS else 32)
+SEARCHED = plan.MAX_QUESTION // (4 if SECONDS else 32)
 
 
 def grows(make: Mapping[str, Callable[[int], Any]], measure: growth.Measure[Any], n: int = SMALL) -> None:
@@ -55,7 +54,7 @@ def answered(call: Callable[[Any], Any]) -> growth.Measure[Any]:
 def test_bodies_of_chat_requests() -> None:
     def asked(body: bytes) -> None:
         wanted = chat.read(parse(body))
-        conversation.check_question(wanted.request.question)
+        plan.check_question(wanted.request.question)
         wanted.request.SerializeToString()
 
     grows(shapes.JSON, answered(asked))
@@ -100,16 +99,16 @@ def test_bytes(name: str) -> None:
 
 
 def listed(token: str) -> str:
-    return page_tokens.last("tenant", "corpus", token, ingest.MAX_NAME)
+    return page_tokens.last("tenant", "corpus", token, base.MAX_NAME)
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        ingest.check_corpus,
-        ingest.check_document,
+        base.check_corpus,
+        base.check_document,
         listed,
-        conversation.check_question,
+        plan.check_question,
         milvus_rows.without_function_words,
         lambda text: admin._bearer(f"Basic {_part(text)}=="),
         lambda text: admin._host(f"http://{text}"),
@@ -159,7 +158,7 @@ def test_searches(tmp_path: Path) -> None:
     model = ModelIdentity(b"f" * 32, b"t" * 32, "e")
 
     async def search(text: str) -> None:
-        conversation.check_question(text)
+        plan.check_question(text)
         await retrieval.candidates("c", text, np.ones(4, np.float32) / 2, 10, model)
 
     async def start() -> EmbeddedRetrieval:

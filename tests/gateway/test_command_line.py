@@ -16,7 +16,8 @@ import pytest
 
 from fusionkv.gateway.cli import check_corpus
 from fusionkv.gateway.cli import main as cli
-from fusionkv.gateway.cli.files import UsageError, find, parts, source
+from fusionkv.gateway.cli.connect import UsageError
+from fusionkv.gateway.cli.files import find, parts, source
 from fusionkv.gateway.cli.launch import launched, missing_package
 from fusionkv.gateway.client.results import Item, Passage
 from fusionkv.gateway.config import GatewayConfig

@@ -16,9 +16,8 @@ from aiohttp import web
 from fusionkv.fusion_worker.library import cache
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed import choose, local
-from fusionkv.gateway.embed.cross_encoder import CrossEncoder
 from fusionkv.gateway.embed.local import LocalEmbedder, LocalReranker
-from fusionkv.gateway.embed.sentence_model import SentenceModel, Unsupported
+from fusionkv.gateway.embed.models import CrossEncoder, SentenceModel, Unsupported
 from fusionkv.gateway.embed.url import URLEmbedder, URLReranker
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted, ServiceError, Unavailable
 from tests.gateway import sentence_models
@@ -112,7 +111,7 @@ async def test_a_process_takes_questions_first(directory: Path, monkeypatch: pyt
     assert embedder.name == SentenceModel(directory).name
     np.testing.assert_allclose(found, SentenceModel(directory).embed(TEXTS, False), atol=1e-5)
     assert (await embedder.embed([])).shape == (0, embedder.dim)
-    process = embedder._process._process
+    process = embedder._process
     assert process is not None
     assert b"s3cr3t" not in environment(process.pid)
 

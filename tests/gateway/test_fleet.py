@@ -17,7 +17,7 @@ from opentelemetry import trace
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.workers import fleet, workers
-from fusionkv.gateway.workers.prefix_affinity import PrefixAffinity
+from fusionkv.gateway.workers.fleet import PrefixAffinity
 from fusionkv.gateway.workers.workers import WorkerPool
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.observe import logs

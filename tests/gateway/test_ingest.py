@@ -15,13 +15,13 @@ from fusionkv.gateway.client import requests
 from fusionkv.gateway.client.results import Passage, passages
 from fusionkv.gateway.config import GatewayConfig
 from fusionkv.gateway.embed.base import Embedder, Reranker
-from fusionkv.gateway.ingest.ingest import Ingest, Ingested
+from fusionkv.gateway.ingest.ingest import Ingest
 from fusionkv.gateway.ingest.precompute import Precompute
 from fusionkv.gateway.pipeline import Pipeline
 from fusionkv.gateway.plan import given
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
 from fusionkv.gateway.retrieval.hybrid import HybridSearch
-from fusionkv.gateway.retrieval.mover import Mover
+from fusionkv.gateway.retrieval.mover import move
 from fusionkv.gateway.tokens import Vocabulary
 from fusionkv.protos.fusion.v1 import fusion_pb2
 from fusionkv.protos.gateway.v1 import gateway_pb2 as pb
@@ -93,7 +93,7 @@ class Rig:
         self.pipeline = Pipeline(config, workers, self.search)  # type: ignore[arg-type]
         self.precompute = Precompute(config, workers, self.search)  # type: ignore[arg-type]
 
-    async def ingest(self, name: str, content: str, **more: Any) -> Ingested:
+    async def ingest(self, name: str, content: str, **more: Any) -> pb.IngestResponse:
         return await self.ingesting.file(self.tenant, requests.ingest("c", name, content, **more), 60)
 
     async def retrieve(self, question: str, where: Mapping[str, str] | None = None, top_k: int = 0) -> list[Passage]:
@@ -107,8 +107,8 @@ class Rig:
         return [item.name for item in await self.engine.documents("c")]
 
     async def move(self) -> list[int]:
-        mover = Mover(self.workers, self.search)  # type: ignore[arg-type]
-        return [progress.done async for progress in mover.run(self.engine, "c")]
+        moving = move(self.engine, "c", self.workers, self.search)  # type: ignore[arg-type]
+        return [progress.done async for progress in moving]
 
 
 @pytest.fixture

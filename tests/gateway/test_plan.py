@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from fusionkv.gateway import plan
 from fusionkv.gateway.client import requests
-from fusionkv.gateway.conversation import Conversation
+from fusionkv.gateway.plan import Conversation
 from fusionkv.gateway.retrieval import hybrid
 from fusionkv.gateway.retrieval.base import Candidate, Chunk
 from fusionkv.gateway.tokens import Vocabulary

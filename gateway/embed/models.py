@@ -1,4 +1,4 @@
-"""A Sentence-Transformers model run with transformers: mean or first-token pooling, vectors of unit length."""
+"""Models of embeddings and rerankers, run with transformers and without sentence-transformers."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 _KNOWN = ("Transformer", "Pooling", "Normalize")
 
@@ -18,7 +18,7 @@ class Unsupported(Exception):
 
 
 class SentenceModel:
-    """Computes the same vectors as SentenceTransformer(directory).encode, without that package."""
+    """Computes the same vectors as SentenceTransformer(directory).encode, by mean or first-token pooling."""
 
     def __init__(self, directory: Path) -> None:
         """Raises Unsupported, or any error of transformers."""
@@ -60,6 +60,36 @@ class SentenceModel:
             first = hidden[torch.arange(len(texts)), batch["attention_mask"].argmax(1)]
             pooled = first if self._first else (hidden * mask).sum(1) / mask.sum(1)
             return torch.nn.functional.normalize(pooled, dim=1).numpy()
+
+
+class CrossEncoder:
+    """Scores a question and a passage read together, like sentence-transformers' CrossEncoder.
+
+    Its activation is left out, which does not change the order.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises Unsupported, or any error of transformers."""
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        self._model: Any = AutoModelForSequenceClassification.from_pretrained(
+            directory, local_files_only=True, use_safetensors=True, dtype=torch.float32
+        ).eval()
+        if self._model.config.num_labels != 1:
+            raise Unsupported(f"{directory} outputs {self._model.config.num_labels} scores; a reranker outputs one")
+        self._max_tokens = min(self._tokenizer.model_max_length, self._model.config.max_position_embeddings)
+        self.name = directory.resolve().name
+
+    def score(self, question: str, passages: Sequence[str]) -> list[float]:
+        batch = self._tokenizer(
+            [question] * len(passages),
+            [*passages],
+            padding=True,
+            truncation="longest_first",
+            max_length=self._max_tokens,
+            return_tensors="pt",
+        )
+        with torch.inference_mode():
+            return self._model(**batch).logits[:, 0].tolist()
 
 
 def _json(file: Path, default: Any = None) -> Any:
