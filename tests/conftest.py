@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,39 @@ def launch() -> Iterator[Launch]:
 def launch_module() -> Iterator[Launch]:
     """As `launch`, for processes that all tests of a module share."""
     yield from _launcher()
+
+
+@pytest.fixture
+async def cache_client() -> AsyncIterator[Callable[..., Any]]:
+    """`cache_client(service)`: a client of a cache service, or of its address, that is closed with the test."""
+    from fusionkv.kvcache_service.client import CacheClient
+
+    async with AsyncExitStack() as stack:
+
+        def connect(service: Any) -> CacheClient:
+            client = CacheClient(getattr(service, "address", service))
+            stack.push_async_callback(client.close)
+            return client
+
+        yield connect
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """By which workers sign what they store."""
+    file = tmp_path / "signing.keys"
+    file.write_text("11" * 32 + "\n")
+    return file
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[Any]:
+    """A Redis of the test's own."""
+    from tests.system.redis_process import RedisServer
+
+    server = RedisServer(tmp_path)
+    yield server
+    server.kill9()
 
 
 def _tool(name: str, places: list[Path], advice: str) -> str:

@@ -1,13 +1,29 @@
-"""How tests start each service, and the files of tokens that gateways are given."""
+"""How tests start each service, in processes and in the test's own, and the files of tokens that gateways get."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 Launch = Callable[..., Any]
 HERE = ("--listen", "127.0.0.1:0")
+
+
+@asynccontextmanager
+async def listening(handler: Any, address: str = "") -> AsyncIterator[str]:
+    """Serves a servicer's handler in this process, on port 0 unless an address is given; yields the address."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((handler,))
+    port = server.add_insecure_port(address or "127.0.0.1:0")
+    await server.start()
+    try:
+        yield address or f"127.0.0.1:{port}"
+    finally:
+        await server.stop(1)
 
 
 def start_cache(launch: Launch, folder: Path, *flags: str, **more: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Who may import whom, what the gateway never loads, and what every file and package must be."""
+"""Who may import whom, what the gateway never loads, what every file must be, and what no source may hold."""
 
 import ast
 from collections import Counter
+from collections.abc import Set
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -156,3 +157,77 @@ def test_every_file_says_what_it_is() -> None:
     written = {name: text for name, text in texts.items() if text.strip() or not name.endswith("__init__.py")}
     assert len(written) > 300
     assert [name for name, text in written.items() if not ast.get_docstring(ast.parse(text))] == []
+
+
+# pickle, and what reads pickles or runs what it reads.
+FORBIDDEN = {
+    *("pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "jsonpickle", "copyreg"),
+    *("multiprocessing", "concurrent.futures.process", "concurrent.futures.ProcessPoolExecutor"),
+}
+_PROCESSES = {"multiprocessing", "concurrent.futures.ProcessPoolExecutor", "concurrent.futures.process"}
+MAY_RUN_CODE = {
+    # Commands, and no services, which hand jobs to their own children through pipes that nobody else can write to.
+    "bench/quality/jobs.py": _PROCESSES,
+    "fusion_worker/encode/encoders.py": _PROCESSES,
+    # A worker sends its other ranks, its children, what they run, through sockets that nobody else can write to.
+    "fusion_worker/tensor_parallel/channel.py": {"pickle"},
+}
+SHIPPED = ("protos", "kvcache_service", "fusion_worker", "kernels", "gateway", "vllm_connector")
+
+
+def files_in(*folders: str) -> list[Path]:
+    return sorted(f for folder in folders for f in (ROOT / folder).rglob("*.py") if "_pb2" not in f.name)
+
+
+def faults(text: str, shipped: bool, allowed: Set[str] = frozenset()) -> list[str]:
+    """What is wrong with a file, by line."""
+    forbidden = FORBIDDEN - allowed
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+        found += [f"{node.lineno}: imports {n}" for n in names if n in forbidden or n.split(".")[0] in forbidden]
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        given = {k.arg: ast.unparse(k.value) for k in node.keywords}
+        if called == "torch.load" and (shipped or given.get("weights_only") != "True"):
+            found.append(f"{node.lineno}: torch.load")
+        if called in ("np.load", "numpy.load", "np.save", "pd.read_pickle") and given.get("allow_pickle") != "False":
+            found.append(f"{node.lineno}: {called} without allow_pickle=False")
+        if called.endswith(".from_pretrained") and "Model" in called and given.get("use_safetensors") != "True":
+            found.append(f"{node.lineno}: {called} without use_safetensors=True")
+        if shipped and given.get("trust_remote_code") not in (None, "False"):
+            found.append(f"{node.lineno}: trust_remote_code")
+        if shipped and (called in ("eval", "exec", "yaml.load", "os.system") or given.get("shell") == "True"):
+            found.append(f"{node.lineno}: {called}")
+    return found
+
+
+@pytest.mark.parametrize("shipped", [True, False], ids=["services", "the rest"])
+def test_nothing_reads_what_can_run_code(shipped: bool) -> None:
+    folders = SHIPPED if shipped else ("models", "bench", "examples", "scripts")
+    files = {str(file.relative_to(ROOT)): file.read_text() for file in files_in(*folders)}
+    assert len(files) > 5
+    found = {name: faults(text, shipped, MAY_RUN_CODE.get(name, frozenset())) for name, text in files.items()}
+    assert {name: what for name, what in found.items() if what} == {}
+
+
+def test_the_check_finds_it() -> None:
+    wrong = (
+        "import pickle",
+        "import pickle as p",
+        "from pickle import loads",
+        "from concurrent.futures import process",
+        "from concurrent.futures import ProcessPoolExecutor",
+        "import torch\ntorch.load('x')",
+        "import numpy as np\nnp.load('x', allow_pickle=True)",
+        "AutoModelForCausalLM.from_pretrained('x')",
+        "AutoConfig.from_pretrained('x', trust_remote_code=True)",
+        "exec('1')",
+        "import subprocess\nsubprocess.run('x', shell=True)",
+    )
+    assert [text for text in wrong if not faults(text, shipped=True)] == []

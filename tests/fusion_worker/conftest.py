@@ -6,7 +6,9 @@ import itertools
 import threading
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ import torch
 from tokenizers import Tokenizer
 
 from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.decode.sampling import Sampler, SamplingParams
-from fusionkv.fusion_worker.servicer import FusionServicer
+from fusionkv.fusion_worker.servicer import FusionServicer, handler
 from fusionkv.protos.answer.v1.answer_pb2 import Summary
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
-from tests.fusion_worker.oracle import FAMILIES, Ids, byte_tokenizer, network, random_ids
+from tests.fusion_worker.oracle import CLOSE, FAMILIES, Ids, byte_tokenizer, error, network, random_ids
+from tests.services import listening
 from tests.waiting import until
 
 
@@ -42,13 +46,17 @@ class Gate:
 
 @dataclass
 class Rig:
-    """A worker in this process: the servicer as gRPC would call it, and what every token was drawn from."""
+    """A worker in this process: the servicer as gRPC would call it, and what every token was drawn from.
+
+    Requests are of `tenant` unless they name another.
+    """
 
     servicer: FusionServicer
     model: worker_models.Model
     drawn: dict[int, list[torch.Tensor]]
     numbers: "itertools.count[int]"
     gates: "dict[int, Gate]"
+    tenant: str
 
     @property
     def pool(self) -> Any:
@@ -58,18 +66,18 @@ class Rig:
         self, system: Ids, chunks: Sequence[Ids], question: Ids, recipe: str = "prophetkv", **more: Any
     ) -> pb.GenerateRequest:
         variants = more.pop("variants", [[]] * len(chunks))
-        fields = {k: more.pop(k) for k in ("ratio", "tenant", "corpus", "model_fingerprint") if k in more}
+        named = {k: more.pop(k) for k in ("ratio", "tenant", "corpus", "model_fingerprint") if k in more}
         return pb.GenerateRequest(
             recipe=recipe,
             system=pb.Tokens(ids=system),
             chunks=[pb.Chunk(ids=c, variants=v) for c, v in zip(chunks, variants, strict=True)],
             question=pb.Tokens(ids=question),
             sampling=pb.Sampling(**{"max_tokens": 1, **more}),
-            **fields,
+            **{"tenant": self.tenant, **named},
         )
 
-    async def ask(self, *parts: Any, **more: Any) -> Answer:
-        """Answers greedily by default; the seed tells requests apart."""
+    async def ask(self, *parts: Any, expected: torch.Tensor | None = None, **more: Any) -> Answer:
+        """Answers greedily by default; the seed tells requests apart. expected: the first token's logits."""
         more.setdefault("seed", (1 << 40) + next(self.numbers))
         request = self.request(*parts, **more)
         ids, text, summary = [], "", None
@@ -84,7 +92,9 @@ class Rig:
         s = summary
         assert s.tokens_lossless + s.tokens_reused + s.tokens_recomputed == s.context_tokens
         assert s.tokens_generated == len(ids)
-        return Answer(ids, text, summary, self.drawn[request.sampling.seed])
+        answer = Answer(ids, text, summary, self.drawn[request.sampling.seed])
+        assert expected is None or error(answer.logits[0], expected) < CLOSE
+        return answer
 
     async def block(self, *parts: Any, **more: Any) -> tuple[Gate, "asyncio.Task[Answer]"]:
         """Asks, and returns when the engine stands in the step that draws the request's first token."""
@@ -97,18 +107,26 @@ class Rig:
     until = staticmethod(until)
 
     async def encode(
-        self, system: Ids, before: Sequence[Ids], chunk: Ids, mode: str, tenant: str
+        self, system: Ids, before: Sequence[Ids], chunk: Ids, mode: str = "EXACT", **more: Any
     ) -> pb.EncodeResponse:
-        return await self.servicer.Encode(
-            pb.EncodeRequest(
-                system=pb.Tokens(ids=system),
-                before=[pb.Tokens(ids=b) for b in before],
-                chunk=pb.Tokens(ids=chunk),
-                mode=pb.EncodeRequest.Mode.Value(f"MODE_{mode}"),
-                tenant=tenant,
-            ),
-            None,
-        )
+        parts = {"system": pb.Tokens(ids=system), "before": [pb.Tokens(ids=b) for b in before]}
+        kind = pb.EncodeRequest.Mode.Value(f"MODE_{mode}")
+        fields = {"chunk": pb.Tokens(ids=chunk), "mode": kind, "tenant": self.tenant, **parts, **more}
+        return await self.servicer.Encode(pb.EncodeRequest(**fields), None)
+
+    @asynccontextmanager
+    async def client(self) -> AsyncIterator[WorkerClient]:
+        """The gateway's client of this worker, over gRPC."""
+        async with listening(handler(self.servicer)) as address:
+            made = WorkerClient(address)
+            try:
+                yield made
+            finally:
+                await made.close()
+
+    @property
+    def namespace(self) -> bytes:
+        return self.servicer.loader.namespace(self.tenant)
 
     async def stored(self) -> None:
         """Waits until everything encoded so far has reached the cache service."""
@@ -143,7 +161,7 @@ def corrections(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path) -> AsyncIterator[Start]:
+async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path, tenant: str) -> AsyncIterator[Start]:
     """`await start(family, dtype, cache=, page_tokens=, ...)`: a worker that is checked and ended with the test."""
     monkeypatch.setenv("FUSIONKV_MODELS", str(corrections))
     drawn: dict[int, list[torch.Tensor]] = {}
@@ -182,7 +200,7 @@ async def start(monkeypatch: pytest.MonkeyPatch, corrections: Path) -> AsyncIter
         busy = {"lookup_timeout": 30.0, "fetch_timeout": 60.0, "cache_seconds": 120.0}
         settings = {"pool_bytes": 8 << 20, "page_tokens": 4, **busy, **config}
         servicer = FusionServicer(WorkerConfig(**settings), made, auxiliary, tp=tp)
-        rigs.append(Rig(servicer, made, drawn, numbers, gates))
+        rigs.append(Rig(servicer, made, drawn, numbers, gates, tenant))
         return rigs[-1]
 
     yield make
@@ -204,6 +222,12 @@ def cache_service(launch_module: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture
+def cached(start: Start, cache_service: str) -> Start:
+    """As `start`, for workers that use the module's cache service."""
+    return partial(start, cache=cache_service)
+
+
+@pytest.fixture
 def parts() -> tuple[list[int], list[list[int]], list[int]]:
     """A system prompt, chunks of several lengths (one token, less and more than a page, a window), a question."""
     return random_ids(5, 0), [random_ids(n, n) for n in (13, 1, 30, 4, 7)], random_ids(6, 99)
@@ -216,12 +240,34 @@ def text() -> dict[str, list[int]]:
     return {name: random_ids(length, ord(name)) for name, length in lengths.items()}
 
 
+class Near:
+    """A cache service on a unix socket, over files that outlive it, and workers beside it, which may sign."""
+
+    def __init__(self, launch: Any, start: Start, folder: Path, key_file: Path) -> None:
+        self._launch, self._start, self.folder, self._keys = launch, start, folder, key_file
+        self.address = f"unix:{folder}/s"
+        self.serve()
+
+    def serve(self) -> None:
+        at = ("--listen", self.address, "--data-dir", str(self.folder / "data"), "--memory-bytes", "16MiB")
+        self.service = self._launch("fusionkv.kvcache_service", *at)
+
+    def restart(self) -> None:
+        self.service.kill9()
+        self.serve()
+
+    async def worker(self, signing: bool = False, **more: Any) -> Rig:
+        keys = self._keys if signing else None
+        return await self._start("qwen3", cache=self.address, signing_keys=keys, **more)
+
+    async def fill(self, parts: Any, **more: Any) -> None:
+        """A worker of its own encodes a prompt and stores it."""
+        await (await self.worker(**more)).fill(*parts, ratio=0.0)
+
+
 @pytest.fixture
-def key_file(tmp_path: Path) -> Path:
-    """By which workers sign what they store."""
-    file = tmp_path / "signing.keys"
-    file.write_text("11" * 32 + "\n")
-    return file
+def near(launch: Any, start: Start, tmp_path: Path, key_file: Path) -> Near:
+    return Near(launch, start, tmp_path, key_file)
 
 
 @pytest.fixture

@@ -98,18 +98,16 @@ def _turned(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
-def wheel(folder: Path, name: str, member: str, content: bytes) -> Path:
-    """A wheel of version 1.0 with one file of content."""
+def wheel(folder: Path, name: str, members: dict[str, bytes]) -> Path:
+    """A wheel of version 1.0 with files of some content."""
     info = f"{name}-1.0.dist-info"
-    texts = {
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    files = members | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "".join(f"{path},,\n" for path in members).encode(),
     }
-    names = [member, *texts, f"{info}/RECORD"]
     made = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(made, "w") as packed:
-        packed.writestr(member, content)
-        for path, text in texts.items():
-            packed.writestr(path, text)
-        packed.writestr(f"{info}/RECORD", "".join(f"{path},,\n" for path in names))
+        for path, content in files.items():
+            packed.writestr(path, content)
     return made

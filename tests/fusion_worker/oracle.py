@@ -1,7 +1,7 @@
 """Tiny models of every family, and what a worker must answer, in plain transformers."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,8 +12,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from tests.kernels.inputs import rotation_matrix
+
 VOCABULARY = 260
 Ids = Sequence[int]
+Parts = tuple[Ids, Sequence[Ids], Ids]
+# Of logits in float32, by `error`.
+CLOSE = 1e-4
 # Tiny shapes: a second thread costs more in waiting than it saves.
 torch.set_num_threads(1)
 
@@ -108,17 +113,11 @@ class Oracle:
 
     def rotated(self, keys: torch.Tensor, shift: int, layer: int) -> torch.Tensor:
         """Keys of a layer moved on by `shift` positions, by one explicit rotation matrix over all channels."""
-        rotary, name = self.network.model.rotary_emb, "inv_freq"
-        if self.network.config.model_type == "gemma3_text":
-            name = f"{self.network.config.layer_types[layer]}_inv_freq"
-        inv_freq = getattr(rotary, name).double()
-        half, dim = len(inv_freq), keys.shape[-1]
-        matrix = torch.eye(dim, dtype=torch.float64)
-        for i, frequency in enumerate(inv_freq.tolist()):
-            a, b = (2 * i, 2 * i + 1) if self.network.config.model_type == "glm4" else (i, i + half)
-            angle = torch.tensor(frequency * shift, dtype=torch.float64)
-            matrix[a, a] = matrix[b, b] = angle.cos()
-            matrix[a, b], matrix[b, a] = -angle.sin(), angle.sin()
+        config, name = self.network.config, "inv_freq"
+        if config.model_type == "gemma3_text":
+            name = f"{config.layer_types[layer]}_inv_freq"
+        inv_freq = getattr(self.network.model.rotary_emb, name).double()
+        matrix = rotation_matrix(inv_freq, shift, keys.shape[-1], config.model_type == "glm4")
         return (keys.double() @ matrix.T).to(keys.dtype)
 
     def moved(self, kv: "KV", start: int, stop: int, shift: int) -> "KV":
@@ -148,28 +147,24 @@ class Oracle:
 
     def blocks(self, of: Sequence[int]) -> "Oracle":
         """The same model, of whose tokens those of block 0, 1, .. see their own block only; those of -1 see all."""
-        block = torch.tensor(of)
-
-        def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            groups, at = query.shape[1] // key.shape[1], torch.arange(key.shape[2])
-            key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
-            seen = (block[:, None] == -1) | (block[:, None] == block)
-            seen &= (at <= at[:, None]) & (at > at[:, None] - (more.get("sliding_window") or len(at)))
-            scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
-            return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
-
-        return self._attending("blocks", attend)
+        block, at = torch.tensor(of), torch.arange(len(of))
+        return self.masked(((block[:, None] == -1) | (block[:, None] == block)) & (at <= at[:, None]))
 
     def masked(self, seen: torch.Tensor) -> "Oracle":
-        """The same model, whose tokens see those that are `seen`, bool [tokens, tokens]."""
+        """The same model, whose tokens see those that are `seen`, bool [tokens, tokens], within a layer's window."""
+        at = torch.arange(len(seen))
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            groups = query.shape[1] // key.shape[1]
-            key, value = key.repeat_interleave(groups, 1).double(), value.repeat_interleave(groups, 1).double()
-            scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
-            return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
+            inside = at > at[:, None] - (more.get("sliding_window") or len(at))
+            return _attention(query, key, value, seen & inside, scaling)
 
         return self._attending("masked", attend)
+
+    def full_attention(self, parts: Parts) -> torch.Tensor:
+        return self.logits(whole(parts))
+
+    def full_reuse(self, parts: Parts) -> torch.Tensor:
+        return self.after(self.reused(*parts[:2]), parts[2])
 
     def after(self, kv: "KV | None", question: Ids) -> torch.Tensor:
         """float32 [vocabulary]: the question computed over a given context."""
@@ -221,14 +216,12 @@ class Oracle:
         """The same model, of whose first tokens rows see only those kept, by layer and KV head."""
 
         def attend(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **more: Any) -> Any:
-            groups, first = query.shape[1] // key.shape[1], key.shape[2] - query.shape[2]
-            keep = kept[module.layer_idx]
+            first, keep = key.shape[2] - query.shape[2], kept[module.layer_idx]
             at, row = torch.arange(key.shape[2]), torch.arange(first, key.shape[2])[:, None]
             seen = (at <= row)[None].repeat(key.shape[1], 1, 1)
             seen[:, :, : keep.shape[1]] &= keep[:, None]
-            key, value, seen = (x.repeat_interleave(groups, -3) for x in (key, value, seen))
-            scores = (query.double() @ key.double().transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
-            return (scores.softmax(-1) @ value.double()).transpose(1, 2).to(query.dtype), None
+            seen = seen.repeat_interleave(query.shape[1] // key.shape[1], 0)
+            return _attention(query, key, value, seen, scaling)
 
         return self._attending("seeing", attend)
 
@@ -285,11 +278,18 @@ class Oracle:
 KV = list[tuple[torch.Tensor, torch.Tensor]]
 
 
+def _attention(query: Any, key: Any, value: Any, seen: torch.Tensor, scaling: float) -> Any:
+    """Softmax attention over the keys that are `seen`, bool [rows, keys], or by head."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1).double() for x in (key, value))
+    scores = (query.double() @ key.transpose(2, 3) * scaling).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1) @ value).transpose(1, 2).to(query.dtype), None
+
+
 def oracle(family: str, dtype: torch.dtype = torch.float32) -> Oracle:
     return Oracle(network(family, dtype))
 
 
-def whole(parts: tuple[Ids, Sequence[Ids], Ids]) -> list[int]:
+def whole(parts: Parts) -> list[int]:
     """A prompt's system prompt, chunks and question in a row."""
     system, chunks, question = parts
     return [*system, *(i for chunk in chunks for i in chunk), *question]
@@ -305,6 +305,12 @@ def join(parts: Sequence[KV]) -> KV:
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference, relative to the largest expected value."""
     return float((found - expected).abs().max() / expected.abs().max())
+
+
+def check_answer(answer: Any, expected: Callable[[list[int]], torch.Tensor]) -> None:
+    """Holds what each token of an answer was drawn from to what is expected behind the tokens before it."""
+    for at, logits in enumerate(answer.logits):
+        assert error(logits, expected(answer.ids[:at])) < CLOSE
 
 
 def overlay(stale: KV, fresh: torch.Tensor, depth: int | None = None) -> DynamicCache:

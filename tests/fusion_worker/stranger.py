@@ -17,10 +17,10 @@ _HALF = 2**32 - 1
 class Stranger:
     """Whoever may call the cache service, and knows the model, the tenant and the documents; the keys it has not."""
 
-    def __init__(self, address: str, rig: Any, tenant: str) -> None:
+    def __init__(self, address: str, rig: Any) -> None:
         self.client = CacheClient(address)
         self._rig = rig
-        self.namespace = rig.servicer.loader.namespace(tenant)
+        self.namespace = rig.namespace
 
     async def put(self, parts: Sequence[Sequence[int]], variant: bytes = b"", **more: Any) -> None:
         """Other bytes under the right key, with their own checksum."""

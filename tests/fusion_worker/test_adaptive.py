@@ -1,19 +1,27 @@
-"""A little first, and more when a token is in doubt: each time as the plain recipe at that ratio."""
+"""Which tokens are chosen: the contract of selectors, and a little first, then more when a token is in doubt."""
 
-import itertools
+import dataclasses
+import importlib
+import inspect
+import pickle
+import pkgutil
+import typing
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fusion_worker.oracle import error, oracle, random_ids
+from fusionkv.fusion_worker import select
+from fusionkv.fusion_worker.recipes.recipes import RECIPES
+from fusionkv.fusion_worker.select.base import CachedAttention, ChunkPlaces, Need, Selector
+from fusionkv.fusion_worker.select.distance_to_start import DistanceToStart
+from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, random_ids, whole
 
-CLOSE = 1e-4
 RATIO, FIRST = 0.5, 40
 
 
 @pytest.fixture
-def parts() -> tuple[list[int], list[list[int]], list[int]]:
+def parts() -> Parts:
     return random_ids(5, 0), [random_ids(n, n) for n in (13, 40, 25)], random_ids(6, 99)
 
 
@@ -29,7 +37,6 @@ async def test_the_ratio_follows_the_first_token(recipe: str, doubt: bool, start
     assert found.summary.tokens_recomputed == plain.summary.tokens_recomputed > 0
     for one, other in zip(found.logits, plain.logits, strict=True):
         assert error(one, other) < CLOSE
-    await rig.settled()
 
 
 async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
@@ -56,12 +63,14 @@ async def test_doubt_within_an_answer(start: Any, parts: Any) -> None:
     assert found.ids[:at] == low.ids[:at]
     few, many = (len(c) for c in chosen)
     assert found.summary.tokens_recomputed == many > few > 0
-    whole, stale = [*system, *itertools.chain(*chunks), *question], plain.reused(system, chunks)
-    for i, logits in enumerate(found.logits):
-        fresh = torch.zeros(len(whole) - len(question), dtype=torch.bool)
-        fresh[chosen[i >= at]] = True
-        assert error(logits, plain.overlaid([*whole, *found.ids[:i]], stale, fresh)) < CLOSE
-    await rig.settled()
+    ids, stale = whole((system, chunks, question)), plain.reused(system, chunks)
+
+    def expected(said: list[int]) -> torch.Tensor:
+        fresh = torch.zeros(len(ids) - len(question), dtype=torch.bool)
+        fresh[chosen[len(said) >= at]] = True
+        return plain.overlaid([*ids, *said], stale, fresh)
+
+    check_answer(found, expected)
 
 
 async def test_sampling_draws_from_the_same_logits(start: Any, parts: Any) -> None:
@@ -78,3 +87,34 @@ async def test_no_choice_is_no_trial(ratio: float, start: Any, parts: Any) -> No
     answer = await rig.ask(*parts, recipe="prophetkv+adaptive", ratio=ratio)
     # The first chunk stands where it was encoded.
     assert answer.summary.tokens_recomputed == ratio * sum(map(len, parts[1][1:]))
+
+
+SELECTORS = [recipe.select for recipe in RECIPES.values() if recipe.select is not None]
+
+
+def test_every_file_is_a_row_of_the_table() -> None:
+    files = [
+        importlib.import_module(f"{select.__name__}.{file.name}") for file in pkgutil.iter_modules(select.__path__)
+    ]
+    kinds = {kind for file in files for kind in vars(file).values() if isinstance(kind, type)}
+    made = {kind for kind in kinds if issubclass(kind, Selector) and not inspect.isabstract(kind)}
+    assert made == {type(selector) for selector in SELECTORS}
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=str)
+def test_another_rank_makes_the_same_one(selector: Selector[typing.Any]) -> None:
+    assert pickle.loads(pickle.dumps(selector)) == selector
+    assert hash(selector) == hash(dataclasses.replace(selector))  # type: ignore[type-var]
+    assert isinstance(selector.needs, Need)
+
+
+def test_layers_are_counted_from_either_end() -> None:
+    assert CachedAttention().of(3) == {0, 1, 2}
+    assert CachedAttention(first=1.0).of(5) == {4}
+    assert CachedAttention(0.25, 0.75).of(8) == {2, 3, 4, 5}
+    assert CachedAttention(0.25, 0.75).of(1) == {0}
+
+
+def test_distance_counts_from_each_chunks_start() -> None:
+    scores = DistanceToStart().scores(ChunkPlaces((2, 5), (5, 7), 7))
+    assert torch.equal(scores, -torch.tensor([torch.inf, torch.inf, 0.0, 1.0, 2.0, 0.0, 1.0]))

@@ -1,7 +1,6 @@
 """Chunks of which only anchor tokens are kept (KVLink 2.4), against plain transformers."""
 
 import dataclasses
-import itertools
 import random
 from typing import Any
 
@@ -16,10 +15,9 @@ from fusionkv.models.train import collate
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
 from tests.fusion_worker.compressed import SEGMENT, Cuts, cut
 from tests.fusion_worker.compressed import anchored as held
-from tests.fusion_worker.oracle import error, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, random_ids
 from tests.ports import free_port
 
-CLOSE = 1e-4
 # Any tokens serve: what makes one an anchor or a link token is what it sees and where it stands.
 ANCHORS = {50: tuple(range(200, 208)), 75: tuple(range(208, 212))}
 LINKS = tuple(tuple(range(212 + 5 * i, 217 + 5 * i)) for i in range(8))
@@ -27,7 +25,7 @@ NOT_WINDOWED = ["llama", "llama-yarn", "qwen3", "glm4"]
 
 
 @pytest.fixture
-def parts() -> tuple[list[int], list[list[int]], list[int]]:
+def parts() -> Parts:
     """Chunks shorter than a segment, of one, of several, with a rest; one of them twice, also at the start."""
     chunks = [random_ids(n, n) for n in (13, 1, 30, 16, 43)]
     return random_ids(5, 0), [*chunks[2:3], *chunks, chunks[2]], random_ids(6, 99)
@@ -36,11 +34,9 @@ def parts() -> tuple[list[int], list[list[int]], list[int]]:
 @pytest.fixture
 def anchored(start: Any) -> Any:
     """Starts a worker whose model has anchor and link tokens."""
-
-    def replace(made: worker_models.Model) -> worker_models.Model:
-        return dataclasses.replace(made, anchors=ANCHORS, links=LINKS)
-
-    return lambda family, **more: start(family, replace=replace, **more)
+    return lambda family, **more: start(
+        family, replace=lambda made: dataclasses.replace(made, anchors=ANCHORS, links=LINKS), **more
+    )
 
 
 def cuts(chunks: list[list[int]], percent: int) -> list[Cuts]:
@@ -63,15 +59,14 @@ async def test_anchors_alone_are_seen(family: str, percent: int, each: int, anch
     context = held(plain, system, cuts(chunks, percent), links(chunks, each))
     for again in (False, True):
         answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})+anchored({percent})", max_tokens=3)
-        for at, logits in enumerate(answer.logits):
-            assert error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
+        check_answer(answer, lambda said: plain.after(context, [*question, *said]))
         s, tokens, different = answer.summary, sum(map(len, chunks)), sum(map(len, chunks)) - 2 * len(chunks[0])
         assert (s.context_tokens, s.tokens_reused, s.tokens_recomputed, s.tokens_lossless) == (tokens, tokens, 0, 0)
         assert s.tokens_encoded == (0 if again else different)
         assert {(h.kind, h.tier, h.tokens) for h in s.hits} == {
             ("alternative", "device", tokens if again else tokens - different)
         }
-    assert error(plain.after(plain.reused(system, chunks), question), answer.logits[0]) > 100 * CLOSE
+    assert error(plain.full_reuse(parts), answer.logits[0]) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("kind", NOT_WINDOWED)
@@ -107,47 +102,41 @@ async def test_one_pass_under_an_explicit_mask(kind: str, percent: int, each: in
     seen = torch.tensor([[sees(row, key) for key in range(len(ids))] for row in range(len(ids))])
     expected = oracle(kind).masked(seen).logits(ids, position_ids=torch.tensor([positions]), use_cache=False)
     recipe = f"full_reuse+anchored({percent})" + f"+linked({each})" * (each > 0)
-    answer = await (await anchored(kind)).ask([], chunks, question, recipe=recipe)
-    assert error(answer.logits[0], expected) < CLOSE
+    await (await anchored(kind)).ask([], chunks, question, recipe=recipe, expected=expected)
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("store", ["plain", "int8"])
-async def test_entries_of_their_own(store: str, cache_service: str, anchored: Any, parts: Any, tenant: str) -> None:
+async def test_entries_of_their_own(
+    store: str, cache_client: Any, cache_service: str, anchored: Any, parts: Parts
+) -> None:
     """Found by the text, beside what is stored of it otherwise; never taken for it, nor for another rate's."""
     system, chunks, question = parts
     plain = oracle("qwen3")
     context = held(plain, system, cuts(chunks, 75), links(chunks, 0))
-    first = await anchored("qwen3", cache=cache_service, store=store)
+    first, other = [await anchored("qwen3", cache=cache_service, store=store) for _ in range(2)]
     for recipe in ("full_reuse", "full_reuse+anchored(50)", "full_reuse+anchored(75)"):
-        answer = await first.ask(*parts, recipe=recipe, tenant=tenant)
-        assert answer.summary.tokens_encoded > 0
-        await first.stored()
-    other = await anchored("qwen3", cache=cache_service, store=store)
-    answer = await other.ask(*parts, recipe="full_reuse+anchored(75)", tenant=tenant)
+        assert (await first.fill(*parts, recipe=recipe)).summary.tokens_encoded > 0
+    answer = await other.ask(*parts, recipe="full_reuse+anchored(75)")
     s = answer.summary
     assert (s.chunks_missed, s.tokens_encoded, s.degraded) == (0, 0, False)
     if store == "plain":
         stored = len(system) + kept(chunks[1:6], 75)
         assert s.bytes_fetched == stored * other.model.kv.token_bytes
         assert error(answer.logits[0], plain.after(context, question)) < CLOSE
-    space = other.servicer.loader.namespace(tenant)
     path = [keys.chunk_digest(part) for part in (system, chunks[1])]
     sizes = []
     for variant in (b"", *map(keys.anchors_variant, (50, 75, 60))):
         ways = [(path[0], ()), (variant or bytes(32), ()), (path[1], (variant,) if variant else ())]
-        entry = (await other.servicer.cache.lookup(space, ways, timeout=30)).hits[2].entry
+        entry = (await cache_client(cache_service).lookup(other.namespace, ways, timeout=30)).hits[2].entry
         sizes.append(entry.tokens if entry is not None and entry.variant == variant else 0)
     assert sizes == [13, 7, 4, 0], "of the text, at 50%, at 75%, at a rate that nobody asked for"
 
 
-async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Any) -> None:
-    system, chunks, question = parts
-    rig = await anchored("llama")
-    expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
+async def test_ratio_1_is_full_attention_of_the_text(anchored: Any, parts: Parts) -> None:
+    rig, expected = await anchored("llama"), oracle("llama").full_attention(parts)
     for recipe in ("full_reuse+anchored(50)", "kvlink+anchored(75)+snapkv(8)"):
-        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2)
-        assert error(answer.logits[0], expected) < CLOSE
+        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0, max_tokens=2, expected=expected)
         assert answer.summary.tokens_recomputed == answer.summary.context_tokens
         with pytest.raises(InvalidArgument, match="keeps no KV of a chunk's text, so it can't recompute tokens"):
             await rig.ask(*parts, recipe=recipe, ratio=0.3)
@@ -166,7 +155,6 @@ async def test_context_kept_of_anchors(anchored: Any, parts: Any) -> None:
     context = held(plain, system, cuts(chunks, 50), links(chunks, 0))
     assert kept(chunks, 50) < 90 < sum(map(len, chunks))
     assert error(answer.logits[1], plain.after(context, [*question, *answer.ids[:1]])) < CLOSE
-    await rig.settled()
 
 
 async def test_models_without_them_are_refused(start: Any, anchored: Any, parts: Any) -> None:
@@ -178,14 +166,11 @@ async def test_models_without_them_are_refused(start: Any, anchored: Any, parts:
     assert (await rig.ask(*parts, recipe="full_reuse+anchored(75)")).ids
 
 
-async def test_without_its_cache_it_is_plain_prefill_of_the_text(anchored: Any, parts: Any) -> None:
-    system, chunks, question = parts
+async def test_without_its_cache_it_is_plain_prefill_of_the_text(anchored: Any, parts: Parts) -> None:
     rig = await anchored("qwen3", cache=f"127.0.0.1:{free_port()}")
-    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)")
+    answer = await rig.ask(*parts, recipe="kvlink+anchored(50)", expected=oracle("qwen3").full_attention(parts))
     assert answer.summary.degraded
-    assert answer.summary.tokens_recomputed == answer.summary.context_tokens == sum(map(len, chunks))
-    expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
-    assert error(answer.logits[0], expected) < CLOSE
+    assert answer.summary.tokens_recomputed == answer.summary.context_tokens == sum(map(len, parts[1]))
 
 
 @pytest.mark.parametrize("percent", [50, 75])
@@ -213,8 +198,7 @@ async def test_a_model_is_served_as_it_was_trained(percent: int, start: Any) -> 
     served = worker_models.wrap("trained", trained, words, bytes(32), 4096)
     rig = await start("qwen2", replace=lambda _: served)
     question, more = made.ids[first : last + 1], f"+anchored({percent})"
-    answer = await rig.ask([], chunks, question, recipe="kvlink+linked(2)" + more)
-    assert error(answer.logits[0], expected[last]) < CLOSE
+    await rig.ask([], chunks, question, recipe="kvlink+linked(2)" + more, expected=expected[last])
     for other in ("kvlink+linked(1)" + more, "kvlink+linked(2)"):
         answer = await rig.ask([], chunks, question, recipe=other)
         assert error(answer.logits[0], expected[last]) > 100 * CLOSE

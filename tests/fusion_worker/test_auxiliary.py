@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import itertools
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from fusionkv.fusion_worker import models as worker_models
 from fusionkv.fusion_worker.auxiliary.mapping import carry_over, spans_of
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.errors import FailedPrecondition
-from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle
+from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, network, oracle, whole
 
-CLOSE = 1e-4
 SYSTEM = "Answer from the text."
 CHUNKS = (
     "The lake of Velkorda is blue and deep.",
@@ -44,7 +42,7 @@ def second(other_tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 @pytest.fixture
-def parts() -> tuple[list[int], list[list[int]], list[int]]:
+def parts() -> Parts:
     """The prompt in bytes: one token for each character."""
     tokenizer = byte_tokenizer().backend_tokenizer
     system, question, *chunks = (tokenizer.encode(text).ids for text in (SYSTEM, QUESTION, *CHUNKS))
@@ -71,7 +69,6 @@ def expected_scores(tokenizer: PreTrainedTokenizerFast, chunk: str) -> list[floa
 async def test_tokens_are_chosen_by_the_second_model(
     start: Any, parts: Any, second: Any, other_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    system, chunks, question = parts
     rig, plain = await start("llama", auxiliary=second), oracle("llama")
     scores = [score for chunk in CHUNKS for score in expected_scores(other_tokenizer, chunk)]
     first, last = len(SYSTEM) + len(CHUNKS[0]), len(SYSTEM) + sum(map(len, CHUNKS))
@@ -83,40 +80,31 @@ async def test_tokens_are_chosen_by_the_second_model(
         fresh[inside] = len(inside) >= 5
     assert 0 < int(fresh.sum()) < len(best), "the windows keep all or nothing, so this test shows nothing"
     answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
-    whole = [*system, *itertools.chain(*chunks), *question]
     assert answer.summary.tokens_recomputed == int(fresh.sum())
-    assert error(answer.logits[0], plain.overlaid(whole, plain.reused(system, chunks), fresh)) < CLOSE
+    assert error(answer.logits[0], plain.overlaid(whole(parts), plain.reused(*parts[:2]), fresh)) < CLOSE
 
 
 @pytest.mark.system
-async def test_its_kv_is_kept_in_the_same_cache_service(
-    cache_service: str, start: Any, tenant: str, parts: Any, second: Any
-) -> None:
-    first = await start("llama", auxiliary=second, cache=cache_service)
-    before = await first.fill(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
-    other = await start("llama", auxiliary=second, cache=cache_service)
+async def test_its_kv_is_kept_in_the_same_cache_service(cached: Any, parts: Parts, second: Any) -> None:
+    first, other = [await cached("llama", auxiliary=second) for _ in range(2)]
+    before = await first.fill(*parts, recipe="cacheclip", ratio=0.4)
     counted = []
     other.servicer.auxiliary._loader.locator.alone = lambda *_: counted.append(1)  # a part the cache service lacks
-    again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
+    again = await other.ask(*parts, recipe="cacheclip", ratio=0.4, expected=before.logits[0])
     assert counted == []
     assert again.ids == before.ids
-    assert error(again.logits[0], before.logits[0]) < CLOSE
 
 
 @pytest.mark.system
-async def test_its_cache_out_of_reach_is_plain_prefill(
-    cache_service: str, start: Any, tenant: str, parts: Any, second: Any
-) -> None:
+async def test_its_cache_out_of_reach_is_plain_prefill(cached: Any, parts: Parts, second: Any) -> None:
     """In a pool that has no room for the loaded context beside the plain prefill."""
-    system, chunks, question = parts
-    whole = [*system, *itertools.chain(*chunks), *question]
-    room = (len(whole) + 110) * (await start("llama")).model.kv.token_bytes
-    rig = await start("llama", auxiliary=second, cache=cache_service, pool_bytes=room)
+    room = (len(whole(parts)) + 110) * (await cached("llama")).model.kv.token_bytes
+    rig = await cached("llama", auxiliary=second, pool_bytes=room)
     rig.servicer.auxiliary._loader.locator._cache = CacheClient("127.0.0.1:1")
     async with asyncio.timeout(120):
-        answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4, tenant=tenant)
+        answer = await rig.ask(*parts, recipe="cacheclip", ratio=0.4)
     assert answer.summary.degraded
-    assert error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
+    assert error(answer.logits[0], oracle("llama").full_attention(parts)) < CLOSE
 
 
 @pytest.mark.parametrize("ratio", [0.0, 1.0])

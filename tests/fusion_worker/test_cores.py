@@ -10,30 +10,26 @@ from fusionkv.fusion_worker.cores import cores
 ALL = len(os.sched_getaffinity(0))
 
 
-def test_no_quota(tmp_path: Path) -> None:
-    assert cores(tmp_path) == ALL
-
-
 @pytest.mark.parametrize(
-    ("line", "expected"),
+    ("files", "expected"),
     [
-        ("max 100000", ALL),
-        ("50000 100000", 1),
-        ("150000 100000", min(2, ALL)),
-        ("6400000 100000", ALL),
-        ("junk", ALL),
+        ({}, ALL),
+        ({"cpu.max": "max 100000"}, ALL),
+        ({"cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "150000 100000"}, min(2, ALL)),
+        ({"cpu.max": "6400000 100000"}, ALL),
+        ({"cpu.max": "junk"}, ALL),
+        # Version 1.
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, ALL),
+        ({"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, min(2, ALL)),
     ],
+    ids=str,
 )
-def test_version_2(tmp_path: Path, line: str, expected: int) -> None:
-    (tmp_path / "cpu.max").write_text(line + "\n")
-    assert cores(tmp_path) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [(-1, ALL), (100000, 1), (150000, min(2, ALL))])
-def test_version_1(tmp_path: Path, quota: int, expected: int) -> None:
+def test_quotas(tmp_path: Path, files: dict[str, str], expected: int) -> None:
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
-    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    for name, line in files.items():
+        (tmp_path / name).write_text(line + "\n")
     assert cores(tmp_path) == expected
 
 

@@ -21,10 +21,9 @@ from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
-from tests.fusion_worker.oracle import error, oracle, random_ids, whole
+from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 
 LAYERS, HEADS, DIM = 2, 2, 8
-CLOSE = 1e-4
 ROTATIONS = (Rotation(torch.tensor([1.0, 0.1, 0.01]), False), Rotation(torch.tensor([0.5, 0.2, 0.05, 0.02]), False))
 
 
@@ -115,7 +114,7 @@ def test_kept_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def parts() -> Any:
+def parts() -> Parts:
     return random_ids(5, 1), [random_ids(n, 10 + n) for n in (9, 12, 7)], random_ids(6, 3)
 
 
@@ -139,9 +138,9 @@ def corrected(plain: Any, system: Any, chunks: Any, weights: torch.Tensor) -> An
     return out
 
 
-async def taught(rig: Any, tenant: str = "") -> Correction:
+async def taught(rig: Any, tenant: str | None = None) -> Correction:
     """Has a worker answer what it needs to learn a correction, and nothing less."""
-    learns = rig.servicer.answerer.corrector
+    learns, tenant = rig.servicer.answerer.corrector, rig.tenant if tenant is None else tenant
     for number in range(PROMPTS):
         assert await learns.find(tenant, "") is None
         chunks = [random_ids(90, 100 * number + n) for n in range(4)]
@@ -151,12 +150,11 @@ async def taught(rig: Any, tenant: str = "") -> Correction:
     return found
 
 
-async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Any) -> None:
+async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Parts) -> None:
     """At r = 0, once the worker has learned how; at r = 1 it is full attention, before and after."""
     system, chunks, question = parts
     rig, plain = await start(family), oracle(family)
-    before = await rig.ask(*parts, recipe="full_reuse+corrected")
-    assert error(before.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    before = await rig.ask(*parts, recipe="full_reuse+corrected", expected=plain.full_reuse(parts))
     correction = await taught(rig)
     none = await rig.ask(*parts, recipe="full_reuse+corrected", max_tokens=2)
     assert none.summary.tokens_recomputed == 0
@@ -165,20 +163,16 @@ async def test_what_is_reused_is_corrected(family: str, start: Any, parts: Any) 
     assert error(none.logits[0], plain.after(context, question)) < CLOSE
     assert error(none.logits[1], plain.after(context, [*question, none.ids[0]])) < CLOSE
     assert error(before.logits[0], none.logits[0]) > 10 * CLOSE, "the correction does nothing"
-    everything = await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0)
-    assert error(everything.logits[0], plain.logits(whole(parts))) < CLOSE
+    await rig.ask(*parts, recipe="prophetkv+corrected", ratio=1.0, expected=plain.full_attention(parts))
 
 
 async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None:
     rig = await start("llama")
     chunks = [pb.Tokens(ids=random_ids(90, n)) for n in range(9)]
     request = pb.EncodeRequest(
-        system=pb.Tokens(ids=random_ids(5, 1)),
-        before=chunks[:-1],
-        chunk=chunks[-1],
-        mode=pb.EncodeRequest.MODE_CORRECTION,
-        corpus="ahead",
-    )
+        system=pb.Tokens(ids=random_ids(5, 1)), before=chunks[:-1], chunk=chunks[-1],
+        mode=pb.EncodeRequest.MODE_CORRECTION, corpus="ahead", tenant=rig.tenant,
+    )  # fmt: skip
     assert [(await rig.servicer.Encode(request, None)).existed for _ in range(2)] == [False, True]
     asked = await rig.ask(*parts, recipe="full_reuse+corrected", corpus="ahead")
     assert asked.summary.chunks_corrected == 2
@@ -192,81 +186,75 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
         await rig.servicer.Encode(request, None)
 
 
-async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any, parts: Any) -> None:
-    rig = await start("llama")
-    correction = await taught(rig, "a")
-    other = (await start("llama")).servicer.answerer.corrector
-    assert torch.equal((await other.find("a", "")).weights, correction.weights)
-    assert await other.find("b", "") is None
-    assert await other.find("a", "corpus") is None
+async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:
+    correction = await taught(await start("llama"))
+    other = await start("llama")
+    find = other.servicer.answerer.corrector.find
+    assert torch.equal((await find(other.tenant, "")).weights, correction.weights)
+    assert await find("b", "") is None
+    assert await find(other.tenant, "corpus") is None
 
 
 async def test_what_is_not_used_leaves_memory(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(corrector, "_MOST_BYTES", 1)
     rig = await start("llama")
     ours = rig.servicer.answerer.corrector
-    first = await taught(rig, "c")
-    assert await ours.find("c", "") is first, "the last one stays"
+    first = await taught(rig)
+    assert await ours.find(rig.tenant, "") is first, "the last one stays"
     assert await ours.find("d", "") is None
-    again = await ours.find("c", "")
+    again = await ours.find(rig.tenant, "")
     assert again is not first
     assert torch.equal(again.weights, first.weights), "from its file"
 
 
-async def test_a_damaged_file_is_learned_again(start: Any, corrections: Path) -> None:
-    await taught(await start("qwen2"), "damaged")
-    for file in (corrections / "corrections").iterdir():
-        file.write_bytes(file.read_bytes()[:-9])
-    assert (await taught(await start("qwen2"), "damaged")).weights.isfinite().all()
+@pytest.mark.parametrize("how", ["damaged", "other constants"])
+async def test_a_file_that_is_no_use_is_learned_again(
+    how: str, start: Any, corrections: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await taught(await start("qwen2"))
+    if how == "damaged":
+        for file in (corrections / "corrections").iterdir():
+            file.write_bytes(file.read_bytes()[:-9])
+    else:
+        monkeypatch.setattr(corrector, "MADE", b"otherwise")
+    assert (await taught(await start("qwen2"))).weights.isfinite().all()
 
 
-async def test_a_correction_of_other_constants_is_not_read(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig = await start("llama")
-    await taught(rig, "constants")
-    monkeypatch.setattr(corrector, "MADE", b"otherwise")
-    assert await (await start("llama")).servicer.answerer.corrector.find("constants", "") is None
-
-
-async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, parts: Any) -> None:
+async def test_a_fault_of_the_cache_is_plain_prefill(start: Any, parts: Parts) -> None:
     """Whatever the worker has learned."""
     rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=1)
-    await taught(rig, "faults")
+    await taught(rig)
     for recipe in ("full_reuse+corrected", "midlayer+corrected"):
-        answer = await rig.ask(*parts, recipe=recipe, tenant="faults")
+        answer = await rig.ask(*parts, recipe=recipe, expected=oracle("llama").full_attention(parts))
         assert "lookup failed" in answer.summary.degraded_reason
-        assert error(answer.logits[0], oracle("llama").logits(whole(parts))) < CLOSE
 
 
-async def test_what_is_stored_is_not_corrected(start: Any, parts: Any, cache_service: str, tenant: str) -> None:
+async def test_what_is_stored_is_not_corrected(start: Any, cached: Any, parts: Parts) -> None:
     """Neither by the worker that encoded a chunk, nor is it corrected twice by the one that fetches it."""
-    rig, alone = await start("llama", cache=cache_service), await start("llama")
-    await taught(rig, tenant)
-    first = await rig.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
+    rig, alone = await cached("llama"), await start("llama")
+    await taught(rig)
+    first = await rig.fill(*parts, recipe="full_reuse+corrected")
     assert first.summary.chunks_missed == 3
-    await rig.stored()
-    other = await start("llama", cache=cache_service)
-    again = await other.ask(*parts, recipe="full_reuse+corrected", tenant=tenant)
+    other = await cached("llama")
+    again = await other.ask(*parts, recipe="full_reuse+corrected", expected=first.logits[0])
     assert again.summary.chunks_missed == 0
-    assert error(again.logits[0], first.logits[0]) < CLOSE
-    plain = await other.ask(*parts, recipe="full_reuse", tenant=tenant)
+    plain = await other.ask(*parts, recipe="full_reuse")
     assert error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse")).logits[0]) < CLOSE
     assert error(plain.logits[0], first.logits[0]) > 10 * CLOSE
     # From what lies in the pool already: the chunk that was first stands behind others now.
     turned = parts[0], parts[1][::-1], parts[2]
-    moved = await other.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
+    moved = await other.ask(*turned, recipe="full_reuse+corrected")
     assert moved.summary.chunks_missed == 0
-    fresh = await alone.ask(*turned, recipe="full_reuse+corrected", tenant=tenant)
+    fresh = await alone.ask(*turned, recipe="full_reuse+corrected")
     assert error(moved.logits[0], fresh.logits[0]) < CLOSE
 
 
-async def test_the_first_chunk_stays_as_it_is(start: Any, parts: Any, cache_service: str, tenant: str) -> None:
+async def test_the_first_chunk_stays_as_it_is(cached: Any, parts: Parts) -> None:
     """Also where it is not lossless, since it was stored in one byte a number."""
-    rig = await start("llama", cache=cache_service, store="int8")
-    await taught(rig, tenant)
+    rig, other = [await cached("llama", store="int8") for _ in range(2)]
+    await taught(rig)
     one = parts[0], parts[1][:1], parts[2]
-    await rig.fill(*one, recipe="full_reuse", tenant=tenant)
-    other = await start("llama", cache=cache_service, store="int8")
-    plain = await other.ask(*one, recipe="full_reuse", tenant=tenant)
-    found = await other.ask(*one, recipe="full_reuse+corrected", tenant=tenant)
+    await rig.fill(*one, recipe="full_reuse")
+    plain, found = [await other.ask(*one, recipe=f"full_reuse{more}") for more in ("", "+corrected")]
     assert found.summary.chunks_missed == plain.summary.chunks_missed == 0
     assert error(found.logits[0], plain.logits[0]) < CLOSE

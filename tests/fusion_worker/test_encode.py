@@ -1,4 +1,4 @@
-"""Encoding ahead of time: what it stores, what it answers, and when it refuses."""
+"""Encoding ahead of time: what it stores, in which form, what it answers, and when it refuses."""
 
 from pathlib import Path
 from typing import Any
@@ -6,38 +6,36 @@ from typing import Any
 import pytest
 import torch
 
+from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.recipes.recipes import RECIPES
+from fusionkv.kernels.quantised import KINDS, quantise, restore
 from fusionkv.kvcache_service import keys
-from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.client import HitKind
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
-from tests.fusion_worker.oracle import byte_tokenizer, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, byte_tokenizer, error, join, oracle, random_ids
+from tests.services import start_cache
+
+pytestmark = pytest.mark.system
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_encoding_twice_is_encoding_once(mode: str, cache_service: str, start: Any, tenant: str) -> None:
+async def test_encoding_twice_is_encoding_once(mode: str, cached: Any, cache_client: Any, cache_service: str) -> None:
     system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
-    rig = await start("llama", cache=cache_service)
-    client = CacheClient(cache_service)
+    rig, client = await cached("llama"), cache_client(cache_service)
     puts = (await client.stats()).puts
-    first = await rig.encode(system, [a, b], c, mode, tenant)
+    first = await rig.encode(system, [a, b], c, mode)
     stored = (await client.stats()).puts - puts
-    assert not first.existed
-    assert first.tokens == 20
-    assert bool(first.variant) == (mode == "NEIGHBOURS")
-    for worker in (rig, await start("llama", cache=cache_service)):
-        again = await worker.encode(system, [a, b], c, mode, tenant)
+    assert (first.existed, first.tokens, bool(first.variant)) == (False, 20, mode == "NEIGHBOURS")
+    for worker in (rig, await cached("llama")):
+        again = await worker.encode(system, [a, b], c, mode)
         assert (again.key, again.variant, again.existed) == (first.key, first.variant, True)
     await rig.stored()
     assert (await client.stats()).puts - puts == stored == 4, "system prompt, two before it and the chunk, once each"
 
-    space = keys.namespace(rig.model.fingerprint, rig.model.settings, tenant)
-    path = [(keys.chunk_digest(x), ()) for x in (system, a, b)] + [(keys.chunk_digest(c), (first.variant,))]
-    if mode == "NEIGHBOURS":
-        path[-1] = (keys.chunk_digest(c), (first.variant,))
-    else:
-        path[-1] = (keys.chunk_digest(c), ())
+    space = keys.namespace(rig.model.fingerprint, rig.model.settings, rig.tenant)
+    path = [(keys.chunk_digest(x), ()) for x in (system, a, b)]
+    path.append((keys.chunk_digest(c), (first.variant,) if first.variant else ()))
     hit = (await client.lookup(space, path, timeout=5)).hits[-1]
     assert hit.kind is (HitKind.EXACT if mode == "EXACT" else HitKind.ALTERNATIVE)
     assert hit.entry.key == first.key
@@ -50,60 +48,46 @@ async def test_encoding_twice_is_encoding_once(mode: str, cache_service: str, st
     for layer, (k, v) in enumerate(plain.kv(c, past=past)):
         for i, tensor in enumerate((k, v)):
             torch.testing.assert_close(found[layer, i], tensor[0, :, -20:].transpose(0, 1), atol=1e-4, rtol=1e-4)
-    await client.close()
 
 
-async def test_encoding_without_a_cache_service(start: Any, tenant: str) -> None:
+async def test_encoding_without_a_cache_service(start: Any) -> None:
     for cache, message in (("", "no cache service"), ("127.0.0.1:1", "cache service at 127.0.0.1:1")):
         rig = await start("llama", cache=cache, lookup_timeout=0.5)
         for mode in ("EXACT", "NEIGHBOURS"):
             with pytest.raises(Unavailable, match=message):
-                await rig.encode([1], [[2]], [3, 4], mode, tenant)
-        await rig.settled()
+                await rig.encode([1], [[2]], [3, 4], mode)
 
 
-@pytest.mark.system
-async def test_a_cache_service_that_refuses_the_bytes(start: Any, launch: Any, tmp_path: Path, tenant: str) -> None:
-    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path), "--max-entry-bytes", "10000")
-    rig = await start("llama", cache=launch("fusionkv.kvcache_service", *flags).address)
-    assert not (await rig.encode([1], [], [2] * 6, "EXACT", tenant)).existed
+async def test_a_cache_service_that_refuses_the_bytes(start: Any, launch: Any, tmp_path: Path) -> None:
+    rig = await start("llama", cache=start_cache(launch, tmp_path, "--max-entry-bytes", "10000").address)
+    assert not (await rig.encode([1], [], [2] * 6)).existed
     for mode in ("EXACT", "NEIGHBOURS"):
         with pytest.raises(Unavailable, match="put at the cache service"):
-            await rig.encode([1], [], [2] * 7, mode, tenant)
-    answer = await rig.ask([1], [[2] * 7], [3], tenant=tenant)
-    assert not answer.summary.degraded
+            await rig.encode([1], [], [2] * 7, mode)
+    assert not (await rig.ask([1], [[2] * 7], [3])).summary.degraded
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"mode": pb.EncodeRequest.MODE_UNSPECIFIED}, InvalidArgument, "mode must be"),
-        ({"chunk": pb.Tokens()}, InvalidArgument, "chunk 1 is empty"),
-        ({"before": [pb.Tokens()]}, InvalidArgument, "chunk 0 is empty"),
-        ({"chunk": pb.Tokens(ids=[260])}, InvalidArgument, "token id 260"),
-        ({"chunk": pb.Tokens(ids=[1] * 2048)}, InvalidArgument, "exceed the model's limit of 2048"),
+        ({"mode": "UNSPECIFIED"}, InvalidArgument, "mode must be"),
+        ({"chunk": []}, InvalidArgument, "chunk 1 is empty"),
+        ({"before": [[]]}, InvalidArgument, "chunk 0 is empty"),
+        ({"chunk": [260]}, InvalidArgument, "token id 260"),
+        ({"chunk": [1] * 2048}, InvalidArgument, "exceed the model's limit of 2048"),
         ({"tenant": "x" * 257}, InvalidArgument, "tenant"),
         ({"model_fingerprint": b"x" * 32}, FailedPrecondition, "this worker runs llama"),
-        ({"chunk": pb.Tokens(ids=[1] * 1000)}, ResourceExhausted, "pool_bytes"),
+        ({"chunk": [1] * 1000}, ResourceExhausted, "pool_bytes"),
     ],
-    ids=str,
+    ids=lambda given: str(given)[:40],
 )
-@pytest.mark.system
 async def test_encoding_that_is_refused(
-    change: dict[str, Any], error: type[Exception], message: str, cache_service: str, start: Any, tenant: str
+    change: dict[str, Any], error: type[Exception], message: str, cached: Any
 ) -> None:
-    rig = await start("llama", cache=cache_service, pool_bytes=1 << 20)
-    fields = {
-        "system": pb.Tokens(ids=[1]),
-        "before": [pb.Tokens(ids=[2])],
-        "chunk": pb.Tokens(ids=[3]),
-        "mode": pb.EncodeRequest.MODE_EXACT,
-        "tenant": tenant,
-    }
+    rig, fields = await cached("llama", pool_bytes=1 << 20), {"system": [1], "before": [[2]], "chunk": [3]}
     with pytest.raises(error, match=message):
-        await rig.servicer.Encode(pb.EncodeRequest(**{**fields, **change}), None)
-    fits = {**fields, "model_fingerprint": rig.model.fingerprint}
-    assert (await rig.servicer.Encode(pb.EncodeRequest(**fits), None)).tokens == 1
+        await rig.encode(**{**fields, **change})
+    assert (await rig.encode(**fields, model_fingerprint=rig.model.fingerprint)).tokens == 1
 
 
 async def test_a_model_says_what_it_is(start: Any) -> None:
@@ -122,3 +106,59 @@ async def test_a_model_says_what_it_is(start: Any) -> None:
     with pytest.raises(FailedPrecondition, match="this worker runs qwen3"):
         await rig.ask([1], [[2]], [3], model_fingerprint=b"x" * 32)
     assert (await rig.ask([1], [[2]], [3], model_fingerprint=said.fingerprint)).ids
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 1)], random_ids(6, 99)
+
+
+def through(kv: Any, kind: torch.dtype) -> Any:
+    """What is left of an oracle's KV, [1, kv_heads, tokens, head_dim] a layer, after storing it."""
+    whole = torch.stack([torch.stack([k[0].transpose(0, 1), v[0].transpose(0, 1)]) for k, v in kv])
+    back = restore(quantise(whole, kind), whole.dtype).transpose(2, 3)
+    return [(layer[0][None], layer[1][None]) for layer in back]
+
+
+@pytest.mark.parametrize("store", KINDS)
+async def test_what_comes_back_is_stale(store: str, cached: Any, parts: Parts) -> None:
+    system, chunks, question = parts
+    plain, context = oracle("qwen3"), sum(map(len, chunks))
+    await (await cached("qwen3", store=store)).fill(*parts, ratio=0.0)
+    rig = await cached("qwen3", store=store)
+    context_kv, at = [plain.kv(system)], len(system)
+    for chunk in chunks:
+        stored = through(plain.alone(system, chunk, len(system)), KINDS[store])
+        context_kv.append(plain.moved(stored, 0, len(chunk), at - len(system)))
+        at += len(chunk)
+    reused = plain.after(join(context_kv), question)
+    for ratio in (0.0, 1.0):
+        answer = await rig.ask(*parts, ratio=ratio)
+        s = answer.summary
+        assert not s.degraded
+        assert s.chunks_missed == 0
+        # As computed it would be a float32 a number.
+        size = sum(rig.servicer.loader.storage.size(len(c)) for c in chunks)
+        assert size < 0.35 * context * rig.model.kv.token_bytes
+        assert s.bytes_fetched == (0 if ratio else size), "once; then it is in the pool"
+        assert s.tokens_lossless == 0, "not even the first chunk, which stands where it was encoded"
+        assert s.tokens_recomputed == round(ratio * context)
+        assert error(answer.logits[0], plain.full_attention(parts) if ratio else reused) < CLOSE
+    assert error(reused, plain.full_reuse(parts)) > CLOSE, "something was lost"
+
+    # Other forms are other namespaces.
+    assert (await (await cached("qwen3")).ask(*parts, ratio=0.0)).summary.chunks_missed == len(chunks)
+
+
+@pytest.mark.parametrize("store", KINDS)
+async def test_a_prefix_cache_takes_nothing_that_is_not_exact(store: str, cached: Any, parts: Parts) -> None:
+    maker, rig = [await cached("llama", store=store) for _ in range(2)]
+    asked = parts[0], parts[1][:2], parts[2]
+    await maker.encode(parts[0], parts[1][:1], parts[1][1])
+    answer = await rig.ask(*asked, recipe="prefix_cache", expected=oracle("llama").full_attention(asked))
+    assert answer.summary.tokens_encoded == sum(map(len, asked[1]))
+
+
+def test_an_unknown_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="plain, int8, fp8"):
+        WorkerConfig(store="int4")

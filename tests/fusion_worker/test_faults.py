@@ -1,20 +1,18 @@
 """A cache service that fails in the middle: every answer is full attention's, says so, and comes in time."""
 
 import asyncio
-import itertools
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing, suppress
 from typing import Any
 
 import pytest
 
 from fusionkv.fusion_worker.load.placement import ChunkSource, Stages
 from fusionkv.fusion_worker.prompt import Chunk
-from tests.fusion_worker.oracle import error, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 
 pytestmark = pytest.mark.system
-CLOSE = 1e-4
 LOOKUP, FETCH = 2.0, 1.0
 # What a busy machine may add to the times below, which without these limits were 40 s and more.
 MARGIN = 20.0
@@ -48,27 +46,27 @@ class Line:
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there, here = await asyncio.open_connection(*self._target)
-        for source, sink, way in ((reader, here, self._upward), (there, writer, self._downward)):
-            task = asyncio.create_task(self._pump(source, sink, way))
+        for source, sink, down in ((reader, here, False), (there, writer, True)):
+            task = asyncio.create_task(self._pump(source, sink, down))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pump(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, way: Callable[[bytes], bytes | None]
-    ) -> None:
-        try:
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, down: bool) -> None:
+        with suppress(OSError), closing(sink):
             while data := await source.read(1 << 16):
-                changed = way(data)
+                changed = self._changed(data, down)
                 if changed is None:
                     break
                 sink.write(changed)
                 await sink.drain()
                 if 0 < len(changed) < len(data):
                     break
-        except OSError:
-            pass
-        finally:
-            sink.close()
+
+    def _changed(self, data: bytes, down: bool) -> bytes | None:
+        if self._stalled or len(data) < BULK:
+            return b"" if self._stalled else data
+        self.touched += down
+        return self.down(data) if down else self.up(data)
 
     def stall(self, data: bytes) -> bytes:
         """From here on nothing passes, in either direction, until the connections are cut."""
@@ -83,24 +81,38 @@ class Line:
                 task.cancel()
         self._stalled = False
 
-    def _upward(self, data: bytes) -> bytes | None:
-        if self._stalled:
-            return b""
-        return data if len(data) < BULK else self.up(data)
-
-    def _downward(self, data: bytes) -> bytes | None:
-        if self._stalled:
-            return b""
-        if len(data) < BULK:
-            return data
-        self.touched += 1
-        return self.down(data)
-
 
 @pytest.fixture
 async def line(cache_service: str) -> AsyncIterator[Line]:
     async with Line(cache_service).open() as made:
         yield made
+
+
+@pytest.fixture
+def behind(line: Line, cached: Any, start: Any) -> Any:
+    """`await behind(family, parts, ...)`: a worker that the line connects to a cache service that has the prompt."""
+
+    async def make(family: str, parts: Parts, **more: Any) -> Any:
+        await (await cached(family)).fill(*parts)
+        rig = await start(family, cache=line.address, **more)
+        # Whatever is slow once is over.
+        await undegraded(rig, ([1], [[2]], [3]), tenant=rig.tenant + "warm")
+        await rig.stored()
+        return rig
+
+    return make
+
+
+async def undegraded(rig: Any, parts: Parts, **more: Any) -> Any:
+    """Asks until the cache does not fail; gives that answer."""
+    async with asyncio.timeout(60):
+        while (answer := await rig.ask(*parts, **more)).summary.degraded:
+            pass
+    return answer
+
+
+def prompt(*lengths: int) -> Parts:
+    return random_ids(6, 1), [random_ids(n, n) for n in lengths], random_ids(5, 2)
 
 
 def flip(data: bytes) -> bytes:
@@ -117,22 +129,17 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-async def test_a_fetch_that_fails(fault: str, line: Line, cache_service: str, start: Any, tenant: str) -> None:
-    system, question = random_ids(6, 1), random_ids(5, 2)
-    chunks = [random_ids(n, n) for n in (90, 70)]
-    await (await start("qwen3", cache=cache_service)).fill(system, chunks, question, tenant=tenant)
-
-    rig = await start("qwen3", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=FETCH)
-    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
+async def test_a_fetch_that_fails(fault: str, line: Line, behind: Any) -> None:
+    parts = prompt(90, 70)
+    rig = await behind("qwen3", parts, lookup_timeout=LOOKUP, fetch_timeout=FETCH)
     line.down = FAULTS[fault] or line.stall
-    expected = oracle("qwen3").logits([*system, *itertools.chain(*chunks), *question])
+    expected = oracle("qwen3").full_attention(parts)
     started = time.perf_counter()
-    answers = await asyncio.gather(*(rig.ask(system, chunks, question, tenant=tenant, ratio=r) for r in (0.0, 0.4)))
+    answers = await asyncio.gather(*(rig.ask(*parts, ratio=r, expected=expected) for r in (0.0, 0.4)))
     elapsed = time.perf_counter() - started
     assert line.touched
     for answer in answers:
         s = answer.summary
-        assert error(answer.logits[0], expected) < CLOSE
         assert s.degraded
         # A broken connection may fail the other request's lookup as well.
         assert s.degraded_reason.startswith(("fetch failed: ", "lookup failed: ", "fetches took longer "))
@@ -144,37 +151,26 @@ async def test_a_fetch_that_fails(fault: str, line: Line, cache_service: str, st
     await rig.settled()
 
     line.heal()
-    async with asyncio.timeout(60):
-        while (again := await rig.ask(system, chunks, question, tenant=tenant, ratio=1.0)).summary.degraded:
-            pass
-    assert error(again.logits[0], expected) < CLOSE
+    await undegraded(rig, parts, ratio=1.0, expected=expected)
 
 
-async def test_a_request_beside_one_that_fails(line: Line, cache_service: str, start: Any, tenant: str) -> None:
+async def test_a_request_beside_one_that_fails(line: Line, behind: Any) -> None:
     """Two requests wait for one fetch; one is cancelled, the fetch fails, the other is answered all the same."""
-    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(120, 3)
-    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
-    rig = await start("llama", cache=line.address, lookup_timeout=30, fetch_timeout=FETCH)
+    parts = prompt(120)
+    rig = await behind("llama", parts, lookup_timeout=30, fetch_timeout=FETCH)
     line.down = line.stall
-    first, second = (asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2))
+    first, second = (asyncio.create_task(rig.ask(*parts)) for _ in range(2))
     await rig.until(lambda: line.touched > 0)
     first.cancel()
     answer = await second
     assert first.cancelled()
     assert answer.summary.degraded
-    assert error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
-    await rig.settled()
+    assert error(answer.logits[0], oracle("llama").full_attention(parts)) < CLOSE
 
 
-async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
-    line: Line, cache_service: str, start: Any, tenant: str
-) -> None:
-    system, question = random_ids(6, 1), random_ids(5, 2)
-    chunks = [random_ids(80, n) for n in range(6)]
-    await (await start("llama", cache=cache_service)).fill(system, chunks, question, tenant=tenant)
-
-    rig = await start("llama", cache=line.address, lookup_timeout=LOOKUP, fetch_timeout=2.0, max_loads=1)
-    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
+async def test_a_cache_slow_over_many_chunks_costs_one_timeout(line: Line, behind: Any) -> None:
+    parts = prompt(*range(78, 84))
+    rig = await behind("llama", parts, lookup_timeout=LOOKUP, fetch_timeout=2.0, max_loads=1)
 
     def crawl(data: bytes) -> bytes:
         time.sleep(0.2)  # a chunk comes in two or three pieces: under the timeout for one, and over it for six
@@ -182,39 +178,25 @@ async def test_a_cache_slow_over_many_chunks_costs_one_timeout(
 
     line.down = crawl
     started = time.perf_counter()
-    answer = await rig.ask(system, chunks, question, tenant=tenant, ratio=0.0)
+    answer = await rig.ask(*parts, ratio=0.0, expected=oracle("llama").full_attention(parts))
     assert time.perf_counter() - started < LOOKUP + 2.0 + MARGIN
     assert answer.summary.degraded_reason == "fetches took longer than 2 s together"
-    whole = [*system, *itertools.chain(*chunks), *question]
-    assert error(answer.logits[0], oracle("llama").logits(whole)) < CLOSE
     line.heal()
-    await rig.settled()
 
 
 @pytest.mark.parametrize("slow", ["lookup", "fetch"])
-async def test_a_slow_cache_costs_no_more_than_its_bound(
-    slow: str, line: Line, cache_service: str, start: Any, tenant: str
-) -> None:
+async def test_a_slow_cache_costs_no_more_than_its_bound(slow: str, line: Line, behind: Any) -> None:
     """Whatever the timeouts of single calls are: here they are a hundred times as long."""
-    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(120, 3)
-    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
-    bound = 0.6
-    rig = await start("llama", cache=line.address, lookup_timeout=60.0, fetch_timeout=60.0, cache_seconds=bound)
-    async with asyncio.timeout(60):
-        # The connection is made, and whatever is slow once is over.
-        while (await rig.ask([1], [[2]], [3], tenant=tenant + "warm")).summary.degraded:
-            pass
-    await rig.stored()
+    parts, bound = prompt(120), 0.6
+    rig = await behind("llama", parts, lookup_timeout=60.0, fetch_timeout=60.0, cache_seconds=bound)
     if slow == "lookup":
         line.stall(b"")
     line.down = line.stall
-    answer = await rig.ask(system, [chunk], question, tenant=tenant)
+    answer = await rig.ask(*parts, expected=oracle("llama").full_attention(parts))
     assert answer.summary.degraded_reason.startswith(("lookup failed: ", "fetch failed: ", "fetches took longer "))
-    assert error(answer.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
     seconds = answer.summary.seconds
     assert bound / 2 < seconds.lookup + seconds.load < 30
     line.heal()
-    await rig.settled()
 
 
 async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any) -> None:
@@ -232,18 +214,15 @@ async def test_loads_that_end_before_their_first_step_hold_nothing(start: Any) -
     assert rig.pool.free == rig.pool.capacity
 
 
-async def test_a_load_that_nobody_waits_for_ends(line: Line, cache_service: str, start: Any, tenant: str) -> None:
-    system, question, chunk = random_ids(6, 1), random_ids(5, 2), random_ids(90, 3)
-    await (await start("llama", cache=cache_service)).fill(system, [chunk], question, tenant=tenant)
-
+async def test_a_load_that_nobody_waits_for_ends(line: Line, behind: Any) -> None:
+    parts = prompt(90)
     slow = {"lookup_timeout": LOOKUP, "fetch_timeout": 60.0, "cache_seconds": 60.0}
-    rig = await start("llama", cache=line.address, max_loads=1, **slow)
-    await rig.fill([1], [[2]], [3], tenant=tenant + "warm")
+    rig = await behind("llama", parts, max_loads=1, **slow)
     line.down = line.stall
     loader = rig.servicer.loader
     # Nothing is fetched before both wait for it: from its first bytes on a lookup would not pass either.
     async with loader.turns.turn(-1):
-        waiting = [asyncio.create_task(rig.ask(system, [chunk], question, tenant=tenant)) for _ in range(2)]
+        waiting = [asyncio.create_task(rig.ask(*parts)) for _ in range(2)]
         await rig.until(lambda: any(resident.pins == 3 for resident in loader._loads))
     await rig.until(lambda: bool(line.touched))
     waiting[0].cancel()
@@ -256,35 +235,29 @@ async def test_a_load_that_nobody_waits_for_ends(line: Line, cache_service: str,
     await rig.settled()
     assert time.perf_counter() - started < 30, "far from the fetch's timeout"
     assert not loader._loads
-    assert rig.pool.idle < len(chunk), "nothing of the chunk is left"
+    assert rig.pool.idle < len(parts[1][0]), "nothing of the chunk is left"
     line.heal()
-    async with asyncio.timeout(60):
-        while (again := await rig.ask(system, [chunk], question, tenant=tenant)).summary.degraded:
-            pass
-    assert error(again.logits[0], oracle("llama").logits([*system, *chunk, *question])) < CLOSE
+    answer = await undegraded(rig, parts)
+    assert error(answer.logits[0], oracle("llama").full_attention(parts)) < CLOSE
 
 
 async def test_nobody_there(start: Any) -> None:
-    rig = await start("llama", cache="127.0.0.1:1", lookup_timeout=LOOKUP)
-    system, question, chunks = random_ids(6, 1), random_ids(5, 2), [random_ids(30, 3)] * 2
-    expected = oracle("llama").logits([*system, *itertools.chain(*chunks), *question])
+    rig, parts = await start("llama", cache="127.0.0.1:1", lookup_timeout=LOOKUP), prompt(30, 30)
     started = time.perf_counter()
     for recipe in ("full_reuse", "prophetkv", "epic"):
-        answer = await rig.ask(system, chunks, question, recipe=recipe)
+        answer = await rig.ask(*parts, recipe=recipe, expected=oracle("llama").full_attention(parts))
         assert answer.summary.degraded
         assert "lookup failed" in answer.summary.degraded_reason
-        assert error(answer.logits[0], expected) < CLOSE
     assert time.perf_counter() - started < 3 * LOOKUP + MARGIN
-    plain = await rig.ask(system, chunks, question, recipe="full_attention")
+    plain = await rig.ask(*parts, recipe="full_attention")
     assert not plain.summary.degraded, "full attention does not ask the cache"
 
 
-async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tenant: str) -> None:
+async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any) -> None:
     """Chunks wait to be stored and the service answers no more: their pages are free after one timeout."""
     rig = await start("llama", cache=line.address, fetch_timeout=FETCH, lookup_timeout=30)
     line.up = line.stall
-    chunks = [random_ids(12, i) for i in range(50)]
-    answer = await rig.ask([1, 2], chunks, [3], tenant=tenant)
+    answer = await rig.ask([1, 2], [random_ids(12, i) for i in range(50)], [3])
     assert not answer.summary.degraded
     started = time.perf_counter()
     await rig.settled()
@@ -293,12 +266,9 @@ async def test_puts_into_the_void_hold_no_pages(line: Line, start: Any, tenant: 
     assert rig.pool.idle > 50 * 12 - 1
 
 
-async def test_no_room_to_wait(cache_service: str, start: Any, tenant: str) -> None:
+async def test_no_room_to_wait(cached: Any) -> None:
     """max_puts = 0 stores nothing, and answers as ever."""
-    rig = await start("llama", cache=cache_service, max_puts=0)
+    rig, parts = await cached("llama", max_puts=0), ([1, 2], [random_ids(9, 1)], [3])
     for _ in range(2):
-        answer = await rig.ask([1, 2], [random_ids(9, 1)], [3], tenant=tenant)
-        assert not answer.summary.degraded
-    await rig.stored()
-    other = await start("llama", cache=cache_service)
-    assert (await other.ask([1, 2], [random_ids(9, 1)], [3], tenant=tenant)).summary.chunks_missed == 1
+        assert not (await rig.fill(*parts)).summary.degraded
+    assert (await (await cached("llama")).ask(*parts)).summary.chunks_missed == 1

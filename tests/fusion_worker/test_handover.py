@@ -9,38 +9,24 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from fusionkv.fusion_worker.client import WorkerClient
-from fusionkv.fusion_worker.servicer import handler
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
-from tests.fusion_worker.oracle import network, random_ids
-
-
-@pytest.fixture
-def parts() -> tuple[list[int], list[list[int]], list[int]]:
-    return random_ids(6, 1), [random_ids(n, n) for n in (21, 17, 9)], random_ids(5, 2)
+from tests.fusion_worker.oracle import Parts, network, whole
 
 
 @asynccontextmanager
-async def client(rig: Any) -> AsyncIterator[WorkerClient]:
-    """The gateway's client of a worker, over gRPC."""
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler(rig.servicer),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    made = WorkerClient(f"127.0.0.1:{port}")
-    try:
-        yield made
-    finally:
-        await made.close()
-        await server.stop(1)
+async def prefilled(rig: Any, parts: Parts, **more: Any) -> AsyncIterator[tuple[WorkerClient, Any, Any, Any]]:
+    """The gateway's client, events that are yet to come, the first token, and the KV."""
+    request = pb.PrefillRequest(prompt=rig.request(*parts, **{"max_tokens": 8, **more}))
+    async with rig.client() as worker, aclosing(worker.prefill(request)) as events:
+        yield worker, events, (await anext(events)).first, (await anext(events)).kv
 
 
 def numbers(kv: pb.PrefilledKV, data: Any) -> torch.Tensor:
@@ -75,58 +61,48 @@ async def test_another_engine_goes_on_as_the_worker_would(family: str, recipe: s
     rig = await start(family)
     await rig.ask(*parts)  # so that chunks are reused
     told = await rig.ask(*parts, recipe=recipe, max_tokens=6)
-    async with client(rig) as worker:
-        request = pb.PrefillRequest(prompt=rig.request(*parts, recipe=recipe, max_tokens=6))
-        async with aclosing(worker.prefill(request)) as events:
-            first = (await anext(events)).first
-            prompt = [*parts[0], *(i for chunk in parts[1] for i in chunk), *parts[2]]
-            kv = (await anext(events)).kv
-            assert kv.prompt_digest == hashlib.sha256(np.array(prompt, "<u4").tobytes()).digest()
-            assert first.lossless == (recipe == "full_attention")
-            data = mapped(kv.path)
-            assert checksum(data) == kv.checksum
-            assert continued(network(family), numbers(kv, data), first.token.id, 6) == told.ids
-            await rig.settled()  # the pool has its slots back while the KV waits
-            await worker.release_prefill(kv.handle)
-            summary = (await anext(events)).summary
+    async with prefilled(rig, parts, recipe=recipe, max_tokens=6) as (worker, events, first, kv):
+        assert kv.prompt_digest == hashlib.sha256(np.array(whole(parts), "<u4").tobytes()).digest()
+        assert first.lossless == (recipe == "full_attention")
+        data = mapped(kv.path)
+        assert checksum(data) == kv.checksum
+        assert continued(network(family), numbers(kv, data), first.token.id, 6) == told.ids
+        await rig.settled()  # the pool has its slots back while the KV waits
+        await worker.release_prefill(kv.handle)
+        summary = (await anext(events)).summary
     assert (summary.tokens_generated, summary.degraded) == (1, False)
     assert summary.tokens_recomputed == told.summary.tokens_recomputed
     assert rig.servicer.answerer.handover.bytes == 0
 
 
-async def test_kv_is_streamed_by_heads(start: Any, parts: Any) -> None:
-    rig = await start("qwen2")
-    async with client(rig) as worker:
-        async with aclosing(worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))) as events:
-            _, kv = await anext(events), (await anext(events)).kv
-            whole = numbers(kv, mapped(kv.path))
-            size = whole.numel() * whole.itemsize
-            streamed = bytearray(size)
-            await worker.fetch_prefill(kv.handle, 0, 1, memoryview(streamed), 10)
-            assert checksum(streamed) == kv.checksum
-            for rank, heads in enumerate(whole.chunk(2, dim=3)):
-                part = bytearray(size // 2)
-                await worker.fetch_prefill(kv.handle, rank, 2, memoryview(part), 10)
-                assert bytes(part) == heads.contiguous().numpy().tobytes()
-            with pytest.raises(InvalidArgument, match="rank 0 of 3: no such share of 4 KV heads"):
-                await worker.fetch_prefill(kv.handle, 0, 3, memoryview(streamed), 10)
-            with pytest.raises(InvalidArgument, match="rank 2 of 2"):
-                await worker.fetch_prefill(kv.handle, 2, 2, memoryview(streamed), 10)
-            with pytest.raises(DataLoss, match="arrived damaged"):
-                await worker.fetch_prefill(kv.handle, 0, 1, memoryview(bytearray(size + 1)), 10)
-            await worker.release_prefill(kv.handle, ranks=2)
-            await worker.hold_prefill(kv.handle, 10)  # the other rank has not
-            await worker.release_prefill(kv.handle, ranks=2)
-            assert not (await anext(events)).summary.degraded
+async def test_kv_is_streamed_by_heads(start: Any, parts: Parts) -> None:
+    async with prefilled(await start("qwen2"), parts) as (worker, events, _, kv):
+        every = numbers(kv, mapped(kv.path))
+        size = every.numel() * every.itemsize
+        streamed = bytearray(size)
+        await worker.fetch_prefill(kv.handle, 0, 1, memoryview(streamed), 10)
+        assert checksum(streamed) == kv.checksum
+        for rank, heads in enumerate(every.chunk(2, dim=3)):
+            part = bytearray(size // 2)
+            await worker.fetch_prefill(kv.handle, rank, 2, memoryview(part), 10)
+            assert bytes(part) == heads.contiguous().numpy().tobytes()
+        for rank, ranks, room, error, message in (
+            (0, 3, size, InvalidArgument, "rank 0 of 3: no such share of 4 KV heads"),
+            (2, 2, size, InvalidArgument, "rank 2 of 2"),
+            (0, 1, size + 1, DataLoss, "arrived damaged"),
+        ):
+            with pytest.raises(error, match=message):
+                await worker.fetch_prefill(kv.handle, rank, ranks, memoryview(bytearray(room)), 10)
+        await worker.release_prefill(kv.handle, ranks=2)
+        await worker.hold_prefill(kv.handle, 10)  # the other rank has not
+        await worker.release_prefill(kv.handle, ranks=2)
+        assert not (await anext(events)).summary.degraded
         with pytest.raises(NotFound, match="released, or timed out"):
             await worker.hold_prefill(kv.handle, 10)
 
 
-async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
-    rig = await start("llama", prefill_seconds=0.3)
-    async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
-        _, kv = await anext(events), (await anext(events)).kv
+async def test_what_nobody_fetches_is_dropped(start: Any, parts: Parts) -> None:
+    async with prefilled(await start("llama", prefill_seconds=0.3), parts) as (worker, events, _, kv):
         for _ in range(3):  # longer together than the time of one
             await asyncio.sleep(0.2)
             await worker.hold_prefill(kv.handle, 10)
@@ -138,36 +114,34 @@ async def test_what_nobody_fetches_is_dropped(start: Any, parts: Any) -> None:
             mapped(kv.path)
 
 
-async def test_why_kv_was_not_used(start: Any, parts: Any) -> None:
-    rig = await start("llama")
-    async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
-        _, kv = await anext(events), (await anext(events)).kv
+async def test_why_kv_was_not_used(start: Any, parts: Parts) -> None:
+    async with prefilled(await start("llama"), parts) as (worker, events, _, kv):
         await worker.release_prefill(kv.handle, ranks=4, error="another dtype")
         summary = (await anext(events)).summary
         assert (summary.degraded, summary.degraded_reason) == (True, "another dtype")
         await worker.release_prefill(kv.handle)  # once more is no error
 
 
-async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Any) -> None:
+async def test_a_caller_that_leaves_frees_the_kv(start: Any, parts: Parts) -> None:
     rig = await start("llama")
-    async with client(rig) as worker:
-        events = worker.prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)))
-        _, kv = await anext(events), (await anext(events)).kv
+    async with prefilled(rig, parts) as (worker, events, _, kv):
         await events.aclose()
         await rig.until(lambda: rig.servicer.answerer.handover.bytes == 0)
         with pytest.raises(NotFound):
             await worker.hold_prefill(kv.handle, 10)
 
 
-async def test_an_answer_of_one_token_has_no_kv(start: Any, parts: Any) -> None:
+@pytest.mark.parametrize("reason", ["end", "max_tokens"])
+async def test_an_answer_of_one_token_is_not_handed_over(reason: str, start: Any, parts: Parts) -> None:
     told = await (await start("llama")).ask(*parts)
-    rig = await start("llama", replace=lambda model: dataclasses.replace(model, ends=frozenset(told.ids)))
-    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
-    events = [e async for e in rig.servicer.Prefill(request, None)]
-    assert [e.WhichOneof("event") for e in events] == ["first", "summary"]
-    assert events[0].first.finish_reason == "end"
-    assert events[1].summary.finish_reason == "end"
+    ends = frozenset(told.ids) if reason == "end" else frozenset()
+    rig = await start("llama", replace=lambda model: dataclasses.replace(model, ends=ends))
+    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8 if reason == "end" else 1))
+    async with asyncio.timeout(20):
+        first, last = [e async for e in rig.servicer.Prefill(request, None)]
+    assert (first.WhichOneof("event"), last.WhichOneof("event")) == ("first", "summary")
+    assert (first.first.finish_reason, last.summary.finish_reason) == (reason, reason)
+    assert not last.summary.degraded
 
 
 @pytest.mark.parametrize("recipe", ["ape", "prophetkv+snapkv(8)", "prophetkv+adaptive(20,900)"])
@@ -177,26 +151,12 @@ async def test_what_only_the_worker_can_decode(recipe: str, start: Any, parts: A
         await anext(rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts, recipe=recipe)), None))
 
 
-async def test_room(start: Any, parts: Any) -> None:
-    tokens = len(parts[0]) + sum(map(len, parts[1])) + len(parts[2])
-    each = tokens * (await start("llama")).model.token_bytes
+async def test_room(start: Any, parts: Parts) -> None:
+    each = len(whole(parts)) * (await start("llama")).model.token_bytes
     rig = await start("llama", prefill_bytes=2 * each - 1)
     request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
-    first = rig.servicer.Prefill(request, None)
-    await anext(first)
-    with pytest.raises(ResourceExhausted, match="try again, or raise prefill_bytes"):
-        await anext(rig.servicer.Prefill(request, None))
-    await first.aclose()
-    again = rig.servicer.Prefill(request, None)
-    await anext(again)
-    await again.aclose()
-
-
-async def test_an_answer_of_one_token_is_not_handed_over(start: Any, parts: Any) -> None:
-    rig = await start("llama")
-    request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=1))
-    async with asyncio.timeout(20):
-        events = [e async for e in rig.servicer.Prefill(request, None)]
-    assert [e.WhichOneof("event") for e in events] == ["first", "summary"]
-    assert events[0].first.finish_reason == "max_tokens"
-    assert not events[1].summary.degraded
+    for _ in range(2):
+        async with aclosing(rig.servicer.Prefill(request, None)) as first:
+            await anext(first)
+            with pytest.raises(ResourceExhausted, match="try again, or raise prefill_bytes"):
+                await anext(rig.servicer.Prefill(request, None))

@@ -11,74 +11,64 @@ from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
 from tests.examples import examples
-from tests.fusion_worker.oracle import error, join, oracle
+from tests.fusion_worker.oracle import CLOSE, check_answer, error, join, oracle, whole
 
 pytestmark = pytest.mark.system
-CLOSE = 1e-4
+Text = dict[str, list[int]]
 
 
 def hits(answer: Any) -> dict[tuple[str, str], int]:
     return {(h.kind, h.tier): h.chunks for h in answer.summary.hits}
 
 
-async def test_the_kinds_of_hits(cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]) -> None:
+async def test_the_kinds_of_hits(cached: Any, text: Text) -> None:
     plain = oracle("qwen3")
     system, question, a, b, c = (text[n] for n in "SQABC")
-    first = await start("qwen3", cache=cache_service)
-    answer = await first.ask(system, [a, b], question, recipe="full_reuse", tenant=tenant)
-    assert answer.summary.chunks_missed == 2
-    assert hits(answer) == {}
-    assert answer.summary.tokens_encoded == len(a + b)
-    assert error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
-    await first.stored()
+    first, other = await cached("qwen3"), await cached("qwen3")
 
-    again = await first.ask(system, [a, b], question, recipe="full_reuse", tenant=tenant)
+    async def ask(rig: Any, *chunks: list[int]) -> Any:
+        parts = system, chunks, question
+        return await rig.fill(*parts, recipe="full_reuse", expected=plain.full_reuse(parts))
+
+    answer = await ask(first, a, b)
+    assert (answer.summary.chunks_missed, answer.summary.tokens_encoded, hits(answer)) == (2, len(a + b), {})
+    again = await ask(first, a, b)
     assert hits(again) == {("exact", "device"): 1, ("alternative", "device"): 1}
     assert again.summary.bytes_fetched == 0
 
-    other = await start("qwen3", cache=cache_service)
-    answer = await other.ask(system, [a, b], question, recipe="full_reuse", tenant=tenant)
+    answer = await ask(other, a, b)
     assert hits(answer) == {("exact", "memory"): 1, ("alternative", "memory"): 1}
     assert answer.summary.tokens_lossless == len(a)
     assert answer.summary.bytes_fetched == len(system + a + b) * other.model.kv.token_bytes
-    assert error(answer.logits[0], plain.after(plain.reused(system, [a, b]), question)) < CLOSE
 
-    answer = await other.ask(system, [b, c, a], question, recipe="full_reuse", tenant=tenant)
-    assert answer.summary.chunks_missed == 1
-    assert answer.summary.tokens_encoded == len(c)
+    answer = await ask(other, b, c, a)
+    assert (answer.summary.chunks_missed, answer.summary.tokens_encoded) == (1, len(c))
     assert answer.summary.tokens_lossless == len(b), "behind the system prompt alone is where B was encoded"
-    assert error(answer.logits[0], plain.after(plain.reused(system, [b, c, a]), question)) < CLOSE
 
-    stranger = await other.ask(system, [a, b], question, tenant=tenant + "x")
-    assert stranger.summary.chunks_missed == 2
-    assert stranger.summary.tokens_encoded == len(a + b)
+    stranger = await other.ask(system, [a, b], question, tenant=other.tenant + "x")
+    assert (stranger.summary.chunks_missed, stranger.summary.tokens_encoded) == (2, len(a + b))
 
 
-async def test_an_exact_path_is_lossless(
-    cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_an_exact_path_is_lossless(cached: Any, text: Text) -> None:
     """No budget is spent on it, no key is turned, and it answers as full attention does, at any ratio."""
     plain = oracle("qwen2")
     system, question, a, b, c = (text[n] for n in "SQABC")
-    maker = await start("qwen2", cache=cache_service)
-    made = await maker.encode(system, [a, b], c, "EXACT", tenant)
-    assert not made.existed
-    assert made.tokens == len(c)
-    space = keys.namespace(maker.model.fingerprint, maker.model.settings, tenant)
+    maker, rig = await cached("qwen2"), await cached("qwen2")
+    made = await maker.encode(system, [a, b], c)
+    assert (made.existed, made.tokens) == (False, len(c))
+    space = keys.namespace(maker.model.fingerprint, maker.model.settings, maker.tenant)
     assert made.key == keys.entry_key(space, [keys.chunk_digest(p) for p in (system, a, b, c)])
-    assert (await maker.encode(system, [a, b], c, "EXACT", tenant)).existed
+    assert (await maker.encode(system, [a, b], c)).existed
 
-    rig = await start("qwen2", cache=cache_service)
-    expected = plain.logits([*system, *a, *b, *c, *question])
+    parts = system, [a, b, c], question
     for recipe, ratio in (("full_reuse", 0.0), ("prophetkv", 0.5), ("epic", 1.0)):
-        answer = await rig.ask(system, [a, b, c], question, recipe=recipe, ratio=ratio, tenant=tenant)
+        answer = await rig.ask(*parts, recipe=recipe, ratio=ratio, expected=plain.full_attention(parts))
         assert answer.summary.tokens_lossless == answer.summary.context_tokens == len(a + b + c)
         assert answer.summary.tokens_recomputed == answer.summary.tokens_encoded == 0
         assert {kind for kind, _ in hits(answer)} == {"exact"}
-        assert error(answer.logits[0], expected) < CLOSE
 
     # Behind another chunk the same entries are stale, and B's was written for the place where it was.
-    answer = await rig.ask(system, [c, b], question, recipe="full_reuse", tenant=tenant)
+    answer = await rig.ask(system, [c, b], question, recipe="full_reuse")
     assert answer.summary.tokens_lossless == 0
     far = plain.kv([*system, *a, *b, *c])
     ends = list(itertools.accumulate(map(len, (system, a, b, c))))
@@ -91,71 +81,46 @@ async def test_an_exact_path_is_lossless(
 
 
 @pytest.mark.parametrize("kind", ["llama", "glm4", "qwen2-mixed"])
-async def test_similarity_guided_encoding(
-    kind: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_similarity_guided_encoding(kind: str, cached: Any, text: Text) -> None:
     """A chunk after its neighbours, each reused as encoded alone; found by its variant, before the plain entry."""
     plain = oracle(kind)
     system, question, a, b, c, d = (text[n] for n in "SQABCD")
-    rig = await start(kind, cache=cache_service)
-    await rig.fill(system, [a, d], question, tenant=tenant)
-    made = await rig.encode(system, [a, b, c], d, "NEIGHBOURS", tenant)
+    rig, parts = await cached(kind), (system, [a, d], question)
+    await rig.fill(*parts)
+    made = await rig.encode(system, [a, b, c], d, "NEIGHBOURS")
     assert not made.existed
-    assert (await rig.encode(system, [a, b, c], d, "NEIGHBOURS", tenant)) == type(made)(
-        key=made.key, variant=made.variant, existed=True, tokens=len(d)
-    )
-    others = [await rig.encode(system, n, d, "NEIGHBOURS", tenant) for n in ([b, a, c], [a, b], [a, b, c, a])]
+    again = await rig.encode(system, [a, b, c], d, "NEIGHBOURS")
+    assert (again.key, again.variant, again.existed, again.tokens) == (made.key, made.variant, True, len(d))
+    others = [await rig.encode(system, n, d, "NEIGHBOURS") for n in ([b, a, c], [a, b], [a, b, c, a])]
     assert len({made.key, *(o.key for o in others)}) == len({made.variant, *(o.variant for o in others)}) == 4
 
-    base = len(system + a + b + c)
+    base, place = len(system + a + b + c), len(system + a)
     behind = plain.kv(d, past=plain.reused(system, [a, b, c]))
-    place = len(system + a)
-
-    def context(own: Any) -> Any:
-        return join([plain.reused(system, [a]), own])
-
-    guided = plain.after(context(plain.moved(behind, base, base + len(d), place - base)), question)
-    isolated = plain.after(context(plain.alone(system, d, place)), question)
+    moved = plain.moved(behind, base, base + len(d), place - base)
+    guided, isolated = plain.after(join([plain.reused(system, [a]), moved]), question), plain.full_reuse(parts)
     assert error(guided, isolated) > 100 * CLOSE
-    for worker in (rig, await start(kind, cache=cache_service)):
-        more = {"recipe": "fusionrag", "ratio": 0.0, "tenant": tenant}
-        answer = await worker.ask(system, [a, d], question, variants=[[], [made.variant]], **more)
-        assert error(answer.logits[0], guided) < CLOSE
+    for worker in (rig, await cached(kind)):
+        more = {"recipe": "fusionrag", "ratio": 0.0}
+        answer = await worker.ask(*parts, variants=[[], [made.variant]], **more, expected=guided)
         assert answer.summary.tokens_lossless == len(a)
-        answer = await worker.ask(system, [a, d], question, variants=[[], [bytes(32)]], **more)
-        assert error(answer.logits[0], isolated) < CLOSE
-        answer = await worker.ask(system, [a, d], question, variants=[[], [made.variant]], ratio=1.0, tenant=tenant)
-        assert error(answer.logits[0], plain.logits([*system, *a, *d, *question])) < CLOSE
+        await worker.ask(*parts, variants=[[], [bytes(32)]], **more, expected=isolated)
+        await worker.ask(*parts, variants=[[], [made.variant]], ratio=1.0, expected=plain.full_attention(parts))
 
 
 @pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_an_empty_system_prompt(
-    mode: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_the_first_chunk_and_an_empty_system_prompt(mode: str, cached: Any, text: Text) -> None:
     plain = oracle("llama")
-    question, a, b = (text[n] for n in "QAB")
-    rig = await start("llama", cache=cache_service)
-    expected = plain.logits([*a, *b, *question])
-    await rig.encode([], [a], b, mode, tenant)
-    for worker in (rig, await start("llama", cache=cache_service)):
-        answer = await worker.ask([], [a, b], question, ratio=1.0, tenant=tenant)
+    system, question, a, b = (text[n] for n in "SQAB")
+    rig, parts = await cached("llama"), ([], [a, b], question)
+    await rig.encode([], [a], b, mode)
+    for worker in (rig, await cached("llama")):
+        answer = await worker.fill(*parts, ratio=1.0, expected=plain.full_attention(parts))
         assert answer.summary.degraded_reason == ""
-        assert error(answer.logits[0], expected) < CLOSE
-        await worker.stored()
-    answer = await worker.ask([], [a, b], question, ratio=0.0, tenant=tenant)
-    reuse = plain.after(plain.reused([], [a, b]), question)
-    assert error(answer.logits[0], expected if mode == "EXACT" else reuse) < CLOSE
-
-
-@pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
-async def test_encoding_the_first_chunk(
-    mode: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
-    system, question, a = (text[n] for n in "SQA")
-    rig = await start("llama", cache=cache_service)
-    made = await rig.encode(system, [], a, mode, tenant)
-    answer = await rig.ask(system, [a], question, variants=[[made.variant] if made.variant else []], tenant=tenant)
-    assert error(answer.logits[0], oracle("llama").logits([*system, *a, *question])) < CLOSE
+    expected = plain.full_attention(parts) if mode == "EXACT" else plain.full_reuse(parts)
+    await worker.ask(*parts, ratio=0.0, expected=expected)
+    made = await rig.encode(system, [], a, mode)
+    parts, variants = (system, [a], question), [[made.variant] if made.variant else []]
+    await rig.ask(*parts, variants=variants, expected=plain.full_attention(parts))
 
 
 names = st.lists(st.sampled_from("ABCDE"), max_size=5)
@@ -164,23 +129,15 @@ names = st.lists(st.sampled_from("ABCDE"), max_size=5)
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(prompt=names, ratio=st.sampled_from([0.0, 0.1, 0.33, 0.9, 1.0]), exact=names, fresh=st.booleans())
 async def test_any_pattern_of_hits(
-    prompt: list[str],
-    ratio: float,
-    exact: list[str],
-    fresh: bool,
-    cache_service: str,
-    start: Any,
-    tenant: str,
-    text: dict[str, list[int]],
+    prompt: list[str], ratio: float, exact: list[str], fresh: bool, cached: Any, text: Text
 ) -> None:
     """What is there grows from example to example: prompts that ran, and paths encoded ahead of time."""
-    system, question = text["S"], text["Q"]
-    rig = await start("mistral-window", cache=cache_service, pool_bytes=1 << 20)
+    rig, chunks = await cached("mistral-window", pool_bytes=1 << 20), [text[n] for n in prompt]
+    parts = text["S"], chunks, text["Q"]
     if exact:
         *before, last = [text[n] for n in exact]
-        await rig.encode(system, before, last, "EXACT", tenant)
-    chunks = [text[n] for n in prompt]
-    answer = await rig.fill(system, chunks, question, recipe="epic", ratio=ratio, tenant=tenant)
+        await rig.encode(text["S"], before, last)
+    answer = await rig.fill(*parts, recipe="epic", ratio=ratio)
     s, context = answer.summary, sum(map(len, chunks))
     assert not s.degraded
     assert s.context_tokens == context
@@ -191,24 +148,21 @@ async def test_any_pattern_of_hits(
     exact_hits = sum(h.tokens for h in s.hits if h.kind == "exact")
     assert exact_hits <= s.tokens_lossless <= exact_hits + (len(chunks[0]) if chunks else 0)
     if s.tokens_reused == 0:
-        expected = oracle("mistral-window").logits([*system, *itertools.chain(*chunks), *question])
-        assert error(answer.logits[0], expected) < CLOSE
+        assert error(answer.logits[0], oracle("mistral-window").full_attention(parts)) < CLOSE
 
 
 @pytest.mark.parametrize("recipe", ["epic", "cacheblend", "prophetkv+window(4,2)"])
-async def test_kinds_mixed_and_several_at_once(
-    recipe: str, cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]
-) -> None:
+async def test_kinds_mixed_and_several_at_once(recipe: str, cached: Any, text: Text) -> None:
     """Exact, alternative, variant and miss in one prompt, a third recomputed, beside other requests."""
     plain = oracle("qwen3")
     system, question, a, b, c, d, e = (text[n] for n in "SQABCDE")
-    maker = await start("qwen3", cache=cache_service)
-    await maker.encode(system, [a], b, "EXACT", tenant)
-    await maker.ask(system, [c], question, tenant=tenant)
-    variant = (await maker.encode(system, [e, a], d, "NEIGHBOURS", tenant)).variant
+    maker, rig = await cached("qwen3"), await cached("qwen3")
+    await maker.encode(system, [a], b)
+    await maker.ask(system, [c], question)
+    variant = (await maker.encode(system, [e, a], d, "NEIGHBOURS")).variant
     await maker.stored()
-    rig = await start("qwen3", cache=cache_service)
     chunks, missed = [a, b, c, d, [7, 7, 7, 9]], 4
+    parts = system, chunks, question
     ends = list(itertools.accumulate(map(len, (system, *chunks))))
     behind = plain.kv(d, past=plain.reused(system, [e, a]))
     base = len(system + e + a)
@@ -230,45 +184,37 @@ async def test_kinds_mixed_and_several_at_once(
     count = int(fresh.sum())
     assert 0 < count <= len(best)
     assert (count < len(best)) == bool(windowed), "the windows keep all, so this test shows nothing"
-    whole = [*system, *itertools.chain(*chunks), *question]
-    expected = plain.overlaid(whole, stale, fresh)
-    mixed, alone, full = await asyncio.gather(
-        rig.ask(
-            system, chunks, question, recipe=recipe, ratio=0.3, variants=[[], [], [], [variant], []], tenant=tenant
-        ),
-        rig.ask(system, [d, c], question[:1], recipe="full_reuse", tenant=tenant + "y"),
-        rig.ask(system, chunks, question, recipe="full_attention"),
+    expected = plain.overlaid(whole(parts), stale, fresh)
+    other = system, [d, c], question[:1]
+    mixed, _, _ = await asyncio.gather(
+        rig.ask(*parts, recipe=recipe, ratio=0.3, variants=[[], [], [], [variant], []], expected=expected),
+        rig.ask(*other, recipe="full_reuse", tenant=rig.tenant + "y", expected=plain.full_reuse(other)),
+        rig.ask(*parts, recipe="full_attention", expected=plain.full_attention(parts)),
     )
     assert hits(mixed) == {("exact", "memory"): 2, ("alternative", "memory"): 2}
     assert mixed.summary.chunks_missed == 1
     assert mixed.summary.tokens_lossless == len(a + b)
     assert mixed.summary.tokens_recomputed == count
-    assert error(mixed.logits[0], expected) < CLOSE
-    assert error(alone.logits[0], plain.after(plain.reused(system, [d, c]), question[:1])) < CLOSE
-    assert error(full.logits[0], plain.logits(whole)) < CLOSE
 
 
-async def test_a_prefix_cache(cache_service: str, start: Any, tenant: str, text: dict[str, list[int]]) -> None:
+async def test_a_prefix_cache(cached: Any, text: Text) -> None:
     """Full attention's answers, without computing again what follows the same path; and nothing from elsewhere."""
     plain = oracle("qwen3")
     system, question, a, b, c = (text[n] for n in "SQABC")
 
     async def ask(rig: Any, *chunks: list[int]) -> Any:
-        answer = await rig.ask(system, chunks, question, recipe="prefix_cache", tenant=tenant, max_tokens=2)
-        context = [*system, *itertools.chain(*chunks), *question]
-        for at, logits in enumerate(answer.logits):
-            assert error(logits, plain.logits([*context, *answer.ids[:at]])) < CLOSE
+        answer = await rig.ask(system, chunks, question, recipe="prefix_cache", max_tokens=2)
+        check_answer(answer, lambda said: plain.logits([*whole((system, chunks, question)), *said]))
         assert answer.summary.tokens_lossless == sum(map(len, chunks))
         assert answer.summary.tokens_recomputed == answer.summary.tokens_reused == 0
         return answer.summary.tokens_encoded
 
-    rig = await start("qwen3", cache=cache_service)
+    rig, other = await cached("qwen3"), await cached("qwen3")
     assert await ask(rig, a, b, c) == len(a + b + c)
     assert await ask(rig, a, b, c) == 0
     assert await ask(rig, a, c, b) == len(b + c)
     assert await ask(rig, a, b) == 0
     assert await ask(rig, b, a) == len(a + b), "a is there, behind another chunk"
     await rig.stored()
-    other = await start("qwen3", cache=cache_service)
     # Computed twice on the way or asked for twice: what is stored of it is used.
     assert await ask(other, a, b, c) <= len(b + c)

@@ -1,20 +1,17 @@
-"""Link tokens behind reused chunks (KVLink), against plain transformers."""
+"""Link tokens behind reused chunks (KVLink), and decoding over what SnapKV keeps, against plain transformers."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from fusionkv.protos.runtime.errors import FailedPrecondition, InvalidArgument
-from tests.fusion_worker.oracle import error, oracle
+from tests.fusion_worker.oracle import CLOSE, Parts, check_answer, error, oracle, overlay
 
-CLOSE = 1e-4
 CHUNKS, EACH = 6, 5
 # Any tokens serve: what makes one a link token is where it stands and what sees it.
 LINKS = tuple(tuple(range(200 + EACH * i, 200 + EACH * (i + 1))) for i in range(CHUNKS))
-Parts = tuple[list[int], list[list[int]], list[int]]
 
 
 @pytest.fixture
@@ -39,10 +36,8 @@ async def test_links_see_all_before_them(family: str, each: int, linked: Any, pa
     context = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
     answer = await rig.ask(*parts, recipe=f"kvlink+linked({each})", max_tokens=3)
     assert answer.summary.tokens_recomputed == 0
-    for at, logits in enumerate(answer.logits):
-        assert error(logits, plain.after(context, [*question, *answer.ids[:at]])) < CLOSE
-    without = plain.after(plain.reused(system, chunks), question)
-    assert error(without, answer.logits[0]) > 100 * CLOSE, "links change nothing, so this test shows nothing"
+    check_answer(answer, lambda said: plain.after(context, [*question, *said]))
+    assert error(plain.full_reuse(parts), answer.logits[0]) > 100 * CLOSE, "links change nothing"
 
 
 @pytest.mark.parametrize("each", [1, 5])
@@ -53,8 +48,7 @@ async def test_one_pass_under_a_mask_of_blocks(family: str, each: int, linked: A
     ids, block = woven(chunks, each)
     expected = plain.blocks([*block, *[-1] * len(question)]).logits([*ids, *question], use_cache=False)
     recipe = "kvlink" if each == 5 else "full_reuse+linked(1)"
-    answer = await rig.ask([], chunks, question, recipe=recipe)
-    assert error(answer.logits[0], expected) < CLOSE
+    await rig.ask([], chunks, question, recipe=recipe, expected=expected)
 
 
 @pytest.mark.parametrize("recipe", ["prophetkv", "epic", "cacheblend", "a3"])
@@ -70,8 +64,7 @@ async def test_a_third_recomputed_beside_links(recipe: str, linked: Any, parts: 
     stale = plain.linked(system, chunks, [LINKS[i][:each] for i in range(len(chunks))])
     answer = await rig.ask(*parts, recipe=f"{recipe}+linked({each})", ratio=0.3, max_tokens=3)
     assert answer.summary.tokens_recomputed == chosen.sum()
-    for at, logits in enumerate(answer.logits):
-        assert error(logits, plain.overlaid([*system, *ids, *question, *answer.ids[:at]], stale, fresh)) < CLOSE
+    check_answer(answer, lambda said: plain.overlaid([*system, *ids, *question, *said], stale, fresh))
 
 
 async def test_context_kept_beside_links(linked: Any, parts: Parts) -> None:
@@ -82,7 +75,6 @@ async def test_context_kept_beside_links(linked: Any, parts: Parts) -> None:
     shrunk, whole = plain.seeing(plain.kept(context, question, len(system), 12)), plain.kv(question, past=context)
     for at in range(1, len(answer.logits)):
         assert error(answer.logits[at], shrunk.after(whole, answer.ids[:at])) < CLOSE
-    await rig.settled()
 
 
 async def test_no_links_where_nothing_is_stale(linked: Any, parts: Parts) -> None:
@@ -90,9 +82,8 @@ async def test_no_links_where_nothing_is_stale(linked: Any, parts: Parts) -> Non
     system, chunks, question = parts
     rig, plain = await linked("llama"), oracle("llama")
     for asked, recipe, more in ((chunks, "prophetkv+linked(5)", {"ratio": 1.0}), (chunks[:1], "kvlink", {})):
-        answer = await rig.ask(system, asked, question, recipe=recipe, **more)
-        expected = plain.logits([*system, *itertools.chain(*asked), *question])
-        assert error(answer.logits[0], expected) < CLOSE, recipe
+        expected = plain.full_attention((system, asked, question))
+        await rig.ask(system, asked, question, recipe=recipe, **more, expected=expected)
 
 
 async def test_zero_links_are_full_reuse_on_any_model(start: Any, parts: Parts) -> None:
@@ -113,3 +104,58 @@ async def test_what_a_model_has_no_links_for_is_refused(start: Any, linked: Any,
     with pytest.raises(InvalidArgument, match="a prompt of 91 tokens and an answer of 20 exceed"):
         await rig.ask(*parts, recipe="kvlink", max_tokens=20)
     assert (await rig.ask(*parts, recipe="full_reuse", max_tokens=20)).ids
+
+
+FULL = ("llama", "llama-yarn", "qwen2", "qwen3", "glm4")
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize(
+    ("recipe", "ratio"), [("full_reuse", 0.0), ("prophetkv", 0.3), ("prophetkv", 1.0), ("a3", 1.0)]
+)
+async def test_kept_by_layer_and_head(name: str, recipe: str, ratio: float, start: Any, parts: Any) -> None:
+    system, chunks, question = parts
+    rig, plain = await start(name), oracle(name)
+    before, low, stale = [*system, *(i for c in chunks for i in c)], len(system), plain.reused(system, chunks)
+    context = plain.kv(before, past=overlay(stale, plain.chosen("prophetkv", *parts, ratio)))
+    answer = await rig.ask(*parts, recipe=f"{recipe}+snapkv(12)", ratio=ratio, max_tokens=6)
+    assert error(answer.logits[0], plain.after(context, question)) < CLOSE, "the first token sees all"
+    shrunk = plain.seeing(plain.kept(context, question, low, 12))
+    whole = plain.kv(question, past=context)
+    for at in range(1, len(answer.logits)):
+        expected = shrunk.after(whole, answer.ids[:at])
+        assert error(answer.logits[at], expected) < CLOSE
+    assert error(plain.after(whole, answer.ids[:1]), answer.logits[1]) > 100 * CLOSE, "all was kept"
+
+
+async def test_a_context_that_fits_is_left_alone(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    plain = await rig.ask(*parts, recipe="full_reuse", max_tokens=4)
+    kept = await rig.ask(*parts, recipe="full_reuse+snapkv(55)", max_tokens=4)
+    assert sum(map(len, parts[1])) == 55
+    assert kept.ids == plain.ids
+    assert all(error(a, b) == 0 for a, b in zip(kept.logits, plain.logits, strict=True))
+
+
+async def test_chunks_are_let_go_before_the_answer_ends(start: Any, parts: Any) -> None:
+    rig = await start("llama")
+    await rig.ask(*parts, recipe="full_reuse")
+    idle = rig.pool.idle
+    tokens = 0
+    request = rig.request(*parts, recipe="full_reuse+snapkv(8)", max_tokens=5)
+    async for response in rig.servicer.Generate(request, None):
+        tokens += response.HasField("token")
+        if tokens == 1:
+            assert rig.pool.idle == 0
+        elif tokens == 3:
+            # All but the system prompt, which is still read.
+            assert rig.pool.idle == idle - rig.pool.slots_for(len(parts[0]))
+    assert tokens == 5
+
+
+@pytest.mark.parametrize("name", ["mistral-window", "qwen2-window", "qwen2-mixed"])
+async def test_a_model_with_a_window_is_refused(name: str, start: Any, parts: Any) -> None:
+    rig = await start(name)
+    with pytest.raises(FailedPrecondition, match=r"sees a window of its context; full_reuse\+snapkv would"):
+        await rig.ask(*parts, recipe="full_reuse+snapkv")
+    assert (await rig.ask(*parts, recipe="full_reuse")).ids

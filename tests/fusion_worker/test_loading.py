@@ -1,17 +1,21 @@
-"""Requests whose KV is being loaded: the engine computes for others meanwhile, and the second model for them."""
+"""Requests whose KV is being loaded: the engine computes for others meanwhile; a shared load is one span."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fusionkv.fusion_worker import models as worker_models
+from fusionkv.fusion_worker.load import loader, spans
 from fusionkv.fusion_worker.load.placement import LoadedChunk, Stages
-from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle, random_ids
+from tests.fusion_worker.oracle import byte_tokenizer, network, oracle, random_ids
 
 pytestmark = pytest.mark.system
-CLOSE = 1e-4
 
 
 class Gate:
@@ -29,23 +33,15 @@ class Gate:
         await self._fetch(part, stages)
 
 
-async def stored(maker: Any, tenant: str, *prompts: Sequence[Any]) -> None:
-    for prompt in prompts:
-        await maker.ask(*prompt, tenant=tenant, ratio=0.0)
-    await maker.stored()
-
-
-async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(
-    cache_service: str, start: Any, tenant: str
-) -> None:
+async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(cached: Any) -> None:
     """Others are answered from start to end while it waits, some with KV of their own to load, and none sooner."""
     system, question = random_ids(5, 1), random_ids(4, 2)
     held, other, new = ([random_ids(n, n), random_ids(n + 1, n + 1)] for n in (40, 20, 30))
-    await stored(
-        await start("qwen3", cache=cache_service), tenant, (system, held, question), (system, other, question)
-    )
+    maker = await cached("qwen3")
+    for chunks in (held, other):
+        await maker.fill(system, chunks, question, ratio=0.0)
 
-    rig, plain = await start("qwen3", cache=cache_service), oracle("qwen3")
+    rig, plain = await cached("qwen3"), oracle("qwen3")
     steps: list[int] = []
     step = rig.servicer.engine.step
 
@@ -55,38 +51,32 @@ async def test_a_request_whose_kv_is_loading_costs_the_engine_nothing(
 
     rig.servicer.engine.step = counted
     gate = Gate(rig, len(held[0]))
-    waiting = asyncio.create_task(rig.ask(system, held, question, tenant=tenant, ratio=0.0))
+    parts = system, held, question
+    waiting = asyncio.create_task(rig.ask(*parts, ratio=0.0, expected=plain.full_reuse(parts)))
     await gate.arrived.wait()
+    beside = [(system, chunks, question) for chunks in (other, new)]
     async with asyncio.timeout(60):
-        beside = await asyncio.gather(
-            *(rig.ask(system, chunks, question, tenant=tenant, ratio=0.0, max_tokens=6) for chunks in (other, new))
+        answers = await asyncio.gather(
+            *(rig.ask(*p, ratio=0.0, max_tokens=6, expected=plain.full_reuse(p)) for p in beside)
         )
     assert not waiting.done()
-    assert [a.summary.chunks_missed for a in beside] == [0, 2]
-    for answer, chunks in zip(beside, (other, new), strict=True):
-        assert len(answer.ids) == 6
-        assert not answer.summary.degraded
-        assert error(answer.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
+    assert [a.summary.chunks_missed for a in answers] == [0, 2]
+    assert [(len(a.ids), a.summary.degraded) for a in answers] == [(6, False)] * 2
     assert steps
     before = len(steps)
     await asyncio.sleep(0.05)
     assert len(steps) == before, "what is computed for a request comes after its KV"
     gate.opened.set()
     answer = await waiting
-    assert not answer.summary.degraded
-    assert answer.summary.chunks_missed == 0
-    assert error(answer.logits[0], plain.after(plain.reused(system, held), question)) < CLOSE
+    assert (answer.summary.degraded, answer.summary.chunks_missed) == (False, 0)
 
 
-async def test_the_second_model_scores_while_the_first_one_s_kv_loads(
-    cache_service: str, start: Any, tenant: str
-) -> None:
+async def test_the_second_model_scores_while_the_first_one_s_kv_loads(cached: Any) -> None:
     second = worker_models.wrap("second", network("llama"), byte_tokenizer(), b"second".ljust(32), 2048)
     # Letters, since the second model reads the text: random bytes are none.
     system, question, *chunks = (list(text.encode()) for text in ("Answer.", "Who?", "a" * 20 + "b" * 20, "c" * 33))
-    await stored(await start("qwen3", cache=cache_service), tenant, (system, chunks, question))
-
-    rig = await start("qwen3", cache=cache_service, auxiliary=second)
+    await (await cached("qwen3")).fill(system, chunks, question, ratio=0.0)
+    rig = await cached("qwen3", auxiliary=second)
     scored = asyncio.Event()
     scores = rig.servicer.auxiliary.scores
 
@@ -97,7 +87,7 @@ async def test_the_second_model_scores_while_the_first_one_s_kv_loads(
 
     rig.servicer.auxiliary.scores = told
     gate = Gate(rig, len(chunks[0]))
-    waiting = asyncio.create_task(rig.ask(system, chunks, question, recipe="cacheclip", ratio=0.4, tenant=tenant))
+    waiting = asyncio.create_task(rig.ask(system, chunks, question, recipe="cacheclip", ratio=0.4))
     async with asyncio.timeout(60):
         await gate.arrived.wait()
         await scored.wait()
@@ -105,6 +95,55 @@ async def test_the_second_model_scores_while_the_first_one_s_kv_loads(
     assert not waiting.done()
     gate.opened.set()
     answer = await waiting
-    assert not answer.summary.degraded
-    assert answer.summary.chunks_missed == 0
+    assert (answer.summary.degraded, answer.summary.chunks_missed) == (False, 0)
     assert answer.summary.tokens_recomputed > 0
+
+
+@pytest.fixture
+def exported(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    for module in (loader, spans):
+        monkeypatch.setattr(module, "tracer", provider.get_tracer("test"))
+    yield exporter
+    provider.shutdown()
+
+
+async def test_a_shared_load_is_linked_with_all_who_wait(start: Any, exported: InMemorySpanExporter) -> None:
+    rig = await start("llama")
+    system, question = random_ids(4, 1), random_ids(3, 2)
+    gate, running = await rig.block(system, [random_ids(8, 3)], question, recipe="full_attention")
+    # The engine stands still: the first of them begins to encode the chunk, the others find that begun.
+    shared = random_ids(8, 4)
+    asked = [asyncio.create_task(rig.ask(system, [shared], question, recipe="full_reuse")) for _ in range(3)]
+    await rig.until(lambda: len(rig.pool._residents) == 2 and all(r.pins > 3 for r in rig.pool._residents.values()))
+    gate.opened.set()
+    await asyncio.gather(running, *asked)
+    await rig.settled()
+    done = exported.get_finished_spans()
+    loads = {span.context.span_id: span for span in done if span.name == "fusionkv.load"}
+    (encoded,) = [
+        s for s in done if s.name == "fusionkv.encode_chunk" and (s.attributes or {})["fusionkv.position"] == 4
+    ]
+    waiting = {link.context.span_id for link in encoded.links}
+    # The one that began it has it as its child, the other two are linked, and lead back.
+    assert {encoded.parent.span_id} | waiting == set(loads)
+    assert len(waiting) == 2
+    assert encoded.parent.span_id not in waiting
+    for span_id in waiting:
+        assert encoded.context.span_id in {link.context.span_id for link in loads[span_id].links}
+
+
+async def test_a_failed_load_says_why(start: Any, exported: InMemorySpanExporter, monkeypatch: Any) -> None:
+    rig = await start("llama")
+
+    async def broken(*_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(rig.servicer.loader, "_encode", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        await rig.ask(random_ids(4, 1), [random_ids(8, 3)], random_ids(3, 2), recipe="full_reuse")
+    failed = [span for span in exported.get_finished_spans() if span.name == "fusionkv.encode_chunk"]
+    assert failed
+    assert {span.status.status_code for span in failed} == {trace.StatusCode.ERROR}
+    assert not rig.servicer.loader._spans._running

@@ -93,12 +93,10 @@ def test_link_tokens_are_found_in_the_tokenizer(save: Any) -> None:
 
 def test_anchor_tokens_are_found_in_the_tokenizer(save: Any) -> None:
     assert models.load(save(), "cpu").anchors == {}
+    named = {kind: [f"<|anchor_{kind}_{n}|>" for n in range(1, count + 1)] for kind, count in ((50, 8), (75, 4))}
     ours = tokenizer.build(1, 1, {50: 16, 75: 16})
-    named = {
-        percent: [f"<|anchor_{percent}_{n}|>" for n in range(1, count + 1)] for percent, count in ((50, 8), (75, 4))
-    }
     found = models.wrap("anchored", copy.deepcopy(network("qwen2")), ours, bytes(32), 100)
-    assert found.anchors == {percent: tuple(ours.convert_tokens_to_ids(names)) for percent, names in named.items()}
+    assert found.anchors == {kind: tuple(ours.convert_tokens_to_ids(names)) for kind, names in named.items()}
     assert found.links == ((ours.convert_tokens_to_ids("<|link_1_1|>"),),)
 
 
@@ -119,78 +117,52 @@ def test_another_dtype_is_another_name_for_entries(save: Any) -> None:
     assert len({tuple(m.settings.items()) for m in found}) == 3
 
 
-def test_an_unsupported_family(save: Any, tmp_path: Path) -> None:
+def gpt2(directory: Path) -> None:
+    shutil.rmtree(directory)
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
-    byte_tokenizer().save_pretrained(tmp_path / "gpt2")
-    with pytest.raises(
-        FailedPrecondition,
-        match="family 'gpt2' is not supported; supported families: gemma3_text, glm4, llama, mistral, qwen2, qwen3",
-    ):
-        models.load(tmp_path / "gpt2", "cpu")
+    transformers.GPT2LMHeadModel(config).save_pretrained(directory)
+    byte_tokenizer().save_pretrained(directory)
+
+
+def rope(kind: str, **more: Any) -> Any:
+    return lambda d: edit(d, rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **more})
+
+
+def damaged(name: str, damage: Any) -> Any:
+    return lambda d: (d / name).write_bytes(damage((d / name).read_bytes()))
+
+
+LONG_ROPE = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}
+SUPPORTED = "supported families: gemma3_text, glm4, llama, mistral, qwen2, qwen3"
 
 
 @pytest.mark.parametrize(
-    "rope",
+    ("spoil", "message"),
     [
-        {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-        {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0] * 16,
-            "long_factor": [2.0] * 16,
-            "original_max_position_embeddings": 64,
-        },
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_rotations_that_are_no_function_of_the_position(rope: dict[str, Any], save: Any) -> None:
-    directory = save()
-    edit(directory, rope_parameters=rope)
-    with pytest.raises(FailedPrecondition, match=f"RoPE type '{rope['rope_type']}' is not supported"):
-        models.load(directory, "cpu")
-
-
-def test_files_that_are_missing(save: Any, tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=r"holds no config\.json"):
-        models.load(tmp_path / "nowhere", "cpu")
-    directory = save()
-    for name, message in (
-        ("model.safetensors", "no weights in safetensors"),
-        ("tokenizer.json", r"no tokenizer\.json"),
-    ):
-        (directory / name).rename(tmp_path / name)
-        with pytest.raises(FailedPrecondition, match=message):
-            models.load(directory, "cpu")
-        (tmp_path / name).rename(directory / name)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("model.safetensors", lambda data: data[: len(data) // 2]),
-        ("model.safetensors", lambda data: b"\xff" * 16 + data[16:]),
-        ("model.safetensors", lambda data: b""),
-        ("tokenizer.json", lambda data: data[:50]),
-        ("tokenizer.json", lambda data: b'{"a": 1}'),
-        ("config.json", lambda data: data[:50]),
-        ("config.json", lambda data: b"{}"),
-        ("config.json", lambda data: b'{"model_type": "no such thing"}'),
+        (gpt2, f"family 'gpt2' is not supported; {SUPPORTED}"),
+        # Rotations that are no function of the position.
+        (rope("dynamic", factor=2.0), "RoPE type 'dynamic' is not supported"),
+        (rope("longrope", **LONG_ROPE), "RoPE type 'longrope' is not supported"),
+        (shutil.rmtree, r"holds no config\.json"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights in safetensors"),
+        (lambda d: (d / "tokenizer.json").unlink(), r"no tokenizer\.json"),
+        (lambda d: edit(d, num_hidden_layers=4), "weights"),
+        (damaged("model.safetensors", lambda data: data[: len(data) // 2]), "tiny"),
+        (damaged("model.safetensors", lambda data: b"\xff" * 16 + data[16:]), "tiny"),
+        (damaged("model.safetensors", lambda data: b""), "tiny"),
+        (damaged("tokenizer.json", lambda data: data[:50]), "tiny"),
+        (damaged("tokenizer.json", lambda data: b'{"a": 1}'), "tiny"),
+        (damaged("config.json", lambda data: data[:50]), "tiny"),
+        (damaged("config.json", lambda data: b"{}"), "tiny"),
+        (damaged("config.json", lambda data: b'{"model_type": "no such thing"}'), "tiny"),
     ],
 )
-def test_files_that_are_damaged(name: str, damage: Any, save: Any) -> None:
+def test_directories_that_are_refused(spoil: Any, message: str, save: Any) -> None:
     directory = save()
-    (directory / name).write_bytes(damage((directory / name).read_bytes()))
-    with pytest.raises(FailedPrecondition, match="tiny") as caught:
+    spoil(directory)
+    with pytest.raises(FailedPrecondition, match=message) as caught:
         models.load(directory, "cpu")
     assert "\n" not in str(caught.value)
-
-
-def test_weights_that_are_not_all_there(save: Any) -> None:
-    directory = save()
-    edit(directory, num_hidden_layers=4)
-    with pytest.raises(FailedPrecondition, match="weights"):
-        models.load(directory, "cpu")
 
 
 @pytest.mark.parametrize("where", ["cuda", "cuda:7", "tpu", ""])

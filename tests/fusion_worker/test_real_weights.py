@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 from fusionkv.fusion_worker import models
 from fusionkv.fusion_worker.library import cache
 from fusionkv.fusion_worker.library.catalog import KNOWN
-from tests.fusion_worker.oracle import Oracle, error, whole
+from tests.fusion_worker.oracle import CLOSE, Oracle, check_answer, error, whole
 
 pytestmark = pytest.mark.weights
-CLOSE = 1e-4
 # Together more than the sliding window of Gemma 3 (512), and so is one of them alone.
 _LENGTHS = (150, 1, 540, 120)
 _CONFIG: dict[str, Any] = {"pool_bytes": 512 << 20, "page_tokens": 16}
@@ -47,34 +46,28 @@ def parts(loaded: tuple[models.Model, Oracle], root: Path) -> tuple[list[int], l
     return system, chunks, ids(model.template.question.format(question="Which tokens does a gateway accept?"))
 
 
-async def test_all_recomputed_is_full_attention(loaded: Any, parts: Any, start: Any) -> None:
-    model, plain = loaded
-    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
-    expected = plain.logits(whole(parts))
+@pytest.fixture
+async def rig(loaded: Any, start: Any) -> Any:
+    return await start("llama", replace=lambda _: loaded[0], max_tokens=loaded[0].max_tokens, **_CONFIG)
+
+
+async def test_all_recomputed_is_full_attention(loaded: Any, parts: Any, rig: Any) -> None:
+    expected = loaded[1].full_attention(parts)
     for recipe in ("full_attention", "prophetkv", "a3"):
-        answer = await rig.ask(*parts, recipe=recipe, ratio=1.0)
-        assert error(answer.logits[0], expected) < CLOSE, recipe
+        await rig.ask(*parts, recipe=recipe, ratio=1.0, expected=expected)
 
 
-async def test_nothing_recomputed_is_full_reuse(loaded: Any, parts: Any, start: Any) -> None:
-    (model, plain), (system, chunks, question) = loaded, parts
-    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
-    expected = plain.after(plain.reused(system, chunks), question)
-    answer = await rig.ask(*parts, recipe="full_reuse")
-    assert error(answer.logits[0], expected) < CLOSE
-    assert error(plain.logits(whole(parts)), expected) > 10 * CLOSE, "reuse changes nothing here"
+async def test_nothing_recomputed_is_full_reuse(loaded: Any, parts: Any, rig: Any) -> None:
+    expected = loaded[1].full_reuse(parts)
+    await rig.ask(*parts, recipe="full_reuse", expected=expected)
+    assert error(loaded[1].full_attention(parts), expected) > 10 * CLOSE, "reuse changes nothing here"
 
 
 @pytest.mark.parametrize("recipe", ["epic", "prophetkv", "a3"])
-async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, start: Any) -> None:
-    model, plain = loaded
-    rig = await start("llama", replace=lambda _: model, max_tokens=model.max_tokens, **_CONFIG)
+async def test_a_third_recomputed(recipe: str, loaded: Any, parts: Any, rig: Any) -> None:
+    _, plain = loaded
     context = plain.reused(*parts[:2])
     fresh = plain.chosen(recipe, *parts, 0.3, kv=copy.deepcopy(context))
-    expected = plain.overlaid(whole(parts), context, fresh)
     answer = await rig.ask(*parts, recipe=recipe, ratio=0.3, max_tokens=3)
     assert answer.summary.tokens_recomputed == fresh.sum()
-    for at, logits in enumerate(answer.logits):
-        if at:
-            expected = plain.overlaid([*whole(parts), *answer.ids[:at]], context, fresh)
-        assert error(logits, expected) < CLOSE
+    check_answer(answer, lambda said: plain.overlaid([*whole(parts), *said], context, fresh))

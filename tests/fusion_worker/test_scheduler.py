@@ -17,6 +17,13 @@ def work(rows: int, **more: Any) -> ForwardJob:
     return ForwardJob(torch.arange(rows), torch.arange(rows), (), **more)
 
 
+def scheduling(most: int, mixed: int, *works: ForwardJob) -> Scheduler:
+    made = Scheduler(most, mixed)
+    for one in works:
+        made.add(one)
+    return made
+
+
 def finish(parts: list[ScheduledSlice]) -> None:
     for part in parts:
         if part.last:
@@ -25,27 +32,22 @@ def finish(parts: list[ScheduledSlice]) -> None:
 
 def step(scheduler: Scheduler) -> dict[ForwardJob, int]:
     parts = scheduler.take()
-    assert parts is not None
     assert all(part.stop == part.work.done for part in parts if part.work.rows > 1)
     finish(parts)
     return {part.work: part.stop - part.start for part in parts}
 
 
 def test_the_oldest_gets_half_and_the_shortest_the_rest() -> None:
-    scheduler = Scheduler(100, 100)
     long, middle, short = work(1000), work(60), work(20)
-    for one in (long, middle, short):
-        scheduler.add(one)
+    scheduler = scheduling(100, 100, long, middle, short)
     assert step(scheduler) == {long: 50, short: 20, middle: 30}
     assert step(scheduler) == {long: 70, middle: 30}
     assert step(scheduler) == {long: 100}
 
 
 def test_a_stream_of_short_ones_starves_nobody() -> None:
-    chance, scheduler = random.Random(1), Scheduler(64, 64)
-    long = work(2000)
-    scheduler.add(long)
-    steps = 0
+    chance, long, steps = random.Random(1), work(2000), 0
+    scheduler = scheduling(64, 64, long)
     while long.left:
         for _ in range(4):
             scheduler.add(work(chance.randrange(2, 60)))
@@ -56,9 +58,8 @@ def test_a_stream_of_short_ones_starves_nobody() -> None:
 
 def test_steps_are_short_while_an_answer_is_streamed() -> None:
     """Also when its next row is not here: its last token is on its way to the caller."""
-    scheduler = Scheduler(100, 30)
     long = work(1000)
-    scheduler.add(long)
+    scheduler = scheduling(100, 30, long)
     assert step(scheduler) == {long: 100}
     with scheduler.streaming():
         for _ in range(3):
@@ -68,32 +69,24 @@ def test_steps_are_short_while_an_answer_is_streamed() -> None:
 
 def test_a_step_waits_for_a_stream_that_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fusionkv.fusion_worker.compute.scheduler._GRACE_SECONDS", 60.0)
-    scheduler = Scheduler(100, 30)
     long, row = work(1000), work(1)
-    scheduler.add(long)
+    scheduler = scheduling(100, 30, long)
     with scheduler.streaming():
-        timer = threading.Timer(0.05, scheduler.add, (row,))
-        timer.start()
+        threading.Timer(0.05, scheduler.add, (row,)).start()
         assert step(scheduler) == {row: 1, long: 29}
         # A closed scheduler keeps nobody.
-        timer = threading.Timer(0.05, scheduler.close)
-        timer.start()
+        threading.Timer(0.05, scheduler.close).start()
         assert scheduler.take() is None
 
 
 def test_short_ones_wait_for_no_long_one() -> None:
-    scheduler = Scheduler(100, 100)
-    for _ in range(3):
-        scheduler.add(work(10_000))
     short = work(40)
-    scheduler.add(short)
-    assert step(scheduler)[short] == 40
+    assert step(scheduling(100, 100, *(work(10_000) for _ in range(3)), short))[short] == 40
 
 
 def test_steps_are_small_while_answers_are_streamed() -> None:
-    scheduler = Scheduler(1000, 100)
     long = work(5000)
-    scheduler.add(long)
+    scheduler = scheduling(1000, 100, long)
     assert step(scheduler) == {long: 1000}
     for _ in range(5):
         decode = work(1)
@@ -103,10 +96,8 @@ def test_steps_are_small_while_answers_are_streamed() -> None:
 
 
 def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
-    scheduler = Scheduler(100, 100)
     plain, whole = work(120), work(150, logits=2)
-    scheduler.add(plain)
-    scheduler.add(whole)
+    scheduler = scheduling(100, 100, plain, whole)
     assert step(scheduler) == {plain: 100}
     # Decodes in every step don't hold it up.
     scheduler.add(work(1))
@@ -116,27 +107,20 @@ def test_what_cant_be_split_goes_whole_when_it_is_the_oldest() -> None:
 
 
 def test_background_takes_what_is_left() -> None:
-    scheduler = Scheduler(100, 100)
     behind, wanted = work(200, background=True), work(70)
-    scheduler.add(behind)
-    scheduler.add(wanted)
-    assert step(scheduler) == {wanted: 70, behind: 30}
+    assert step(scheduling(100, 100, behind, wanted)) == {wanted: 70, behind: 30}
 
 
 def test_background_that_cant_be_split_holds_no_stream_up() -> None:
-    scheduler = Scheduler(100, 100)
     behind, decode, short = work(150, background=True, logits=2), work(1), work(20)
-    for one in (behind, decode, short):
-        scheduler.add(one)
+    scheduler = scheduling(100, 100, behind, decode, short)
     assert step(scheduler) == {decode: 1, short: 20}
     assert step(scheduler) == {behind: 150}
 
 
 def test_abandoned_works_leave() -> None:
-    scheduler = Scheduler(100, 100)
     begun, waiting, last = work(300), work(400), work(50)
-    for one in (begun, waiting, last):
-        scheduler.add(one)
+    scheduler = scheduling(100, 100, begun, waiting, last)
     assert step(scheduler) == {begun: 50, last: 50}
     begun.abandoned = waiting.abandoned = True
     assert waiting.future.cancel(), "it has not begun"

@@ -1,8 +1,10 @@
-"""Whose KV is it: what a stranger puts changes answers where nothing is signed, and none where workers sign."""
+"""Signatures: what a stranger puts changes answers where nothing is signed, and none where workers sign."""
 
-import itertools
+import dataclasses
 import logging
+import re
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +12,21 @@ import numpy as np
 import pytest
 
 from fusionkv.fusion_worker.transfer import signatures
-from fusionkv.kvcache_service.client import Hit, HitKind, Lookup
+from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
+from fusionkv.fusion_worker.transfer.signatures import Signer
+from fusionkv.kvcache_service import keys
+from fusionkv.kvcache_service.client import Entry, Hit, HitKind, Lookup
 from fusionkv.protos.observe import logs
 from fusionkv.protos.runtime.checksum import checksum
 from fusionkv.protos.runtime.watched import BadFile
-from tests.fusion_worker.oracle import error, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
 from tests.fusion_worker.stranger import Stranger, of_equal_checksum
+from tests.fusion_worker.test_near import HostFile
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import sharing
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
-CLOSE = 1e-4
 MODEL = "qwen3"
 SECRET, OTHER = "11" * 32, "22" * 32
 SAME = 22  # tokens of two of the chunks, which could be taken for one another
@@ -32,9 +39,7 @@ class Text:
         self.system, self.question = random_ids(6, 0), random_ids(5, 99)
         self.chunks = [random_ids(n, seed) for n, seed in ((SAME, 1), (SAME, 2), (30, 3))]
         self.parts = self.system, self.chunks, self.question
-        self.ids = [*self.system, *itertools.chain(*self.chunks), *self.question]
-        self.full = plain.logits(self.ids)
-        self.reused = plain.after(plain.reused(self.system, self.chunks), self.question)
+        self.full, self.reused = plain.full_attention(self.parts), plain.full_reuse(self.parts)
 
 
 @pytest.fixture
@@ -43,8 +48,8 @@ def text() -> Text:
 
 
 @pytest.fixture
-async def stranger(cache_service: str, start: Any, tenant: str) -> AsyncIterator[Stranger]:
-    made = Stranger(cache_service, await start(MODEL), tenant)
+async def stranger(cache_service: str, start: Any) -> AsyncIterator[Stranger]:
+    made = Stranger(cache_service, await start(MODEL))
     yield made
     await made.client.close()
 
@@ -64,18 +69,23 @@ def rejections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def signed(start: Any, cache_service: str, key_file: Path) -> Callable[..., Any]:
-    return lambda **more: start(MODEL, **{"cache": cache_service, "signing_keys": key_file, **more})
+def signed(cached: Any, key_file: Path) -> Callable[..., Any]:
+    return lambda **more: cached(MODEL, **{"signing_keys": key_file, **more})
 
 
-async def answers(rig: Any, text: Text, tenant: str, **more: Any) -> Any:
+@pytest.fixture
+async def maker(signed: Any, text: Text) -> Any:
+    """A worker that has stored the prompt, signed."""
+    made = await signed()
+    await made.fill(*text.parts, ratio=0.0)
+    return made
+
+
+async def answers(rig: Any, text: Text, **more: Any) -> Any:
     """Asks twice: reused it is what an untouched model reuses, and all recomputed full attention. Gives the first."""
-    first = await rig.ask(*text.parts, tenant=tenant, ratio=0.0, **more)
-    assert error(first.logits[0], text.reused) < CLOSE
-    again = await rig.ask(*text.parts, tenant=tenant, ratio=1.0, **more)
-    assert error(again.logits[0], text.full) < CLOSE
-    assert not first.summary.degraded
-    assert not again.summary.degraded
+    first = await rig.ask(*text.parts, ratio=0.0, expected=text.reused, **more)
+    again = await rig.ask(*text.parts, ratio=1.0, expected=text.full, **more)
+    assert (first.summary.degraded, again.summary.degraded) == (False, False)
     return first
 
 
@@ -83,113 +93,87 @@ def figures(answer: Any) -> tuple[int, int]:
     return answer.summary.entries_rejected, answer.summary.chunks_missed
 
 
-async def test_without_keys_a_stranger_changes_the_answer(
-    stranger: Stranger, start: Any, cache_service: str, text: Text, tenant: str
-) -> None:
-    await stranger.put([text.system])
-    for chunk in text.chunks:
-        await stranger.put([text.system, chunk])
-    rig = await start(MODEL, cache=cache_service)
+async def put_all(stranger: Stranger, parts: Parts) -> None:
+    for path in ([parts[0]], *([parts[0], chunk] for chunk in parts[1])):
+        await stranger.put(path)
+
+
+async def test_without_keys_a_stranger_changes_the_answer(stranger: Stranger, cached: Any, text: Text) -> None:
+    await put_all(stranger, text.parts)
+    rig = await cached(MODEL)
     for ratio, right in ((0.0, text.reused), (1.0, text.full)):
-        answer = await rig.ask(*text.parts, tenant=tenant, ratio=ratio)
+        answer = await rig.ask(*text.parts, ratio=ratio)
         assert error(answer.logits[0], right) > 1000 * CLOSE
-        assert figures(answer) == (0, 0)
-        assert not answer.summary.degraded
+        assert (*figures(answer), answer.summary.degraded) == (0, 0, False)
 
 
 async def test_with_keys_it_is_a_miss_and_replaced(
-    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str], caplog: Any
+    stranger: Stranger, signed: Any, text: Text, rejections: list[str], caplog: Any
 ) -> None:
     caplog.set_level(logging.WARNING)
-    await stranger.put([text.system])
-    for chunk in text.chunks:
-        await stranger.put([text.system, chunk])
+    await put_all(stranger, text.parts)
     rig = await signed()
-    answer = await answers(rig, text, tenant)
+    answer = await answers(rig, text)
     assert figures(answer) == (4, 3)
     assert rejections == ["unsigned"] * 4
     (line,) = (line for line in caplog.messages if "rejected an entry of the cache service" in line)
     assert line.endswith(": unsigned"), "one line a minute"
     await rig.stored()
-    hit = await answers(await signed(), text, tenant)
+    hit = await answers(await signed(), text)
     assert figures(hit) == (0, 0)
     assert {h.tier for h in hit.summary.hits} == {"memory"}
 
 
 @pytest.mark.parametrize("behind", ["its exact path", "a longer suffix"])
 async def test_what_hides_a_signed_entry_is_gone_with_the_first_question(
-    behind: str, stranger: Stranger, signed: Any, text: Text, tenant: str
+    behind: str, stranger: Stranger, maker: Any, signed: Any, text: Text
 ) -> None:
     """An exact entry comes before all others, and of alternatives the one with the longest common suffix."""
     system, (a, b, c), _ = text.parts
-    maker = await signed()
-    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
     await stranger.put([system, a, b, c] if behind == "its exact path" else [system, random_ids(7, 7), b, c])
-    assert figures(await answers(await signed(), text, tenant)) == (1, 1)
-    answer = await answers(await signed(), text, tenant)
-    assert figures(answer) == (0, 0)
+    for expected in ((1, 1), (0, 0)):
+        assert figures(await answers(await signed(), text)) == expected
 
 
-async def replayed(stranger: Stranger, text: Text, what: str) -> None:
-    """Signed entries, all there are, put under other names."""
-    system, (a, b, _), _ = text.parts
-    donor, victim = await stranger.find([system, a]), await stranger.find([system, b])
-    assert donor is not None
-    assert victim is not None
-    data = await stranger.bytes_of(donor)
-    of_victim = await stranger.bytes_of(victim)
-    put: dict[str, Any] = {"data": data, "signature": donor.signature}
-    if what == "another chunk":
-        await stranger.client.delete([victim.key])
-        await stranger.put([system, b], **put)
-    elif what == "another chunk, its exact path":
-        await stranger.put([system, a, b], **put, base=donor.base)
-    elif what == "the same chunk, its exact path":
-        await stranger.put([system, a, b], data=of_victim, signature=victim.signature)
-    elif what == "another base":
-        await stranger.client.delete([victim.key])
-        await stranger.put([system, b], data=of_victim, signature=victim.signature, base=victim.base + 1)
-    elif what == "a part of a signature":
-        await stranger.client.delete([victim.key])
-        await stranger.put([system, b], data=of_victim, signature=victim.signature[:-1])
-    elif what == "other bytes":
-        await stranger.client.delete([victim.key])
-        await stranger.put([system, b], signature=victim.signature)
+# Which of the signed entries a stranger puts, with what of it changed, under which path; "b" is replaced.
+REPLAYED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another chunk": ("a", {}, "b"),
+    "another chunk, its exact path": ("a", {}, "ab"),
+    "the same chunk, its exact path": ("b", {}, "ab"),
+    "another base": ("b", {"base": 1}, "b"),
+    "a part of a signature": ("b", {"signature": -1}, "b"),
+    "other bytes": ("b", {"data": None}, "b"),
+}
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "another chunk",
-        "another chunk, its exact path",
-        "the same chunk, its exact path",
-        "another base",
-        "a part of a signature",
-        "other bytes",
-    ],
-)
+@pytest.mark.parametrize("what", REPLAYED)
 async def test_a_signature_is_for_one_entry(
-    what: str, stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
+    what: str, stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
 ) -> None:
-    maker = await signed()
-    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
-    await replayed(stranger, text, what)
+    donor, changed, under = REPLAYED[what]
+    chunks = dict(zip("abc", text.chunks, strict=True))
+    entry, victim = [await stranger.find([text.system, chunks[name]]) for name in (donor, "b")]
+    put = {"data": await stranger.bytes_of(entry), "signature": entry.signature[: changed.get("signature")]}
+    if what == "another chunk, its exact path" or "base" in changed:
+        put["base"] = entry.base + changed.get("base", 0)
+    if "data" in changed:
+        del put["data"]
+    if under == "b":
+        await stranger.client.delete([victim.key])
+    await stranger.put([text.system, *(chunks[name] for name in under)], **put)
     rig = await signed()
-    assert figures(await answers(rig, text, tenant)) == (1, 1)
+    assert figures(await answers(rig, text)) == (1, 1)
     assert rejections == ["wrong signature"]
     await rig.stored()
-    assert figures(await answers(await signed(), text, tenant)) == (0, 0)
+    assert figures(await answers(await signed(), text)) == (0, 0)
 
 
 async def test_bytes_made_to_have_the_checksum_that_was_put(
-    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
+    stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
 ) -> None:
     """XXH3 is no cryptographic hash: whoever has a signed entry can make other bytes with its checksum in no time."""
-    maker = await signed()
-    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
     path = [text.system, text.chunks[1]]
     entry = await stranger.find(path)
-    assert entry is not None
     data = bytes(await stranger.bytes_of(entry))
     other = of_equal_checksum(data, np.random.default_rng(0).standard_normal(len(data) // 4, np.float32).tobytes())
     assert checksum(other) == entry.checksum == checksum(data)
@@ -197,40 +181,33 @@ async def test_bytes_made_to_have_the_checksum_that_was_put(
     await stranger.client.delete([entry.key])
     await stranger.put(path, data=memoryview(other), signature=entry.signature)
     believing, rig = await signed(signing_keys=None), await signed()
-    wrong = await believing.ask(*text.parts, tenant=tenant, ratio=0.0)
+    wrong = await believing.ask(*text.parts, ratio=0.0)
     assert not error(wrong.logits[0], text.reused) < CLOSE
     assert not wrong.summary.degraded
-    answer = await rig.ask(*text.parts, tenant=tenant, ratio=0.0)
-    assert error(answer.logits[0], text.full) < CLOSE
+    answer = await rig.ask(*text.parts, ratio=0.0, expected=text.full)
     assert answer.summary.degraded
     assert "are not those that a worker signed" in answer.summary.degraded_reason
     assert rejections == ["other bytes"]
-    assert figures(await answers(rig, text, tenant)) == (0, 1), "it was deleted"
+    assert figures(await answers(rig, text)) == (0, 1), "it was deleted"
 
 
 async def test_another_tenants_entries_are_not_taken(
-    stranger: Stranger, signed: Any, text: Text, tenant: str, rejections: list[str]
+    stranger: Stranger, maker: Any, signed: Any, text: Text, rejections: list[str]
 ) -> None:
-    maker = await signed()
-    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
     theirs = await stranger.find([text.system, text.chunks[0]])
-    assert theirs is not None
-    data = await stranger.bytes_of(theirs)
-    stranger.namespace = maker.servicer.loader.namespace(tenant + "2")
+    data, other = await stranger.bytes_of(theirs), maker.tenant + "2"
+    stranger.namespace = maker.servicer.loader.namespace(other)
     await stranger.put([text.system, text.chunks[0]], data=data, signature=theirs.signature)
-    answer = await answers(await signed(), text, tenant + "2")
+    answer = await answers(await signed(), text, tenant=other)
     assert (answer.summary.entries_rejected, rejections) == (1, ["wrong signature"])
 
 
 @pytest.mark.parametrize("in_pool", [False, True])
 async def test_a_service_can_not_answer_one_chunk_with_another(
-    in_pool: bool, signed: Any, text: Text, tenant: str
+    in_pool: bool, maker: Any, signed: Any, text: Text
 ) -> None:
     """Nor by the key of what the worker has in its pool, which it would not fetch."""
-    rig = await signed()
-    await rig.fill(*text.parts, tenant=tenant, ratio=0.0)
-    if not in_pool:
-        rig = await signed()
+    rig = maker if in_pool else await signed()
     lookup = rig.servicer.cache.lookup
 
     async def lying(*args: Any, **more: Any) -> Lookup:
@@ -240,8 +217,7 @@ async def test_a_service_can_not_answer_one_chunk_with_another(
         return Lookup((system, *swapped, c), found.lease)
 
     rig.servicer.cache.lookup = lying
-    answer = await answers(rig, text, tenant)
-    assert answer.summary.entries_rejected == 2
+    assert (await answers(rig, text)).summary.entries_rejected == 2
 
 
 def write(file: Path, *lines: str) -> None:
@@ -255,37 +231,183 @@ def noticed(rig: Any, caplog: Any, text: str) -> bool:
 
 
 async def test_keys_are_rotated_without_a_restart(
-    stranger: Stranger, signed: Any, text: Text, tenant: str, key_file: Path, caplog: Any
+    stranger: Stranger, signed: Any, text: Text, key_file: Path, caplog: Any
 ) -> None:
     caplog.set_level(logging.INFO)
     system, (a, b, _), question = text.parts
     old = await signed()
-    await old.fill(system, [a], question, tenant=tenant, ratio=0.0)
+    await old.fill(system, [a], question, ratio=0.0)
     write(key_file, OTHER, SECRET)
     await until(lambda: noticed(old, caplog, "changed and was read again"))
-    await old.fill(system, [a, b], question, tenant=tenant, ratio=0.0)
-    first, second = await stranger.find([system, a]), await stranger.find([system, b])
-    assert first is not None
-    assert second is not None
+    await old.fill(system, [a, b], question, ratio=0.0)
+    first, second = [await stranger.find([system, chunk]) for chunk in (a, b)]
     assert first.signature[:4] != second.signature[:4]
-    assert figures(await (await signed()).ask(system, [a, b], question, tenant=tenant)) == (0, 0)
+    assert figures(await (await signed()).ask(system, [a, b], question)) == (0, 0)
     write(key_file, OTHER)
-    answer = await (await signed()).ask(system, [a, b], question, tenant=tenant)
+    answer = await (await signed()).ask(system, [a, b], question)
     assert figures(answer) == (2, 1), "the system prompt and A have the old key's"
     write(key_file, "no key")
     await until(lambda: noticed(old, caplog, "can't be used; keeping the last valid state"))
-    answer = await old.ask(*text.parts, tenant=tenant, ratio=0.0)
+    answer = await old.ask(*text.parts, ratio=0.0)
     assert answer.summary.entries_rejected == 0
     with pytest.raises(BadFile, match=r"the signing keys .*: line 1 is not a key of 64 hex digits"):
         await signed()
 
 
-async def test_another_secret_is_a_strangers(
-    signed: Any, text: Text, tenant: str, tmp_path: Path, rejections: list[str]
-) -> None:
-    other = tmp_path / "other.keys"
-    write(other, OTHER)
-    maker = await signed(signing_keys=other)
-    await maker.fill(*text.parts, tenant=tenant, ratio=0.0)
-    assert figures(await answers(await signed(), text, tenant)) == (4, 3)
+async def test_another_secret_is_a_strangers(signed: Any, text: Text, tmp_path: Path, rejections: list[str]) -> None:
+    write(tmp_path / "other.keys", OTHER)
+    await (await signed(signing_keys=tmp_path / "other.keys")).fill(*text.parts, ratio=0.0)
+    assert figures(await answers(await signed(), text)) == (4, 3)
     assert rejections == ["unknown key"] * 4
+
+
+@pytest.mark.parametrize(
+    "changed", ["namespace", "system", "chunk", "first", "key", "variant", "checksum", "seal", "numbers"]
+)
+def test_everything_is_signed(changed: str, key_file: Path) -> None:
+    """Nothing of an entry's names and numbers can be another's."""
+    signer, path = Signer(key_file), [b"s" * 32, b"a" * 32, b"c" * 32]
+    signature = signer.sign(b"n" * 32, path, b"v" * 32, memoryview(bytes(100)), tokens=3, base=7)
+    assert len(signature) == 48
+    key = keys.entry_key(b"n" * 32, path, b"v" * 32)
+    entry = Entry(key, 100, 3, 7, checksum(bytes(100)), "memory", b"v" * 32, signature=signature)
+    names: list[Any] = [b"n" * 32, b"s" * 32, b"c" * 32, False]
+    assert signer.fault(*names, entry) == ""
+    others: list[tuple[list[Any], Entry]] = []
+    if changed in ("namespace", "system", "chunk", "first"):
+        at = ("namespace", "system", "chunk", "first").index(changed)
+        others = [([*names[:at], True if changed == "first" else b"o" * 32, *names[at + 1 :]], entry)]
+    elif changed == "seal":
+        flipped = (signature[:at] + bytes([signature[at] ^ 1]) + signature[at + 1 :] for at in range(4, 48))
+        others = [(names, replace(entry, signature=other)) for other in (*flipped, signature[:-1], signature + b"o")]
+    elif changed == "numbers":
+        others = [(names, replace(entry, **{name: 8})) for name in ("size", "tokens", "base")]
+    else:
+        value = getattr(entry, changed)
+        others = [(names, replace(entry, **{changed: v})) for v in (b"", value[:-1], value + b"o", b"o" * len(value))]
+    assert [signer.fault(*n, e) for n, e in others] == ["wrong signature"] * len(others)
+
+
+PLAIN = oracle(MODEL)
+ANCHORS = {50: tuple(range(200, 208))}
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return random_ids(6, 0), [random_ids(n, n) for n in (22, 30, 13)], random_ids(5, 99)
+
+
+def overwrite_memory(near: Any) -> int:
+    """Overwrites the service's memory tier with zeros, as who controls that machine may; gives its bytes."""
+    process = Path(f"/proc/{near.service.process.pid}")
+    maps = (process / "maps").read_text()
+    found = re.search(r"^([0-9a-f]+)-([0-9a-f]+) rw-s .*fusionkv-kvcache", maps, re.MULTILINE)
+    assert found is not None, maps
+    first, end = (int(address, 16) for address in found.groups())
+    with (process / "mem").open("r+b", buffering=0) as memory:
+        memory.seek(first)
+        return memory.write(bytes(end - first))
+
+
+MADE: dict[str, dict[str, Any]] = {
+    "full_reuse": {},
+    "cacheblend": {"store": "plain"},
+    "prophetkv": {"store": "int8"},
+    "full_reuse+versions(3)": {},
+    "full_reuse+anchored(50)": {"replace": lambda made: dataclasses.replace(made, anchors=ANCHORS)},
+}
+
+
+@pytest.mark.parametrize("recipe", MADE)
+async def test_what_a_worker_makes_others_take(recipe: str, cached: Any, parts: Parts, key_file: Path) -> None:
+    more = {"signing_keys": key_file, **MADE[recipe]}
+    made = await (await cached(MODEL, **more)).fill(*parts, recipe=recipe)
+    assert made.summary.chunks_missed == 3
+    found = await (await cached(MODEL, **more)).ask(*parts, recipe=recipe)
+    assert (*figures(found), found.summary.degraded) == (0, 0, False)
+    assert {hit.tier for hit in found.summary.hits} == {"memory"}
+    # As it is without keys, and as it is for who has other ones.
+    plain = await cached(MODEL, **more | {"signing_keys": None})
+    assert (await plain.ask(*parts, recipe=recipe)).summary.chunks_missed == 0
+
+
+@pytest.mark.parametrize("mode", ["EXACT", "NEIGHBOURS"])
+async def test_what_is_encoded_ahead_is_signed_and_replaces_what_is_not(
+    mode: str, cached: Any, parts: Parts, key_file: Path
+) -> None:
+    system, (a, b, c), _ = parts
+    assert not (await (await cached(MODEL)).encode(system, [a, b], c, mode)).existed
+    first, second = [await cached(MODEL, signing_keys=key_file) for _ in range(2)]
+    made = await first.encode(system, [a, b], c, mode)
+    assert not made.existed, "what is there is nobody's"
+    again = await second.encode(system, [a, b], c, mode)
+    assert (again.key, again.existed) == (made.key, True)
+    variants = {"variants": [[], [], [made.variant]]} if made.variant else {}
+    assert figures(await second.ask(*parts, **variants)) == (0, 0)
+
+
+async def test_entries_of_before_are_encoded_anew_once(near: Any, parts: Parts) -> None:
+    """As after an upgrade, also when they come from disk."""
+    await near.fill(parts)
+    near.restart()
+    rig = await near.worker(signing=True)
+    assert figures(await rig.fill(*parts, ratio=0.0)) == (4, 3)
+    assert figures(await (await near.worker(signing=True)).ask(*parts, ratio=0.0)) == (0, 0)
+
+
+async def test_a_restarted_service_has_the_signatures(near: Any, parts: Parts) -> None:
+    await near.fill(parts, signing=True)
+    near.restart()
+    answer = await (await near.worker(signing=True)).ask(*parts, ratio=0.0)
+    assert figures(answer) == (0, 0)
+    assert {hit.tier for hit in answer.summary.hits} == {"disk"}
+    assert error(answer.logits[0], PLAIN.full_reuse(parts)) < CLOSE
+
+
+async def test_what_a_stranger_left_on_disk_is_not_even_read(near: Any, parts: Parts) -> None:
+    rig = await near.worker(signing=True)
+    stranger = Stranger(near.address, rig)
+    await put_all(stranger, parts)
+    await stranger.client.close()
+    near.restart()
+    answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+    assert (answer.summary.entries_rejected, answer.summary.bytes_fetched) == (4, 0)
+
+
+async def test_without_a_copy_in_host_memory_nothing_is_read(near: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seals are verified on the CPU, so GPUDirect is for workers that don't sign."""
+    monkeypatch.setattr(DirectReader, "find", lambda storage: DirectReader(storage, HostFile))
+    assert (await near.worker()).servicer.loader._direct is not None
+    assert (await near.worker(signing=True)).servicer.loader._direct is None
+
+
+async def test_what_a_stranger_put_at_another_service_is_deleted_in_the_remote_tier(
+    redis: RedisServer, launch: Any, start: Any, parts: Parts, tmp_path: Path, key_file: Path
+) -> None:
+    async with sharing(launch, tmp_path, redis) as services:
+        first, second = services.services
+        rigs = [await start(MODEL, cache=first.address, signing_keys=key_file) for _ in range(2)]
+        stranger = Stranger(second.address, rigs[0])
+        await put_all(stranger, parts)
+        await stranger.client.close()
+        await services.settled()
+        assert await services.entries() == [0, 4]
+        for rig, expected in zip(rigs, ((4, 3), (0, 0)), strict=True):
+            answer = await rig.fill(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+            assert figures(answer) == expected
+            await services.settled()
+
+
+async def test_memory_is_verified(near: Any, parts: Parts) -> None:
+    await near.fill(parts, signing=True)
+    believing, signing = await near.worker(), await near.worker(signing=True)
+    # Connected, with the memory in sight.
+    for rig in (believing, signing):
+        await rig.fill([1], [[2]], [3])
+    assert overwrite_memory(near) == 16 << 20
+    wrong = await believing.ask(*parts, ratio=0.0)
+    assert not wrong.summary.degraded
+    assert error(wrong.logits[0], PLAIN.full_reuse(parts)) > 1000 * CLOSE
+    answer = await signing.ask(*parts, ratio=0.0, expected=PLAIN.full_attention(parts))
+    assert answer.summary.degraded
+    assert "are not those that a worker signed" in answer.summary.degraded_reason

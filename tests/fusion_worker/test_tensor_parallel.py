@@ -24,27 +24,21 @@ from fusionkv.fusion_worker.tensor_parallel.start import Processes, started
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime import rpc
 from fusionkv.protos.runtime.errors import FailedPrecondition, Unavailable
-from tests.fusion_worker.oracle import byte_tokenizer, error, network, oracle, random_ids
+from tests.fusion_worker.oracle import CLOSE, byte_tokenizer, error, network, oracle, random_ids
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(torch.cuda.is_available(), reason="ranks on a CPU need GPUs hidden: CUDA_VISIBLE_DEVICES="),
 ]
-# float32: sums over heads and channels are made in another order, and no more than that.
-CLOSE = 1e-4
+# By 1e-4 of the largest logit: sums over heads and channels are made in another order, and no more than that.
 POOL = {"pool_bytes": 8 << 20, "page_tokens": 4}
 # Gate and up in one matrix; norms of heads; biases of q, k and v.
 # The tests after those of all recipes take the last one's ranks over.
 SHARED = ("glm4", "qwen3", "qwen2")
 RECIPES = {
-    **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "epic")},
-    **{name: {"ratio": 0.4} for name in ("cacheblend", "kvshare", "cache_craft", "a3")},
-    "full_attention": {},
-    "full_reuse": {},
-    "ape": {},
-    "full_reuse+snapkv(12)": {},
-    "a3+snapkv(12)": {"ratio": 0.4},
-    "prophetkv+adaptive(33,300)": {"ratio": 0.4},
+    **{name: {"ratio": 0.4} for name in ("prophetkv", "fusionrag", "epic", "cacheblend", "kvshare", "cache_craft")},
+    **{name: {"ratio": 0.4} for name in ("a3", "a3+snapkv(12)", "prophetkv+adaptive(33,300)")},
+    **{name: {} for name in ("full_attention", "full_reuse", "ape", "full_reuse+snapkv(12)")},
 }
 
 
@@ -112,14 +106,17 @@ async def together(pair: Pair, start: Any, **more: Any) -> Any:
     return await start(family, replace=lambda _: pair.model, tp=tp, **POOL, **more)
 
 
+def alone_of(ranks: Pair) -> Any:
+    """The same model in one process."""
+    return lambda _: models.load(ranks.directory, "cpu")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARED)
 async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any, parts: Any) -> None:
     """The same tokens, and logits within 1e-4 of the largest; the two ends as an untouched model has them."""
     pair, plain = await together(pairs.get(name), start), oracle(name)
     alone = await start(name)
-    system, chunks, question = parts
-    ids = [*system, *(i for c in chunks for i in c), *question]
     for recipe, more in RECIPES.items():
         found = await pair.ask(*parts, recipe=recipe, max_tokens=6, **more)
         expected = await alone.ask(*parts, recipe=recipe, max_tokens=6, **more)
@@ -127,11 +124,8 @@ async def test_every_recipe_answers_as_alone(name: str, pairs: Pairs, start: Any
         for a, b in zip(found.logits, expected.logits, strict=True):
             assert error(a, b) < CLOSE, recipe
         assert found.summary.tokens_recomputed == expected.summary.tokens_recomputed, recipe
-    full = await pair.ask(*parts, recipe="prophetkv", ratio=1.0)
-    assert error(full.logits[0], plain.logits(ids)) < CLOSE
-    reused = await pair.ask(*parts, recipe="prophetkv", ratio=0.0)
-    assert error(reused.logits[0], plain.after(plain.reused(system, chunks), question)) < CLOSE
-    await pair.settled()
+    for ratio, expected in ((1.0, plain.full_attention(parts)), (0.0, plain.full_reuse(parts))):
+        await pair.ask(*parts, recipe="prophetkv", ratio=ratio, expected=expected)
 
 
 @pytest.mark.slow
@@ -144,44 +138,31 @@ async def test_corrected_as_alone(pairs: Pairs, start: Any, parts: Any) -> None:
         chunks = [random_ids(90, 100 * number + n) for n in range(4)]
         await pair.ask(parts[0], chunks, [7], recipe="full_reuse+corrected")
         await learns.settle()
-    assert await learns.find("", "") is not None
-    alone = await start("qwen2", replace=lambda _: models.load(ranks.directory, "cpu"))
+    assert await learns.find(pair.tenant, "") is not None
+    alone = await start("qwen2", replace=alone_of(ranks))
     for recipe, more in (("full_reuse+corrected", {}), ("midlayer+corrected", {"ratio": 0.4})):
         found = await pair.ask(*parts, recipe=recipe, **more)
         expected = await alone.ask(*parts, recipe=recipe, **more)
         assert error(found.logits[0], expected.logits[0]) < CLOSE
     plain = await alone.ask(*parts, recipe="full_reuse")
     assert error(plain.logits[0], (await alone.ask(*parts, recipe="full_reuse+corrected")).logits[0]) > CLOSE
-    await pair.settled()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "signed"), [("plain", False), ("int8", False), ("plain", True)])
 async def test_entries_are_those_of_a_worker_alone(
-    store: str,
-    signed: bool,
-    cache_service: str,
-    pairs: Pairs,
-    start: Any,
-    parts: Any,
-    tenant: str,
-    tmp_path: Path,
+    store: str, signed: bool, cache_service: str, pairs: Pairs, start: Any, parts: Any, key_file: Path
 ) -> None:
     """What one of them encodes the other fetches, and both answer the same; also where both sign."""
     system, chunks, question = parts
-    more = {"cache": cache_service, "store": store}
-    if signed:
-        more["signing_keys"] = tmp_path / "signing.keys"
-        more["signing_keys"].write_text("11" * 32)
+    more = {"cache": cache_service, "store": store, "signing_keys": key_file if signed else None}
     ranks = pairs.get("qwen2")
     pair = await together(ranks, start, **more)
-    loaded = models.load(ranks.directory, "cpu")
-    kwargs = {"replace": lambda _: loaded, **more}
+    first, second = [await start("qwen2", replace=alone_of(ranks), **more) for _ in range(2)]
     ours, theirs = chunks[:2], chunks[2:]
 
-    first = await start("qwen2", **kwargs)
-    expected = await first.fill(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
-    found = await pair.ask(system, theirs, question, recipe="full_reuse", tenant=tenant, max_tokens=4)
+    expected = await first.fill(system, theirs, question, recipe="full_reuse", max_tokens=4)
+    found = await pair.ask(system, theirs, question, recipe="full_reuse", max_tokens=4)
     assert sum(h.chunks for h in found.summary.hits if h.tier == "memory") == len(theirs)
     assert found.summary.bytes_fetched > 0
     # In one byte a number, what was fetched is not what its encoder had in its pool.
@@ -189,14 +170,12 @@ async def test_entries_are_those_of_a_worker_alone(
         assert found.ids == expected.ids
         assert error(found.logits[0], expected.logits[0]) < CLOSE
 
-    made = await pair.ask(system, ours, question, recipe="prophetkv", tenant=tenant, max_tokens=4)
+    made = await pair.fill(system, ours, question, recipe="prophetkv", max_tokens=4)
     assert made.summary.chunks_missed == len(ours)
-    await pair.stored()
-    second = await start("qwen2", **kwargs)
     for recipe in ("full_reuse", "prophetkv"):
-        expected = await second.ask(system, chunks, question, recipe=recipe, tenant=tenant, max_tokens=4)
+        expected = await second.ask(*parts, recipe=recipe, max_tokens=4)
         pair.pool.clear()
-        found = await pair.ask(system, chunks, question, recipe=recipe, tenant=tenant, max_tokens=4)
+        found = await pair.ask(*parts, recipe=recipe, max_tokens=4)
         assert expected.summary.chunks_missed == found.summary.chunks_missed == 0
         assert found.ids == expected.ids
         for a, b in zip(found.logits, expected.logits, strict=True):
@@ -206,18 +185,15 @@ async def test_entries_are_those_of_a_worker_alone(
 @pytest.mark.slow
 async def test_a_prompt_is_handed_over_with_the_heads_of_both(pairs: Pairs, start: Any, parts: Any) -> None:
     ranks = pairs.get("qwen2")
-    alone = await start("qwen2", replace=lambda _: models.load(ranks.directory, "cpu"))
     found = []
-    for rig in (await together(ranks, start), alone):
+    for rig in (await together(ranks, start), await start("qwen2", replace=alone_of(ranks))):
         await rig.ask(*parts)
-        async with aclosing(
-            rig.servicer.Prefill(pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8)), None)
-        ) as events:
+        request = pb.PrefillRequest(prompt=rig.request(*parts, max_tokens=8))
+        async with aclosing(rig.servicer.Prefill(request, None)) as events:
             _, kv = await anext(events), (await anext(events)).kv
             data = rig.servicer.answerer.handover.read(kv.handle, 0, 1)
             shape = kv.layers, 2, kv.tokens, kv.kv_heads, kv.head_dim
             found.append(torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape))
-        await rig.settled()
     assert error(*found) < CLOSE
 
 
@@ -236,7 +212,6 @@ async def test_requests_share_steps(pairs: Pairs, start: Any, parts: Any) -> Non
     for n, found in enumerate(await asyncio.gather(*asked)):
         context = plain.kv(ids) if n % 2 else plain.reused(system, chunks)
         assert error(found.logits[0], plain.after(context, questions[n])) < CLOSE
-    await pair.settled()
 
 
 @pytest.mark.slow
@@ -287,15 +262,10 @@ def test_ranks_end_with_their_worker(launch: Any, reference_model: Path) -> None
     assert not Path(f"/proc/{child}").exists()
 
 
-@pytest.mark.parametrize(
-    ("count", "why"),
-    [
-        (3, "qwen2 has 4 KV heads, which can't be split evenly over 3 ranks: set tensor_parallel to a divisor of 4"),
-        (8, "qwen2 has 4 KV heads, which can't be split evenly over 8 ranks"),
-    ],
-)
-def test_heads_that_can_not_be_shared(count: int, why: str, tmp_path: Path) -> None:
-    with pytest.raises(FailedPrecondition, match=why):
+@pytest.mark.parametrize("count", [3, 8])
+def test_heads_that_can_not_be_shared(count: int, tmp_path: Path) -> None:
+    why = f"qwen2 has 4 KV heads, which can't be split evenly over {count} ranks: set tensor_parallel to a divisor"
+    with pytest.raises(FailedPrecondition, match=f"{why} of 4"):
         models.check_shareable(saved(tmp_path, "qwen2"), count)
 
 

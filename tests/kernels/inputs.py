@@ -19,6 +19,17 @@ def rotary(dim: int, partial: bool = False, interleaved: bool = False) -> Rotati
     return Rotation(10000.0 ** (-torch.arange(half) / half), interleaved)
 
 
+def rotation_matrix(inv_freq: torch.Tensor, shift: int, dim: int, interleaved: bool) -> torch.Tensor:
+    """float64 [dim, dim]: one 2x2 rotation for each pair of channels, the rest unchanged."""
+    matrix, half = torch.eye(dim, dtype=torch.float64), len(inv_freq)
+    for i, frequency in enumerate(inv_freq.tolist()):
+        a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
+        angle = torch.tensor(frequency * shift, dtype=torch.float64)
+        matrix[a, a] = matrix[b, b] = angle.cos()
+        matrix[a, b], matrix[b, a] = -angle.sin(), angle.sin()
+    return matrix
+
+
 def there(x: Any) -> Any:
     """A tensor, span or segment, or a tuple of them, on the device."""
     if isinstance(x, torch.Tensor):

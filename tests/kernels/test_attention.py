@@ -16,7 +16,7 @@ from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.rope import Rotation
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from tests.examples import examples
-from tests.kernels.inputs import HAS_KERNEL, rotary, there
+from tests.kernels.inputs import HAS_KERNEL, rotary, rotation_matrix, there
 from tests.kernels.interpreter import interpreted
 
 torch.set_num_threads(1)  # tiny shapes: a second thread costs more in waiting than it saves
@@ -30,18 +30,14 @@ if HAS_KERNEL:
     OPERATIONS["triton"] = lambda q, k, v, spans, *rest: sparse_attention_triton.sparse_attention(
         there(q), there(k), there(v), Spans(there(tuple(spans))), *rest
     ).cpu()
-    TRITON_SCORES = {
-        "triton": lambda q, k, *rest: attention_scores_triton.attention_scores(
-            there(q), there(k), *map(there, rest)
+    TRITON_SCORES: dict[str, Any] = {
+        "triton": lambda q, k, *more: attention_scores_triton.attention_scores(
+            there(q), there(k), *map(there, more)
         ).cpu()
     }
 else:
     TRITON_SCORES = {}
-SCORES: dict[str, Any] = {
-    "kernel": attention_scores.attention_scores,
-    "reference": reference.attention_scores,
-    **TRITON_SCORES,
-}
+SCORES = {"kernel": attention_scores.attention_scores, "reference": reference.attention_scores, **TRITON_SCORES}
 
 
 @dataclass
@@ -87,7 +83,7 @@ class Case:
             keys: dict[int, torch.Tensor] = {}
             values: dict[int, torch.Tensor] = {}
             for s in span.segments:
-                matrix = rotation_matrix(self.rotation, s.shift, self.dim)
+                matrix = rotation_matrix(self.rotation.inv_freq, s.shift, self.dim, self.rotation.interleaved)
                 for i in range(s.length):
                     if s.hidden is not None and s.hidden[i]:
                         continue
@@ -144,17 +140,6 @@ class Request:
             found.append(KVSegment(slot, len(run), run[0], positions=None if gapless else torch.tensor(run)))
             slot += len(run)
         return tuple(found)
-
-
-def rotation_matrix(rotation: Rotation, shift: int, dim: int) -> torch.Tensor:
-    """float64 [dim, dim]: one 2x2 rotation for each pair of channels, the rest unchanged."""
-    matrix, half = torch.eye(dim, dtype=torch.float64), len(rotation.inv_freq)
-    for i, frequency in enumerate(rotation.inv_freq.tolist()):
-        a, b = (2 * i, 2 * i + 1) if rotation.interleaved else (i, i + half)
-        angle = torch.tensor(frequency * shift, dtype=torch.float64)
-        matrix[a, a] = matrix[b, b] = angle.cos()
-        matrix[a, b], matrix[b, a] = -angle.sin(), angle.sin()
-    return matrix
 
 
 @st.composite

@@ -1,10 +1,15 @@
-"""The CPU path where the plain cases don't lead: a guess that is far off, and more than one thread."""
+"""The CPU path where the plain cases don't lead: a guess that is far off, its dtype, and more than one thread."""
+
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from fusionkv.kernels import reference
 from fusionkv.kernels.attention_scores import attention_scores
+from fusionkv.kernels.cpu import compute_dtype as module
+from fusionkv.kernels.cpu.compute_dtype import compute_dtype
+from fusionkv.kernels.cpu.threads import side_by_side
 from fusionkv.kernels.gpu.segment_table import Spans
 from fusionkv.kernels.segments import KVSegment, QuerySpan
 from fusionkv.kernels.sparse_attention import sparse_attention
@@ -107,3 +112,36 @@ def test_requests_that_share_chunks_decode_together(window: int | None) -> None:
     expected = reference.sparse_attention(q.double(), k.double(), v.double(), Spans(spans), ROTATION, SCALE, window)
     found = sparse_attention(q, k, v, Spans(spans), ROTATION, SCALE, window)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_float16_would_overflow_and_float32_is_not_rounded(dtype: torch.dtype) -> None:
+    assert compute_dtype(dtype) == torch.float32
+
+
+@pytest.mark.parametrize("faster", [torch.bfloat16, torch.float32])
+def test_bfloat16_is_computed_in_the_faster_dtype(faster: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_seconds", lambda dtype: 1.0 if dtype == faster else 2.0)
+    assert compute_dtype.__wrapped__(torch.bfloat16) == faster
+
+
+@pytest.fixture
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [2, 4, 8], indirect=True)
+def test_pieces_share_the_threads(threads: int) -> None:
+    def piece(number: int) -> tuple[int, float, int]:
+        # Large enough that torch would spread it.
+        return number, float(torch.ones(1 << 20).exp2_().sum()), torch.get_num_threads()
+
+    for _ in range(3):
+        found = side_by_side(piece, range(2 * threads))
+        assert [number for number, _, _ in found] == list(range(2 * threads))
+        assert {total for _, total, _ in found} == {2.0 * (1 << 20)}
+        assert {share for _, _, share in found} == {1}
+    assert torch.get_num_threads() == threads

@@ -23,7 +23,8 @@ from fusionkv.kernels.gpu import (  # noqa: E402
 pytestmark = pytest.mark.compile
 # Bytes a program can have. sm_80 itself has 163 KiB, but sm_86 and sm_89, for which the same code is made, 99.
 SHARED = {80: 99 << 10, 90: 227 << 10}
-DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {BF16: "bf16", FP16: "fp16", FP32: "fp32"}
 
 
 def compile_for(kernel: Any, capability: int, dtype: torch.dtype, tile: tile_shapes.Tile, **constants: Any) -> Any:
@@ -87,32 +88,19 @@ def shape(head_dim: int, groups: int, rows: int, keys: int) -> dict[str, Any]:
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "groups"),
-    [
-        # Every default tile at the largest head size that has it, and a head size that is padded.
-        (64, torch.bfloat16, 7),
-        (64, torch.float32, 7),
-        (96, torch.float16, 1),
-        (128, torch.bfloat16, 7),
-        (256, torch.bfloat16, 4),
-        (256, torch.float32, 4),
-    ],
+    # Every default tile at the largest head size that has it, and a head size that is padded.
+    [(64, BF16, 7), (64, FP32, 7), (96, FP16, 1), (128, BF16, 7), (256, BF16, 4), (256, FP32, 4)],
     ids=str,
 )
 def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:
     tile = tile_shapes.default(head_dim, dtype)
     for rows, warps in ((tile.rows, tile.warps), (16, 4)):
-        built = compile_for(
-            sparse_attention_triton._attend,
-            capability,
-            dtype,
-            tile_shapes.Tile(rows, tile.keys, warps, tile.stages),
-            **shape(head_dim, groups, rows, tile.keys),
-            PARTIAL=rows == 16,
-        )
+        taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
+        constants = shape(head_dim, groups, rows, tile.keys) | {"PARTIAL": rows == 16}
+        built = compile_for(sparse_attention_triton._attend, capability, dtype, taken, **constants)
         assert f".target sm_{capability}" in built.asm["ptx"]
         assert built.metadata.shared <= SHARED[capability]
         if capability == 80:
-            taken = tile_shapes.Tile(rows, tile.keys, warps, tile.stages)
             assert built.metadata.shared <= tile_shapes.shared_bytes(taken, head_dim, dtype)
         # On sm_90 a tile of 64 rows or more is what the warpgroup product takes: without it half the rate is lost.
         if capability == 90 and rows >= 64 and dtype != torch.float32:
@@ -122,15 +110,7 @@ def test_prefill_and_decode(capability: int, head_dim: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "groups"),
-    [
-        (64, torch.bfloat16, 7),
-        (128, torch.bfloat16, 7),
-        (256, torch.bfloat16, 4),
-        (256, torch.float16, 4),
-        (64, torch.float32, 7),
-        (128, torch.float32, 7),
-        (256, torch.float32, 4),
-    ],
+    [(dim, dtype, 4 if dim == 256 else 7) for dim in (64, 128, 256) for dtype in (BF16, FP32)] + [(256, FP16, 4)],
     ids=str,
 )
 def test_shared_decode(capability: int, head_dim: int, dtype: torch.dtype, groups: int) -> None:

@@ -57,11 +57,9 @@ def test_turning_the_query_back_is_turning_the_key_on(shift: int) -> None:
 @pytest.mark.parametrize("kind", ROPES)
 @pytest.mark.parametrize(("base", "place"), [(0, 1), (5, 900), (3000, 17), (64, 4000)])
 def test_as_the_model_itself_rotates(kind: str, base: int, place: int) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]}
     config = transformers.LlamaConfig(
-        hidden_size=256,
-        num_attention_heads=4,
-        max_position_embeddings=4096,
-        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]},
+        hidden_size=256, num_attention_heads=4, max_position_embeddings=4096, rope_parameters=rope
     )
     embedding = modeling_llama.LlamaRotaryEmbedding(config)
     check(embedding, modeling_llama.apply_rotary_pos_emb, False, base, place)

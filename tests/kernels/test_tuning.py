@@ -1,4 +1,4 @@
-"""Measured tiles: kept under their keys for the next process, whoever else writes, whatever is in the file."""
+"""Measured tiles are kept for the next process; without a usable Triton a GPU computes by the reference."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from fusionkv.kernels.gpu.tile_shapes import ROOM, Tile, default, recall, remember, shared_bytes, shared_tile
+from tests.commands import run_python
 
 TILE = Tile(64, 32, 4, 2)
 
@@ -71,3 +72,20 @@ def test_two_writers_lose_nothing(store: Path) -> None:
         for i in range(20):
             assert recall(f"{writer}.{i}") == Tile(writer, i, 4, 2)
     assert {path.name for path in store.parent.iterdir()} == {"tiles.json", "tiles.lock"}
+
+
+SCRIPT = """
+import logging, sys
+logging.basicConfig(format="%(levelname)s %(message)s")
+sys.modules["triton"] = {module}
+from fusionkv.kernels import backend
+print([backend.has_triton() for _ in range(3)])
+"""
+
+
+@pytest.mark.parametrize("module", ["None", "type(sys)('triton')"], ids=["missing", "too old"])
+def test_no_triton(module: str) -> None:
+    run = run_python("-c", SCRIPT.format(module=module))
+    assert run.stdout.strip() == "[False, False, False]"
+    warning = "WARNING Triton 3.6 or later is not available; attention on the GPU is dense and slow: "
+    assert run.stderr.count(warning) == 1

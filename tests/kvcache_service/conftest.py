@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kvcache_service.tools import Service, digest, serving
+from tests.kvcache_service.tools import Service, serving
 
 
 @pytest.fixture
@@ -14,8 +14,3 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Service
     """`await start(memory=, disk=, ...)` serves a store; its integrity is checked when the test ends."""
     async with AsyncExitStack() as stack:
         yield lambda **more: stack.enter_async_context(serving(tmp_path / "data", **more))
-
-
-@pytest.fixture
-def names() -> dict[str, bytes]:
-    return {name: digest(name) for name in "SABCXYvw"}

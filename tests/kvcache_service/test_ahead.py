@@ -1,25 +1,25 @@
-"""What a Lookup finds on disk rises before it is fetched; not for who reads the files by himself, or has let go."""
+"""What a Lookup finds on disk rises before it is fetched; what a client read itself rises later."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
-from fusionkv.kvcache_service.client import CacheClient
-from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
+from fusionkv.kvcache_service.client import Rise
 from fusionkv.kvcache_service.store import reading
-from tests.kvcache_service import tools
+from fusionkv.protos.runtime.errors import Unavailable
+from tests.kvcache_service.tools import MIB, Service, digest, nearby, payload, serving
 from tests.waiting import until
 
-MIB = 1 << 20
+SIZE = 900_000
 
 
 class Slow:
     """Holds up reads of the disk tier."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Any) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, service: Service) -> None:
         self.gate, self.read = asyncio.Event(), service.store.in_thread
         self.waiting = 0
         monkeypatch.setattr(service.store, "in_thread", self.in_thread)
@@ -31,104 +31,122 @@ class Slow:
         return await self.read(function, *args)
 
 
-async def stored(service: Any, *names: str) -> list[bytes]:
-    """Entries of 900 kB on disk alone, and others that fill the memory."""
-    digests = [tools.digest(name) for name in names]
-    for name, digest in zip(names, digests, strict=True):
-        await service.put([digest], tools.payload(name, 900_000))
+async def stored(service: Service, *paths: str) -> list[bytes]:
+    """Entries on disk alone, and others that fill the memory."""
+    for path in paths:
+        await service.put(path, payload(path[-1], SIZE))
     service.clock.now += 10  # these are hotter than those before, and colder than what is found later
     for i in range(service.config.memory_bytes // 901_120):
-        await service.put([tools.digest(f"other {i}")], bytes(900_000))
+        await service.put([f"other {i}"], bytes(SIZE))
     service.clock.now += 1000
-    return digests
-
-
-def in_memory(service: Any) -> set[bytes]:
-    return {entry.record.chunk for entry in service.store.residents if "memory" in entry.places}
+    return [digest(path[-1]) for path in paths]
 
 
 async def test_what_a_lookup_finds_on_disk_rises_before_it_is_fetched(start: Any) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
-    a, b, c = await stored(service, *"abc")
-    found = await service.find(a, b)
+    a, b, _ = await stored(service, *"abc")
+    found = await service.find(*"ab")
     assert [hit.entry.tier if hit.entry else None for hit in found.hits] == ["disk", None]
-    await until(lambda: a in in_memory(service))
-    assert service.store.counters.get("promotions", "memory") == 1
-    assert await service.fetch(found.hits[0].entry) == tools.payload("a", 900_000)
-    assert service.store.counters.get("promotions", "memory") == 1, "it was there"
-    await service.find(b)
-    await until(lambda: in_memory(service) == {a, b})
-    await service.find(c)
+    await until(lambda: a in service.chunks("memory"))
+    assert service.count("promotions") == 1
+    assert await service.fetch(found.hits[0].entry) == payload("a", SIZE)
+    assert service.count("promotions") == 1, "it was there"
+    await service.find("b")
+    await until(lambda: service.chunks("memory") == {a, b})
+    await service.find("c")
     await service.settled()
-    assert in_memory(service) == {a, b}, "as hot, and leased"
+    assert service.chunks("memory") == {a, b}, "as hot, and leased"
 
 
 async def test_a_lookup_waits_for_nothing_and_too_much_is_not_begun(
     start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service = await start(memory=8 * MIB, disk=32 * MIB)
+    service, most = await start(memory=8 * MIB, disk=32 * MIB), reading._MAX_LOOKUPS
     digests = await stored(service, *"abcdef")
     slow = Slow(monkeypatch, service)
-    found = [await service.find(digest) for digest in digests]
-    assert all(there.hits[0].entry.tier == "disk" for there in found)
-    assert slow.waiting == len(service.store.prefetching) == reading._MAX_LOOKUPS
-    fetching = asyncio.create_task(service.fetch(found[0].hits[0].entry))
+    entries = [await service.entry(digest) for digest in digests]
+    assert {entry.tier for entry in entries} == {"disk"}
+    assert slow.waiting == len(service.store.prefetching) == most
+    fetching = asyncio.create_task(service.fetch(entries[0]))
     slow.gate.set()
-    assert await fetching == tools.payload("a", 900_000)
+    assert await fetching == payload("a", SIZE)
     await service.settled()
-    assert in_memory(service) > set(digests[: reading._MAX_LOOKUPS])
-    assert not in_memory(service) & set(digests[reading._MAX_LOOKUPS :])
-    assert service.store.counters.get("promotions", "memory") == reading._MAX_LOOKUPS, "read once, by both"
+    assert service.chunks("memory") > set(digests[:most])
+    assert not service.chunks("memory") & set(digests[most:])
+    assert service.count("promotions") == most, "read once, by both"
 
 
-async def test_for_who_has_let_go_nothing_more_rises(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = await start(memory=8 * MIB, disk=32 * MIB)
-    s, a = tools.digest("s"), tools.digest("a")
-    await service.put([s], tools.payload("s", 900_000))
-    await service.put([s, a], tools.payload("a", 900_000))
-    await stored(service)
-    slow = Slow(monkeypatch, service)
-    found = await service.find(s, a)
-    await until(lambda: slow.waiting == 1)
-    await service.client.release(found.lease)
-    slow.gate.set()
-    await service.settled()
-    assert s in in_memory(service)
-    assert a not in in_memory(service)
+@pytest.mark.parametrize("how", ["its lease is released", "the store closes"])
+async def test_one_read_ends_and_no_other_is_begun(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(tmp_path, memory=8 * MIB, disk=32 * MIB) as service:
+        s, a = await stored(service, "s", "sa")
+        slow = Slow(monkeypatch, service)
+        found = await service.find("s", "a")
+        await until(lambda: slow.waiting == 1)
+        if how == "the store closes":
+            for task in service.store.prefetching:
+                task.cancel()
+            await until(lambda: not service.store.prefetching)
+            assert service.store.loading
+        else:
+            await service.client.release(found.lease)
+        slow.gate.set()
+        await service.settled()
+        assert s in service.chunks("memory")
+        assert a not in service.chunks("memory")
 
 
 async def test_who_reads_the_files_by_himself_gets_nothing_taken_up(start: Any, tmp_path: Path) -> None:
     service = await start(memory=2 * MIB, disk=32 * MIB)
-    (a,) = await stored(service, "a")
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler(KVCacheServicer(service.store, service.config)),))
-    server.add_insecure_port(f"unix:{tmp_path}/socket")
-    await server.start()
-    client = CacheClient(f"unix:{tmp_path}/socket")
-    entry = (await client.lookup(tools.digest("namespace"), [(a, ())], timeout=30)).hits[0].entry
-    assert entry is not None
-    assert entry.extent is not None
-    assert not service.store.prefetching
-    await client.close()
-    await server.stop(0)
+    await stored(service, "a")
+    async with nearby(service, tmp_path / "socket", hand_over=False) as near:
+        assert (await near.entry("a")).extent is not None
+        assert not service.store.prefetching
 
 
-async def test_a_store_that_closes_waits_for_one_read_and_begins_no_other(
-    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with tools.serving(tmp_path / "more", memory=8 * MIB, disk=32 * MIB) as service:
-        s, a = tools.digest("s"), tools.digest("a")
-        await service.put([s], tools.payload("s", 900_000))
-        await service.put([s, a], tools.payload("a", 900_000))
-        await stored(service)
-        slow = Slow(monkeypatch, service)
-        await service.find(s, a)
-        await until(lambda: slow.waiting == 1)
-        for task in service.store.prefetching:
-            task.cancel()
-        await until(lambda: not service.store.prefetching)
-        assert service.store.loading
-        slow.gate.set()
-        await service.settled()
-        assert s in in_memory(service)
-        assert a not in in_memory(service)
+class Listener:
+    """Notes what it is asked for; says so when `out` of reach."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[bytes]] = []
+        self.out = False
+
+    async def take_up(self, keys: Sequence[bytes]) -> None:
+        self.asked.append(list(keys))
+        if self.out:
+            raise Unavailable("gone")
+
+
+@pytest.fixture
+def service() -> Listener:
+    return Listener()
+
+
+async def test_what_is_read_together_is_sent_together_and_later(service: Listener) -> None:
+    rise = Rise(service.take_up)
+    keys = [b"%d" % number for number in range(12)]
+    for key in keys:
+        rise.soon(key)
+    await asyncio.sleep(0)
+    assert not service.asked, "the reader's own bytes come first"
+    await until(lambda: len(service.asked) == 2)
+    assert service.asked == [keys[:8], keys[8:]]
+
+
+async def test_what_is_read_after_a_failed_call_is_sent(service: Listener) -> None:
+    rise = Rise(service.take_up)
+    service.out = True
+    rise.soon(b"first")
+    await until(lambda: service.asked == [[b"first"]])
+    service.out = False
+    rise.soon(b"second")
+    await until(lambda: service.asked == [[b"first"], [b"second"]])
+
+
+async def test_closed_it_sends_nothing(service: Listener) -> None:
+    rise = Rise(service.take_up)
+    rise.soon(b"first")
+    rise.close()
+    rise.soon(b"second")
+    await asyncio.sleep(0.1)
+    assert not service.asked

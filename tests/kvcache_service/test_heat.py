@@ -1,15 +1,24 @@
-"""Heat orders entries as the decayed frequency does, at any time; the queue gives the coldest first."""
+"""Heat, extents, tables and leases, each against a model of itself."""
 
+import hashlib
 import math
 import struct
 from array import array
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service.index import heat
 from fusionkv.kvcache_service.index.heat import ColdQueue
+from fusionkv.kvcache_service.index.rows import Table
+from fusionkv.kvcache_service.store.entries import Leases
+from fusionkv.kvcache_service.tiers.extents import Extents, NoSpace, Place
+from fusionkv.protos.runtime.errors import ResourceExhausted
+from tests.examples import examples
+from tests.kvcache_service import tools
 
 HALF_LIFE = 60.0
 times = st.lists(st.floats(1.7e9, 1.7e9 + 3600), min_size=1, max_size=8).map(sorted)
@@ -88,3 +97,197 @@ def test_what_is_no_heat_is_the_coldest(kept: bytes | None) -> None:
 
 def test_heat_is_kept() -> None:
     assert heat.stored(struct.pack("<d", 2.5)) == 2.5
+
+
+BLOCK = 4096
+
+
+def places(held: dict[int, int]) -> dict[Place, bytes | None]:
+    """From sizes by start."""
+    return {Place(start, size): None for start, size in held.items()}
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(st.data(), st.integers(4, 40), st.sampled_from([None, 8 * BLOCK]))
+def test_random_allocations_tile_the_range(data: st.DataObject, blocks: int, boundary: int | None) -> None:
+    extents = Extents(blocks * BLOCK, boundary)
+    held: dict[int, int] = {}
+    for _ in range(data.draw(st.integers(1, 60))):
+        if held and data.draw(st.booleans()):
+            start = data.draw(st.sampled_from(sorted(held)))
+            extents.free(Place(start, held.pop(start)))
+        else:
+            size = data.draw(st.integers(1, 6 * BLOCK))
+            victims = data.draw(st.permutations(sorted(held)))[: data.draw(st.integers(0, 8))]
+            before = dict(held)
+            try:
+                place, freed = extents.reserve(size, [Place(victim, held[victim]) for victim in victims])
+            except NoSpace:
+                assert held == before
+            else:
+                assert set(freed) <= set(victims)
+                for victim in freed:
+                    length = -(-held.pop(victim) // BLOCK) * BLOCK
+                    assert victim < place.offset + size
+                    assert place.offset < victim + length, "a victim that was not in the way"
+                held[place.offset] = size
+        extents.check_integrity(places(held))
+
+
+def test_eviction_takes_only_what_lies_in_the_way() -> None:
+    extents = Extents(4 * BLOCK)
+    a, b, c, d = (extents.reserve(BLOCK)[0] for _ in range(4))
+    place, freed = extents.reserve(2 * BLOCK, [a, d, c])
+    assert place == Place(c.offset, 2 * BLOCK)
+    assert sorted(freed) == [c.offset, d.offset], "a was looked at first, but freeing it makes no hole of two blocks"
+    extents.check_integrity(dict.fromkeys([a, b, place]))
+
+
+def test_refusal_changes_nothing() -> None:
+    extents = Extents(4 * BLOCK)
+    held = [extents.reserve(BLOCK)[0] for _ in range(4)]
+    with pytest.raises(NoSpace):
+        extents.reserve(3 * BLOCK, [held[i] for i in (0, 2, 3)])
+    with pytest.raises(NoSpace):
+        extents.reserve(5 * BLOCK, held)
+    extents.check_integrity(dict.fromkeys(held))
+    assert extents.used_bytes == 4 * BLOCK
+
+
+def test_no_extent_crosses_a_boundary() -> None:
+    extents = Extents(8 * BLOCK, 4 * BLOCK)
+    first = extents.reserve(3 * BLOCK)[0]
+    second = extents.reserve(2 * BLOCK)[0]
+    assert (first.offset, second.offset) == (0, 4 * BLOCK)
+    with pytest.raises(NoSpace):
+        extents.reserve(5 * BLOCK, [first, second])
+
+
+def test_what_can_be_an_extent() -> None:
+    extents = Extents(8 * BLOCK, 4 * BLOCK)
+    cases = {
+        (0, 2 * BLOCK): True,
+        (3 * BLOCK, BLOCK): True,
+        (7 * BLOCK, 1): True,
+        (BLOCK // 2, 1): False,
+        (3 * BLOCK, BLOCK + 1): False,
+        (8 * BLOCK, 1): False,
+        (-BLOCK, 1): False,
+        (0, 0): False,
+    }
+    starts, sizes = np.array(list(cases), np.int64).T
+    assert extents.fit(starts, sizes).tolist() == list(cases.values())
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * BLOCK)), max_size=12), st.sampled_from([None, 8 * BLOCK]))
+def test_restored_extents_leave_the_rest_free(pieces: list[tuple[bool, int]], boundary: int | None) -> None:
+    whole = Extents(96 * BLOCK, boundary)
+    taken: dict[int, int] = {}
+    for keep, size in pieces:
+        place, _ = whole.reserve(size)
+        if keep:
+            taken[place.offset] = size
+    held = list(taken.items())[::-1]
+    extents = Extents(96 * BLOCK, boundary)
+    extents.restore(np.array([s for s, _ in held], np.int64), np.array([n for _, n in held], np.int64))
+    extents.check_integrity(places(taken))
+    for start, size in held:
+        extents.free(Place(start, size))
+    extents.check_integrity({})
+
+
+def test_overlapping_extents_are_not_restored() -> None:
+    with pytest.raises(AssertionError, match="overlap"):
+        Extents(8 * BLOCK).restore(np.array([0, BLOCK]), np.array([BLOCK + 1, 1]))
+
+
+# Few shards and few homes: long runs of taken slots that wrap around the end.
+digests = st.tuples(st.sampled_from([0, 255]), st.sampled_from([0, 6, 7, 255, 2**32 - 1])).map(
+    lambda parts: bytes([parts[0]]) + parts[1].to_bytes(4) + b"rest"
+)
+
+
+@given(st.lists(st.tuples(st.booleans(), digests, st.integers(0, 40)), max_size=150))
+def test_table_agrees_with_a_dictionary(steps: list[tuple[bool, bytes, int]]) -> None:
+    table, model = Table(), dict[bytes, set[int]]()
+    for add, digest, row in steps:
+        rows = model.setdefault(digest, set())
+        if add and row not in rows:
+            table.add(digest, row)
+            rows.add(row)
+        elif not add and row in rows:
+            table.remove(digest, row)
+            rows.remove(row)
+        elif not add:
+            with pytest.raises(KeyError):
+                table.remove(digest, row)
+        table.check_integrity()
+        found = list(table.rows(digest))
+        assert sorted(found) == sorted(rows)
+    assert len(table) == sum(map(len, model.values()))
+    assert all(sorted(table.rows(digest)) == sorted(rows) for digest, rows in model.items())
+
+
+def test_many_rows_are_found_and_no_others() -> None:
+    digests = [hashlib.sha256(str(i).encode()).digest() for i in range(30_000)]
+    table = Table()
+    for row, digest in enumerate(digests[:20_000]):
+        table.add(digest, row)
+    table.check_integrity()
+    assert all(row in table.rows(digest) for row, digest in enumerate(digests[:20_000]))
+    assert sum(len(list(table.rows(digest))) for digest in digests[20_000:]) <= 1
+    for row, digest in enumerate(digests[:15_000]):
+        table.remove(digest, row)
+    table.check_integrity()
+    assert len(table) == 5_000
+    assert all(row in table.rows(digest) for row, digest in enumerate(digests[15_000:20_000], 15_000))
+
+
+@dataclass(eq=False)
+class Thing:
+    leases: int = 0
+
+
+def test_the_last_lease_to_end_is_reported() -> None:
+    clock, ended = tools.Clock(), []
+    leases = Leases(10, clock, ended.append)
+    thing, other = Thing(), Thing()
+    first, second = leases.grant([thing, other], 5), leases.grant([thing], 9)
+    assert first != second
+    leases.release(first)
+    assert ended == [other]
+    leases.release(first)
+    clock.now += 8.999
+    leases.expire()
+    assert (ended, len(leases)) == ([other], 1)
+    clock.now += 0.002
+    leases.expire()
+    assert (ended, len(leases)) == ([other, thing], 0)
+
+
+def test_the_limit_counts_live_leases_only() -> None:
+    clock = tools.Clock()
+    leases = Leases(2, clock, lambda _: None)
+    leases.grant([Thing()], 1)
+    leases.grant([Thing()], 100)
+    with pytest.raises(ResourceExhausted, match="raise max_leases"):
+        leases.grant([Thing()], 1)
+    clock.now += 2
+    leases.grant([Thing()], 1)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["grant", "release", "wait"]), st.integers(0, 300)), max_size=300))
+def test_counts_agree_and_nothing_piles_up(steps: list[tuple[str, int]]) -> None:
+    now, things = [0.0], [Thing() for _ in range(4)]
+    leases = Leases(1000, lambda: now[0], lambda thing: None)
+    granted: list[int] = []
+    for step, n in steps:
+        if step == "grant":
+            granted.append(leases.grant(things[: n % 5], 1 + n))
+        elif step == "release" and granted:
+            leases.release(granted.pop(n % len(granted)))
+        elif step == "wait":
+            now[0] += n / 10
+            leases.expire()
+        leases.check_integrity(things)
+        assert len(leases._expiry) <= 2 * len(leases) + 65

@@ -1,30 +1,28 @@
-"""The index finds what the contract says: exact, then variants, then the longest common suffix."""
+"""The index finds exact paths, variants, versions that are most alike, then the longest common suffix."""
 
+import asyncio
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusionkv.kvcache_service import keys
 from fusionkv.kvcache_service.index import record
-from fusionkv.kvcache_service.index.index import Index
+from fusionkv.kvcache_service.index.index import HitRanker, Index
 from fusionkv.kvcache_service.index.record import HitKind
+from fusionkv.protos.runtime.errors import NotFound
 from tests.examples import examples
-from tests.kvcache_service.tools import path
+from tests.kvcache_service import tools
+from tests.kvcache_service.tools import common, index_of, path
 
 NAMESPACE = b"n" * 32
 
 
 def entry(names: str, variant: str = "", namespace: bytes = NAMESPACE) -> record.Record:
     return record.make(namespace, path(names), variant.encode() * 32, 100, 5, 0, b"c" * 16)
-
-
-def index_of(*entries: record.Record) -> Index:
-    index = Index()
-    for one in entries:
-        index.add(one)
-    index.check_integrity()
-    return index
 
 
 def find(index: Index, names: str, variants: dict[int, str] | None = None) -> list[tuple[str, Any]]:
@@ -34,46 +32,37 @@ def find(index: Index, names: str, variants: dict[int, str] | None = None) -> li
     return [(kind.value, None if row is None else index.rows.record(row)) for kind, row, _ in found]
 
 
-def test_exact_path_alternative_and_miss() -> None:
-    s, sa, sxb = entry("S"), entry("SA"), entry("SXB")
-    index = index_of(s, sa, sxb)
-    assert find(index, "SABC") == [("exact", s), ("exact", sa), ("alternative", sxb), ("miss", None)]
+# Entries by path, with `:` and their variant; the path asked for, with the variants of its last element; and for each
+# element the entry that is found: exactly (=), as an alternative (~), or none (-).
+CASES = [
+    ("S SA SXB", "SABC", "", "=S =SA ~SXB -"),
+    # The system prompt is found exactly or not, and is never dropped.
+    ("TA ST", "T", "", "-"),
+    ("TA ST", "SA", "", "- -"),
+    # Of entries that share the chunk alone, the one encoded alone wins.
+    *(("SAC SC SZC", f"S{other}C", "", "- - ~SC") for other in "0BMz"),
+    ("SAC SC SZC", "SYZC", "", "- - - ~SZC"),
+    # Variants in the order asked, after exact, before plain; never one that was not asked for.
+    ("SXA SYA:v SZA:w", "SA", "wv", "- ~SZA:w"),
+    ("SXA SYA:v SZA:w", "SA", "qv", "- ~SYA:v"),
+    ("SXA SYA:v SZA:w", "SA", "q", "- ~SXA"),
+    ("SXA SYA:v SZA:w SA", "SA", "wv", "- =SA"),
+    ("SA:v", "SA", "", "- -"),
+    ("SA:v", "SA", "w", "- -"),
+]
 
 
-def test_the_system_prompt_is_found_exactly_or_not_and_is_never_dropped() -> None:
-    index = index_of(entry("TA"), entry("ST"))
-    assert find(index, "T") == [("miss", None)]
-    assert find(index, "SA") == [("miss", None), ("miss", None)]
+@pytest.mark.parametrize(("stored", "asked", "variants", "expected"), CASES)
+def test_what_is_found(stored: str, asked: str, variants: str, expected: str) -> None:
+    entries = {name: entry(*name.split(":")) for name in stored.split()}
+    kinds = {"=": "exact", "~": "alternative", "-": "miss"}
+    found = find(index_of(*entries.values()), asked, {len(asked) - 1: variants})
+    assert found == [(kinds[each[0]], entries.get(each[1:])) for each in expected.split()]
 
 
 def test_an_entry_of_another_namespace_is_not_found() -> None:
     index = index_of(entry("SA", namespace=b"m" * 32), entry("S", namespace=b"m" * 32))
     assert find(index, "SA") == [("miss", None), ("miss", None)]
-
-
-def test_of_entries_that_share_the_chunk_alone_the_one_encoded_alone_wins() -> None:
-    alone, before, after = entry("SC"), entry("SAC"), entry("SZC")
-    index = index_of(before, alone, after)
-    for other in "0BMz":
-        assert find(index, f"S{other}C")[2] == ("alternative", alone)
-    assert find(index, "SYZC")[3] == ("alternative", after)
-
-
-def test_variants_in_the_order_asked_after_exact_before_plain() -> None:
-    plain, v, w = entry("SXA"), entry("SYA", "v"), entry("SZA", "w")
-    index = index_of(plain, v, w)
-    assert find(index, "SA", {1: "wv"})[1] == ("alternative", w)
-    assert find(index, "SA", {1: "qv"})[1] == ("alternative", v)
-    assert find(index, "SA", {1: "q"})[1] == ("alternative", plain)
-    exact = entry("SA")
-    index.add(exact)
-    assert find(index, "SA", {1: "wv"})[1] == ("exact", exact)
-
-
-def test_a_variant_that_was_not_asked_for_is_never_given() -> None:
-    index = index_of(entry("SA", "v"))
-    assert find(index, "SA") == [("miss", None), ("miss", None)]
-    assert find(index, "SA", {1: "w"})[1] == ("miss", None)
 
 
 def test_removed_entries_are_not_found() -> None:
@@ -101,12 +90,6 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
         index.remove(entries.pop(names).key)
     index.check_integrity()
 
-    def common(a: str, b: str) -> int:
-        n = 0
-        while n < min(len(a), len(b)) and a[-1 - n] == b[-1 - n]:
-            n += 1
-        return n
-
     for i, (kind, row, _) in enumerate(index.find(NAMESPACE, path(asked), [()] * len(asked))):
         found = None if row is None else index.rows.record(row)
         prefix = asked[: i + 1]
@@ -121,3 +104,115 @@ def test_suffix_search_agrees_with_trying_every_entry(stored: set[str], asked: s
             assert found in [entries[n] for n in alone]
         else:
             assert (kind, found) == (HitKind.MISS, None)
+
+
+NAMESPACE = b"n" * 32
+THREE = keys.versions_variant(3)
+
+
+def version(names: str, variant: bytes = THREE) -> record.Record:
+    return record.make(NAMESPACE, path(names), variant, 100, 5, 0, b"c" * 16)
+
+
+def alike(one: str, other: str) -> tuple[float, int]:
+    """Of the chunks between first and last that one of them has, the share that both have; then the common suffix."""
+    a, b = set(one[1:-1]), set(other[1:-1])
+    return len(a & b) / len(a | b) if a | b else 0.0, tools.common(one, other)
+
+
+paths_to_x = st.lists(st.sampled_from("ABCDE"), max_size=5).map(lambda before: "S" + "".join(before) + "X")
+
+
+@settings(max_examples=examples(200), deadline=None)
+@given(st.sets(paths_to_x, max_size=8), paths_to_x, st.booleans())
+def test_the_version_that_is_most_alike_is_found(stored: set[str], asked: str, plain: bool) -> None:
+    entries = {names: version(names) for names in stored}
+    fallback = version("SZZX", b"")
+    index = tools.index_of(*entries.values(), *([fallback] if plain else []))
+    best = max((alike(names, asked) for names in stored), default=(0.0, 0))
+    good = [entries[names].key for names in stored if alike(names, asked) == best and best[0] > 0]
+    expected = good or ([fallback.key] if plain else [])
+    kind, row, _ = index.find(NAMESPACE, path(asked), [(), *[(THREE,)] * (len(asked) - 1)])[-1]
+    assert kind is (HitKind.ALTERNATIVE if expected else HitKind.MISS)
+    assert (index.rows.key(row) in expected) if row is not None else not expected
+    # Without its name none is found; and what the remote tier holds is judged in the same way.
+    plainly = index.find(NAMESPACE, path(asked), [()] * len(asked))[-1][1]
+    assert plainly == (index.row(fallback.key) if plain else None)
+    ranker = HitRanker(NAMESPACE, path(asked), [THREE])
+    found = ranker.best(None, entries.values())
+    assert (found.key in good) if found is not None else not good
+    if found is not None:
+        assert ranker.kind(found) is HitKind.ALTERNATIVE
+        assert ranker.best(found, entries.values()) is None
+        assert ranker.best(fallback, entries.values()) is not None
+
+
+def test_an_exact_entry_comes_before_every_version() -> None:
+    exact = version("SABX", b"")
+    index = tools.index_of(exact, version("SABX"), version("SAX"))
+    kind, row, _ = index.find(NAMESPACE, path("SABX"), [(), (), (), (THREE,)])[-1]
+    assert kind is HitKind.EXACT
+    assert row == index.row(exact.key)
+
+
+async def test_no_more_are_kept_than_their_variant_allows(tmp_path: Path) -> None:
+    """Put at the same time, of several chunks and bounds; over a restart; and while one is leased."""
+    bounds = {keys.versions_variant(most): most for most in (1, 3)}
+
+    def kept(service: Any) -> Counter[tuple[bytes, bytes]]:
+        return Counter((e.record.chunk, e.record.variant) for e in service.store.residents)
+
+    async with tools.serving(tmp_path) as service:
+        client = service.client
+
+        async def put(names: str, variant: bytes) -> bool:
+            digests, data = path(names), memoryview(names.encode() * 1000)
+            more: Any = {"namespace": NAMESPACE, "tokens": 1, "base": 0, "timeout": 30, "offered": bool(variant)}
+            return bool((await client.put(path=digests, variant=variant, data=data, **more))[1])
+
+        puts = [put(f"S{before}{chunk}", v) for before in "ABCDEFGH" for chunk in "XY" for v in (b"", *bounds)]
+        assert all(await asyncio.gather(*puts))
+        expected = {(chunk * 32, v): most for chunk in (b"X", b"Y") for v, most in (bounds | {b"": 8}).items()}
+        assert kept(service) == expected
+
+        (only,) = (v for v, most in bounds.items() if most == 1)
+        assert await put("SHIX", only)
+        lookup = [(path("S")[0], []), (path("H")[0], []), (path("Z")[0], []), (path("X")[0], [only])]
+        found = await client.lookup(NAMESPACE, lookup, timeout=10)
+        leased = found.hits[3].entry
+        assert leased.variant == only
+        assert await put("SNX", only)
+        assert kept(service) == expected
+        buffer = bytearray(leased.size)
+        await client.fetch(leased, memoryview(buffer), timeout=30)
+        assert buffer == b"SHIX" * 1000, "whoever has a lease fetches what was replaced"
+        await client.release(found.lease)
+        with pytest.raises(NotFound):
+            await client.fetch(leased, memoryview(buffer), timeout=30)
+    async with tools.serving(tmp_path) as service:
+        assert kept(service) == expected
+        client = service.client
+        assert await put("SPX", THREE)
+        assert kept(service) == expected
+
+
+async def test_the_coldest_version_goes(start: Any) -> None:
+    service = await start()
+
+    async def kept(*puts: str) -> set[str]:
+        for names in puts:
+            service.clock.now += 1
+            assert (await service.put(path(names), names.encode(), variant=THREE))[1]
+        return tools.stored(service.store)
+
+    await kept("SAX", "SBX", "SCX")
+    service.clock.now += 1
+    s, a, x = path("SAX")
+    assert (await service.find(s, a, (x, [THREE]))).hits[2].kind is HitKind.ALTERNATIVE
+    assert await kept("SDX") == {"SAX", "SCX", "SDX"}, "A's was asked for, B's was the oldest of the others"
+    assert await kept("SEX") == {"SAX", "SDX", "SEX"}
+
+
+@pytest.mark.parametrize("most", [0, keys.MOST_VERSIONS + 1])
+def test_a_bound_out_of_range_is_none(most: int) -> None:
+    assert keys.versions_variant(most) not in keys.VERSIONS

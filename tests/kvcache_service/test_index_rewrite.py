@@ -1,5 +1,6 @@
 """The disk tier's index, written anew at every start: nothing is lost of a whole one, and damage hides nothing."""
 
+import contextlib
 import random
 import shutil
 import struct
@@ -26,6 +27,10 @@ def entry(number: int, chunks: int = 1) -> record.Record:
     return record.make(NAMESPACE, path, b"", 1000, 512, 0, number.to_bytes(record.CHECKSUM_BYTES))
 
 
+def opened(folder: Path) -> "contextlib.closing[DiskIndex]":
+    return contextlib.closing(DiskIndex(folder, MAP_BYTES, sync=False))
+
+
 def churn(
     ledger: DiskIndex, dice: random.Random, steps: int, first: int, longest: int = 1
 ) -> dict[int, record.Record]:
@@ -46,29 +51,25 @@ def churn(
 @pytest.mark.parametrize("longest", [1, 3, 150])
 def test_a_whole_index_stays_as_it_is(tmp_path: Path, longest: int) -> None:
     for round_ in range(4):
-        index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
-        before = [*index.load()] if round_ else []
-        assert [known for _, known, _ in before if known is None] == []
-        churn(index, random.Random(round_), 60, 1000 * round_, longest)
-        there = [*index.load()]
-        index.close()
-        again = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
-        assert [*again.load()] == there
-        again.close()
+        with opened(tmp_path / "index") as index:
+            before = [*index.load()] if round_ else []
+            assert [known for _, known, _ in before if known is None] == []
+            churn(index, random.Random(round_), 60, 1000 * round_, longest)
+            there = [*index.load()]
+        with opened(tmp_path / "index") as index:
+            assert [*index.load()] == there
     assert [*tmp_path.iterdir()] == [tmp_path / "index"]
 
 
 def test_what_was_deleted_takes_no_room_after_a_start(tmp_path: Path) -> None:
-    index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
     entries = [(entry(n), n * PAGE, 1.0) for n in range(20_000)]
-    index.put(entries)
-    index.delete([(known.key, at) for known, at, _ in entries[100:]])
-    index.close()
+    with opened(tmp_path / "index") as index:
+        index.put(entries)
+        index.delete([(known.key, at) for known, at, _ in entries[100:]])
     file = tmp_path / "index" / "data.mdb"
     large = file.stat().st_size
-    index = DiskIndex(tmp_path / "index", MAP_BYTES, sync=False)
-    assert {key for key, *_ in index.load()} == {known.key for known, *_ in entries[:100]}
-    index.close()
+    with opened(tmp_path / "index") as index:
+        assert {key for key, *_ in index.load()} == {known.key for known, *_ in entries[:100]}
     assert file.stat().st_size < large / 20
 
 
@@ -76,9 +77,8 @@ def test_what_was_deleted_takes_no_room_after_a_start(tmp_path: Path) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
     """An index of about 30 pages, a third of them free, and its keys."""
     folder = tmp_path_factory.mktemp("whole") / "index"
-    ledger = DiskIndex(folder, MAP_BYTES, sync=False)
-    live = churn(ledger, random.Random(1), 150, 0)
-    ledger.close()
+    with opened(folder) as ledger:
+        live = churn(ledger, random.Random(1), 150, 0)
     return folder, {known.key for known in live.values()}
 
 
@@ -118,21 +118,18 @@ def test_damage_is_noticed_or_harms_nothing(
 OPENED = """
 import logging, random, sys
 from pathlib import Path
-from tests.kvcache_service.test_index_rewrite import MAP_BYTES, churn
-from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
+from tests.kvcache_service.test_index_rewrite import churn, opened
 logging.basicConfig()
 for folder in map(Path, sys.argv[1:]):
     print(folder, flush=True)
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    there = {key: known for key, known, _ in index.load()}
-    index.delete([(key, 0) for key, known in there.items() if known is None])
-    live = churn(index, random.Random(3), 60, 10_000)
-    index.close()
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    found = {key for key, known, _ in index.load() if known}
+    with opened(folder) as index:
+        there = {key: known for key, known, _ in index.load()}
+        index.delete([(key, 0) for key, known in there.items() if known is None])
+        live = churn(index, random.Random(3), 60, 10_000)
+    with opened(folder) as index:
+        found = {key for key, known, _ in index.load() if known}
     lost = ({key for key, known in there.items() if known} | {known.key for known in live.values()}) - found
     assert not lost, f"{len(lost)} entries are lost"
-    index.close()
 """
 
 
@@ -147,13 +144,11 @@ def test_a_wrong_list_of_free_pages_harms_nothing(whole: tuple[Path, set[bytes]]
     folder = tmp_path / "index"
     shutil.copytree(whole[0], folder)
     (folder / "data.mdb").write_bytes(data)
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    assert {key for key, *_ in index.load()} == whole[1]
-    live = churn(index, random.Random(3), 60, 10_000)
-    index.close()
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    assert {key for key, *_ in index.load()} == whole[1] | {known.key for known in live.values()}
-    index.close()
+    with opened(folder) as index:
+        assert {key for key, *_ in index.load()} == whole[1]
+        live = churn(index, random.Random(3), 60, 10_000)
+    with opened(folder) as index:
+        assert {key for key, *_ in index.load()} == whole[1] | {known.key for known in live.values()}
 
 
 def test_keys_out_of_order_are_noticed(whole: tuple[Path, set[bytes]], tmp_path: Path) -> None:
@@ -172,9 +167,8 @@ def test_a_file_that_ends_too_early_starts_empty(whole: tuple[Path, set[bytes]],
         folder = tmp_path / f"{length}"
         folder.mkdir()
         (folder / "data.mdb").write_bytes(data[:length])
-        index = DiskIndex(folder, MAP_BYTES, sync=False)
-        assert [*index.load()] == []
-        index.close()
+        with opened(folder) as index:
+            assert [*index.load()] == []
 
 
 def test_without_room_for_another_one_it_is_used_as_it_is(
@@ -183,7 +177,6 @@ def test_without_room_for_another_one_it_is_used_as_it_is(
     folder = tmp_path / "index"
     shutil.copytree(whole[0], folder)
     (tmp_path / "index.new").write_bytes(b"in the way")
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    assert {key for key, *_ in index.load()} == whole[1]
-    index.close()
+    with opened(folder) as index:
+        assert {key for key, *_ in index.load()} == whole[1]
     assert "was not checked" in caplog.text

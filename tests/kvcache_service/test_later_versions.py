@@ -2,7 +2,8 @@
 
 import hashlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import lmdb
@@ -12,39 +13,33 @@ import xxhash
 from fusionkv.kvcache_service.index import record
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from tests.conftest import Service
-from tests.kvcache_service import tools
+from tests.kvcache_service.tools import MIB, payload, serving
 from tests.system.cache_process import flags
 
-MIB = 1 << 20
+LATER = bytes([record.NEWEST + 1])
 
 
-def change_index(data: Path, change: Callable[[lmdb.Environment], None]) -> None:
+@contextmanager
+def index_of(data: Path) -> Iterator[tuple[lmdb.Environment, lmdb.Transaction]]:
     env = lmdb.open(str(data / "index"), map_size=64 * MIB, max_dbs=8)
-    change(env)
+    records = env.open_db(b"records")
+    with env.begin(write=True, db=records) as txn:
+        yield env, txn
     env.close()
 
 
 def later_record(data: Path) -> None:
     """One record of another version, with fields that are not known, and a right checksum."""
-
-    def change(env: lmdb.Environment) -> None:
-        records = env.open_db(b"records")
-        with env.begin(write=True) as txn:
-            key, value = next(iter(txn.cursor(db=records)))
-            body = bytes([record.NEWEST + 1]) + value[1:-8] + b"more of it"
-            txn.put(key, body + xxhash.xxh3_64_digest(key + body), db=records)
-
-    change_index(data, change)
+    with index_of(data) as (_, txn):
+        key, value = next(iter(txn.cursor()))
+        body = LATER + value[1:-8] + b"more of it"
+        txn.put(key, body + xxhash.xxh3_64_digest(key + body))
 
 
 def later_database(data: Path) -> None:
     """A third database beside the two that are known."""
-
-    def change(env: lmdb.Environment) -> None:
-        with env.begin(write=True) as txn:
-            txn.put(b"a", b"b", db=env.open_db(b"signatures", txn=txn))
-
-    change_index(data, change)
+    with index_of(data) as (env, txn):
+        txn.put(b"a", b"b", db=env.open_db(b"signatures", txn=txn))
 
 
 def later_lmdb(data: Path) -> None:
@@ -66,9 +61,9 @@ def everything(data: Path) -> dict[str, str]:
 async def test_it_is_refused_and_stays(
     tmp_path: Path, change: Callable[[Path], None], started_on_another_boot: bool
 ) -> None:
-    async with tools.serving(tmp_path) as service:
+    async with serving(tmp_path) as service:
         for n in range(20):
-            await service.put([tools.digest("S"), tools.digest(str(n))], tools.payload(n, 5000))
+            await service.put(["S", str(n)], payload(n, 5000))
     change(tmp_path)
     if started_on_another_boot:
         (tmp_path / "boot").write_text("another")
@@ -86,16 +81,11 @@ async def test_it_is_refused_and_stays(
 
 async def test_the_rest_of_a_later_index_that_is_damaged_is_no_reason(tmp_path: Path) -> None:
     """A record of another version number whose checksum is wrong is damage, and dropped as ever."""
-    async with tools.serving(tmp_path) as service:
-        await service.put([tools.digest("S"), tools.digest("a")], b"x" * 5000)
-        await service.put([tools.digest("S"), tools.digest("b")], b"y" * 5000)
-
-    def change(env: lmdb.Environment) -> None:
-        records = env.open_db(b"records")
-        with env.begin(write=True) as txn:
-            key, value = next(iter(txn.cursor(db=records)))
-            txn.put(key, bytes([record.NEWEST + 1]) + value[1:], db=records)
-
-    change_index(tmp_path, change)
-    async with tools.serving(tmp_path) as service:
+    async with serving(tmp_path) as service:
+        for name in "ab":
+            await service.put(["S", name], name.encode() * 5000)
+    with index_of(tmp_path) as (_, txn):
+        key, value = next(iter(txn.cursor()))
+        txn.put(key, LATER + value[1:])
+    async with serving(tmp_path) as service:
         assert len(service.store.residents) == 1

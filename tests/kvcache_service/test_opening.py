@@ -1,9 +1,7 @@
 """A store that serves while its index is still being loaded: found by key, held back, killed, damaged."""
 
 import asyncio
-import contextlib
 import random
-import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,20 +14,20 @@ import pytest
 
 from fusionkv.bench.cache import scale
 from fusionkv.kvcache_service import integrity
-from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.index.record import encode
 from fusionkv.kvcache_service.store import store
 from fusionkv.kvcache_service.tiers.base import Recovered
 from fusionkv.kvcache_service.tiers.disk import DiskTier
-from fusionkv.kvcache_service.tiers.disk_index import DiskIndex
 from fusionkv.kvcache_service.tiers.index_file import HEATS, RECORDS, IndexReader
 from fusionkv.protos.runtime.errors import DataLoss, NotFound, Unavailable
 from tests.kvcache_service import tools
-from tests.kvcache_service.test_index_rewrite import MAP_BYTES, PAGE, churn
+from tests.kvcache_service.test_index_rewrite import PAGE, churn, opened
+from tests.kvcache_service.tools import digest
+from tests.system.cache_process import flags
 from tests.waiting import until
 
 DATA = {name: tools.payload(name, 6000) for name in "ABCDEF"}
-SYSTEM = tools.digest("S")
 
 
 class Held(DiskTier):
@@ -70,11 +68,17 @@ async def opening(directory: Path, first: int | None, monkeypatch: Any) -> Async
             await service.store.ready.wait()
 
 
-async def filled(directory: Path) -> None:
+async def filled(directory: Path) -> dict[str, bytes]:
+    """Stores the data; gives the entries' keys."""
     async with tools.serving(directory) as service:
-        for name, data in DATA.items():
-            await service.put([SYSTEM, tools.digest(name)], data)
-        await service.put([SYSTEM, tools.digest("A"), tools.digest("F")], DATA["F"], variant=tools.digest("v"))
+        keys = {name: (await service.put(["S", name], data))[0] for name, data in DATA.items()}
+        await service.put("SAF", DATA["F"], variant=digest("v"))
+        return keys
+
+
+async def kinds(service: tools.Service, *paths: str) -> list[HitKind]:
+    """How the last elements of paths are found."""
+    return [(await service.find(*path)).hits[-1].kind for path in paths]
 
 
 @pytest.mark.parametrize("first", [None, 0, 3])
@@ -83,41 +87,35 @@ async def test_lookups_and_fetches_are_answered(tmp_path: Path, first: int | Non
     async with opening(tmp_path, first, monkeypatch) as (service, release):
         for loaded in (False, True):
             for name, data in DATA.items():
-                hit = (await service.find(SYSTEM, tools.digest(name))).hits[1]
-                assert hit.kind is HitKind.EXACT
-                assert await service.fetch(hit.entry) == data
+                assert await kinds(service, f"S{name}") == [HitKind.EXACT]
+                assert await service.get("S", name) == data
             # Encoded right behind the system prompt, and found behind another chunk.
-            hits = (await service.find(SYSTEM, tools.digest("B"), tools.digest("A"))).hits
+            hits = (await service.find(*"SBA")).hits
             assert [hit.kind for hit in hits] == [HitKind.MISS, HitKind.EXACT, HitKind.ALTERNATIVE]
             assert await service.fetch(hits[2].entry) == DATA["A"]
-            assert (await service.find(SYSTEM, tools.digest("Z"))).hits[1].kind is HitKind.MISS
+            assert await kinds(service, "SZ") == [HitKind.MISS]
             if not loaded:
                 release()
                 await service.store.ready.wait()
         assert len(service.store.residents) == len(DATA) + 1
-        await service.settled()
 
 
 async def test_puts_and_deletes_wait(tmp_path: Path, monkeypatch: Any) -> None:
     """Until it is known which space is free, nothing is written; an entry that is there already needs no space."""
-    await filled(tmp_path)
-    key = (await _keys(tmp_path))["A"]
+    key = (await filled(tmp_path))["A"]
     async with opening(tmp_path, None, monkeypatch) as (service, release):
         used = service.store.residents.home.used_bytes
-        put = asyncio.create_task(service.put([SYSTEM, tools.digest("new")], b"x" * 9000))
+        put = asyncio.create_task(service.put(["S", "new"], b"x" * 9000))
         deletion = asyncio.create_task(service.client.delete([key]))
-        await until(
-            lambda: not put.done() and service.store.ready._waiters and len(service.store.ready._waiters) == 2
-        )
+        await until(lambda: not put.done() and len(service.store.ready._waiters or ()) == 2)
         assert service.store.residents.home.used_bytes == used == 0
-        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.EXACT
+        assert await kinds(service, "SA") == [HitKind.EXACT]
         release()
         assert (await put)[1]
         assert await deletion == 1
-        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.MISS
-        await service.settled()
+        assert await kinds(service, "SA") == [HitKind.MISS]
     async with tools.serving(tmp_path) as service:
-        assert (await service.find(SYSTEM, tools.digest("A"))).hits[1].kind is HitKind.MISS
+        assert await kinds(service, "SA") == [HitKind.MISS]
         assert len(service.store.residents) == len(DATA) + 1
 
 
@@ -125,10 +123,9 @@ async def test_what_waits_too_long_is_unavailable(tmp_path: Path, monkeypatch: A
     await filled(tmp_path)
     monkeypatch.setattr(store, "_OPEN_SECONDS", 0.05)
     async with opening(tmp_path, None, monkeypatch) as (service, _):
-        with pytest.raises(Unavailable, match="the index is being loaded"):
-            await service.put([SYSTEM, tools.digest("new")], b"x" * 9000)
-        with pytest.raises(Unavailable, match="the index is being loaded"):
-            await service.client.delete([tools.digest("any")])
+        for call in (service.put(["S", "new"], b"x" * 9000), service.client.delete([digest("any")])):
+            with pytest.raises(Unavailable, match="the index is being loaded"):
+                await call
 
 
 async def test_a_damaged_entry_is_deleted_once_that_can_be(tmp_path: Path, monkeypatch: Any) -> None:
@@ -138,85 +135,69 @@ async def test_a_damaged_entry_is_deleted_once_that_can_be(tmp_path: Path, monke
         segment.write_bytes(segment.read_bytes().replace(DATA["A"], DATA["A"][:100] + b"damage" + DATA["A"][106:]))
     monkeypatch.setattr(store, "_OPEN_SECONDS", 0.05)
     async with opening(tmp_path, None, monkeypatch) as (service, release):
-        entry = (await service.find(SYSTEM, tools.digest("A"))).hits[1].entry
+        entry = await service.entry(*"SA")
         for _ in range(2):
             with pytest.raises(DataLoss):
                 await service.fetch(entry)
         release()
         await service.store.ready.wait()
-        with pytest.raises(DataLoss):
-            await service.fetch(entry)
-        with pytest.raises(NotFound):
-            await service.fetch(entry)
-        await service.settled()
+        for error in (DataLoss, NotFound):
+            with pytest.raises(error):
+                await service.fetch(entry)
 
 
 async def test_a_damaged_index_drops_what_was_found_and_frees_it_with_its_lease(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """All values can be read, but not all keys are found: the check starts it empty."""
-    await filled(tmp_path)
-    keys = await _keys(tmp_path)
-    file, lowest = tmp_path / "index" / "data.mdb", min(keys.values())
+    lowest, file = min((await filled(tmp_path)).values()), tmp_path / "index" / "data.mdb"
     file.write_bytes(file.read_bytes().replace(lowest, bytes([lowest[0] ^ 0x80, *lowest[1:]])))
     async with opening(tmp_path, None, monkeypatch) as (service, release):
-        found = {name: await service.find(SYSTEM, tools.digest(name)) for name in DATA}
+        found = {name: await service.find("S", name) for name in DATA}
         there = {name: lookup for name, lookup in found.items() if lookup.hits[1].entry is not None}
         assert there
         for name, lookup in there.items():
             assert await service.fetch(lookup.hits[1].entry) == DATA[name]
         release()
         await service.store.ready.wait()
-        assert len(service.store.residents) == 0
         residents = service.store.residents
+        assert len(residents) == 0
         assert residents.home.used_bytes == len(there) * 8192, "what is leased is not free"
-        assert (await service.put([SYSTEM, tools.digest("new")], b"x" * 9000))[1]
+        assert (await service.put(["S", "new"], b"x" * 9000))[1]
         for lookup in found.values():
             await service.client.release(lookup.lease)
         assert residents.home.used_bytes == 12288
-        await service.settled()
 
 
 async def test_of_two_entries_that_claim_the_same_bytes_one_is_left(tmp_path: Path, monkeypatch: Any) -> None:
     await filled(tmp_path)
     tier = DiskTier(tmp_path, 16 * tools.MIB)
     found = {one.record.chunk: one for one in tier.recover()}
-    owner, liar = found[tools.digest("A")], found[tools.digest("B")]
+    owner, liar = found[digest("A")], found[digest("B")]
     tier.close()
     with lmdb.open(str(tmp_path / "index"), max_dbs=2) as env, env.begin(write=True) as txn:
         txn.put(liar.record.key, encode(liar.record, owner.place.offset), db=env.open_db(RECORDS, txn))
     async with opening(tmp_path, None, monkeypatch) as (service, release):
-        kinds = [(await service.find(SYSTEM, tools.digest(name))).hits[1].kind for name in "AB"]
-        assert kinds == [HitKind.EXACT, HitKind.EXACT]
+        assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.EXACT]
         release()
         await service.store.ready.wait()
         await until(lambda: len(service.store.residents) == len(DATA))
-        hit, other = [(await service.find(SYSTEM, tools.digest(name))).hits[1] for name in "AB"]
-        assert (hit.kind, other.kind) == (HitKind.EXACT, HitKind.MISS)
-        assert await service.fetch(hit.entry) == DATA["A"]
-
-
-async def _keys(directory: Path) -> dict[str, bytes]:
-    async with tools.serving(directory) as service:
-        found = {name: (await service.find(SYSTEM, tools.digest(name))).hits[1].entry for name in DATA}
-        return {name: entry.key for name, entry in found.items()}
+        assert await kinds(service, "SA", "SB") == [HitKind.EXACT, HitKind.MISS]
+        assert await service.get(*"SA") == DATA["A"]
 
 
 @pytest.mark.system
-async def test_killed_and_stopped_while_it_loads(launch: Any, tmp_path: Path) -> None:
+async def test_killed_and_stopped_while_it_loads(launch: Any, cache_client: Any, tmp_path: Path) -> None:
     """An index of 30,000 entries is searched as soon as the process serves, and is whole after each end."""
     chunks, dice = 30_000, random.Random(1)
     scale.write_files(tmp_path / "data", chunks)
     disk = scale.capacity(chunks)
-    flags = ("--data-dir", str(tmp_path / "data"), "--listen", "127.0.0.1:0", "--memory-bytes", "1MiB")
     early = 0
     for end in ("kill", "kill", "stop", "kill", "stop"):
-        service = launch("fusionkv.kvcache_service", *flags, "--disk-bytes", str(disk))
-        client = CacheClient(service.address)
-        path = [(digest, ()) for digest in scale.path_of(dice.randrange(chunks // scale.GROUP))]
-        found = await client.lookup(scale.NAMESPACE, path, timeout=20)
+        service = launch(*flags(tmp_path / "data", memory="1MiB", disk=str(disk)))
+        path = [(name, ()) for name in scale.path_of(dice.randrange(chunks // scale.GROUP))]
+        found = await cache_client(service).lookup(scale.NAMESPACE, path, timeout=20)
         assert [hit.kind for hit in found.hits[1:]] == [HitKind.EXACT] * scale.PATH
-        await client.close()
         early += f"{chunks} entries" not in service.log
         await asyncio.sleep(dice.uniform(0, 0.3))
         if end == "kill":
@@ -231,9 +212,8 @@ async def test_killed_and_stopped_while_it_loads(launch: Any, tmp_path: Path) ->
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, dict[bytes, bytes]]]:
     """An index with records within pages and on pages of their own, and what LMDB reads from it."""
     folder = tmp_path_factory.mktemp("whole") / "index"
-    index = DiskIndex(folder, MAP_BYTES, sync=False)
-    churn(index, random.Random(5), 300, 0, longest=150)
-    index.close()
+    with opened(folder) as index:
+        churn(index, random.Random(5), 300, 0, longest=150)
     with lmdb.open(str(folder), max_dbs=2, readonly=True) as env, env.begin() as txn:
         return folder, {name: dict(txn.cursor(db=env.open_db(name, txn))) for name in (RECORDS, HEATS)}
 
@@ -272,12 +252,8 @@ def test_a_reader_of_a_damaged_file_never_fails(
     assert found == {False, True}
 
 
-def test_a_reader_of_no_file_finds_nothing(tmp_path: Path) -> None:
-    for content in (None, b"", b"x", bytes(PAGE), bytes(3 * PAGE)):
-        path = tmp_path / "file"
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        if content is not None:
-            path.write_bytes(content)
-        assert IndexReader(path).get(RECORDS, b"k" * 32) is None
-    shutil.rmtree(tmp_path)
+@pytest.mark.parametrize("content", [None, b"", b"x", bytes(PAGE), bytes(3 * PAGE)], ids=["none", *"0123"])
+def test_a_reader_of_no_file_finds_nothing(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "file").write_bytes(content)
+    assert IndexReader(tmp_path / "file").get(RECORDS, b"k" * 32) is None

@@ -1,8 +1,12 @@
-"""One contract suite over every engine that a remote tier may stand on."""
+"""One contract suite over every engine that a remote tier may stand on; and a Redis behind TLS."""
 
+import asyncio
+import contextlib
 import os
+import ssl
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +21,12 @@ from fusionkv.kvcache_service.remote.tier import BLOCK_BYTES, SLOTS, Engine, Rem
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.kvcache_service.tiers.sealed_disk import DiskKeys
 from fusionkv.protos.runtime.checksum import checksum
+from tests.conftest import Authority
 from tests.kvcache_service.tools import path
 from tests.system.mooncake_process import MooncakeMaster
 from tests.system.redis_process import RedisServer
 from tests.system.shared_services import REMOTES, Remote, made
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.system
 NAMESPACE, OTHER = b"n" * 32, b"m" * 32
@@ -54,33 +60,19 @@ def engine(remote: Remote) -> Iterator[Engine]:
     found.close()
 
 
-class Counted(Engine):
-    """An engine whose calls are counted: each is one round trip."""
+class Counted:
+    """An engine whose calls are counted, each of which is one round trip, and the names that are asked for kept."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self.calls = engine, 0
+        self._engine, self.calls, self.asked = engine, 0, list[str]()
 
-    def get(self, names: Sequence[str]) -> list[bytes | None]:
-        self.calls += 1
-        return self._engine.get(names)
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def counted(given: Any) -> Any:
+            self.calls += 1
+            self.asked += given if method == "get" else ()
+            return getattr(self._engine, method)(given)
 
-    def put(self, values: Sequence[tuple[str, bytes]]) -> None:
-        self.calls += 1
-        self._engine.put(values)
-
-    def touch(self, names: Sequence[str]) -> list[bool]:
-        self.calls += 1
-        return self._engine.touch(names)
-
-    def remove(self, names: Sequence[str]) -> None:
-        self.calls += 1
-        self._engine.remove(names)
-
-    def remove_all(self, prefix: str) -> None:
-        self._engine.remove_all(prefix)
-
-    def close(self) -> None:
-        self._engine.close()
+        return counted
 
 
 @pytest.fixture
@@ -204,19 +196,13 @@ def test_a_namespace_is_deleted_as_a_whole(tier: RemoteTier) -> None:
 def test_what_a_stranger_wrote_is_nobody_elses(tier: RemoteTier, engine: Engine) -> None:
     """Nonsense, another chunk's record, another tenant's, one whose key is not its path's."""
     store(tier, "SA")
-    names: list[str] = []
-
-    class Watched(Counted):
-        def get(self, asked: Sequence[str]) -> list[bytes | None]:
-            names.extend(asked)
-            return super().get(asked)
-
-    RemoteTier(Watched(engine)).find(NAMESPACE, path("SA"), [(), ()], [1])
+    watched = Counted(engine)
+    RemoteTier(watched).find(NAMESPACE, path("SA"), [(), ()], [1])
     forged = Record(path_keys(NAMESPACE, path("SA"))[-1], OTHER, b"".join(path("AS")), b"", 4, 5, 0, b"c" * 16)
     wrong = [entry("SB"), entry("SA", namespace=OTHER), forged]
     values = [b"", b"nonsense", os.urandom(200), *(one.key + records.encode(one, 0) for one in wrong)]
     for value in values:
-        engine.put([(name, value or b"-") for name in names])
+        engine.put([(name, value or b"-") for name in watched.asked])
         assert find(tier, "SA") is None
 
 
@@ -237,12 +223,10 @@ def test_blocks_are_encrypted(tier: RemoteTier, engine: Engine, keys: Callable[.
     made = store(sealed, "SA", data)
     (name,) = _blocks(made)
     (value,) = engine.get([name])
-    assert value is not None
     assert b"secret" not in value
     assert content(sealed, made) == content(RemoteTier(engine, keys(other, one)), made) == data
-    for unable in (RemoteTier(engine, keys(other)),):
-        with pytest.raises(FileNotFoundError):
-            content(unable, made)
+    with pytest.raises(FileNotFoundError):
+        content(RemoteTier(engine, keys(other)), made)
     engine.remove([name])
     engine.put([(name, value[:-1] + bytes([value[-1] ^ 1]))])
     with pytest.raises(FileNotFoundError, match="damaged"):
@@ -272,45 +256,91 @@ def test_an_engine_that_is_away_says_so(tmp_path: Path, remote: Remote) -> None:
                 call()
         assert time.monotonic() - began < 30
         own.start()
-        deadline = time.monotonic() + 30
-        while True:
-            try:
+
+        def answers() -> bool:
+            with contextlib.suppress(OSError):
                 engine.put([("b", b"2")])
-                assert engine.get(["b", "nothing"]) == [b"2", None]
-                break
-            except OSError:
-                assert time.monotonic() < deadline
-                time.sleep(0.2)
+                return engine.get(["b", "nothing"]) == [b"2", None]
+            return False
+
+        wait_until(answers, 30)
     finally:
         engine.close()
         own.kill9()
 
 
-def test_what_is_not_touched_expires(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path)
-    engine = RedisEngine(server.url, ttl=500, timeout=20)
-    tier = RemoteTier(engine)
+@pytest.fixture
+def expiring(redis: RedisServer) -> Iterator[RedisEngine]:
+    with contextlib.closing(RedisEngine(redis.url, ttl=500, timeout=20)) as engine:
+        yield engine
+
+
+def test_what_is_not_touched_expires(redis: RedisServer, expiring: RedisEngine) -> None:
+    tier, client = RemoteTier(expiring), redis.client()
     store(tier, "SA", os.urandom(2 * BLOCK_BYTES))
-    redis = server.client()
-    names = list(redis.scan_iter())
+    names = list(client.scan_iter())
     assert len(names) == 4, "two blocks, and two records"
-    assert all(0 < redis.pttl(name) <= 500_000 for name in names)
+    assert all(0 < client.pttl(name) <= 500_000 for name in names)
     for name in names:
-        redis.pexpire(name, 1000)
+        client.pexpire(name, 1000)
     assert tier.touch([entry("SB")]) == [False]
-    assert all(redis.pttl(name) <= 1000 for name in names)
+    assert all(client.pttl(name) <= 1000 for name in names)
     (made,) = tier.find(NAMESPACE, path("SA"), [(), ()], [1])[0]
     assert tier.touch([made]) == [True]
-    assert all(redis.pttl(name) > 400_000 for name in names)
-    engine.close()
-    server.kill9()
+    assert all(client.pttl(name) > 400_000 for name in names)
 
 
-def test_a_redis_that_is_full_refuses(tmp_path: Path) -> None:
-    server = RedisServer(tmp_path, "--maxmemory", "1mb")
-    engine = RedisEngine(server.url, ttl=500, timeout=20)
+def test_a_redis_that_is_full_refuses(redis: RedisServer, expiring: RedisEngine) -> None:
+    redis.client().config_set("maxmemory", "1mb")
     with pytest.raises(OSError, match="Redis returned an error") as refused:
-        engine.put([(f"{n}", os.urandom(1 << 20)) for n in range(4)])
+        expiring.put([(f"{n}", os.urandom(1 << 20)) for n in range(4)])
     assert not isinstance(refused.value, Unreachable)
-    engine.close()
-    server.kill9()
+
+
+@asynccontextmanager
+async def behind_tls(redis: RedisServer, certificate: tuple[Path, Path]) -> AsyncIterator[int]:
+    """The port of a TLS end in front of a Redis (the one that tests start speaks none itself)."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*certificate)
+
+    async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await source.read(1 << 16):
+                sink.write(data)
+                await sink.drain()
+        sink.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner, outer = await asyncio.open_connection("127.0.0.1", redis.port)
+        await asyncio.gather(copy(reader, outer), copy(inner, writer))
+
+    end = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=context)
+    try:
+        yield end.sockets[0].getsockname()[1]
+    finally:
+        end.close()
+
+
+@pytest.fixture
+def ask(redis: RedisServer) -> Callable[..., Any]:
+    """`await ask(certificate, ca)` writes to a Redis with that certificate, and reads it."""
+
+    async def once(certificate: tuple[Path, Path], ca: Path) -> bool:
+        async with behind_tls(redis, certificate) as port:
+            url = f"rediss://127.0.0.1:{port}?ssl_ca_certs={ca}"
+            with contextlib.closing(RedisEngine(url, ttl=60, timeout=20)) as engine:
+                await asyncio.to_thread(engine.put, [("a", b"1")])
+                return await asyncio.to_thread(engine.get, ["a"]) == [b"1"]
+
+    return once
+
+
+async def test_a_certificate_of_the_named_ca_for_the_named_host_is_taken(
+    ask: Callable[..., Any], authority: Callable[[str], Authority]
+) -> None:
+    own, other = authority("own"), authority("other")
+    assert await ask(own.issue("redis"), own.ca)
+    with pytest.raises(Unreachable):
+        await ask(own.issue("redis"), other.ca)
+    with pytest.raises(Unreachable):
+        await ask(own.issue("elsewhere", ("10.9.8.7",)), own.ca)

@@ -19,7 +19,7 @@ from fusionkv.kvcache_service.store.writing import reserve
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
 from tests.examples import examples
-from tests.kvcache_service.tools import path
+from tests.kvcache_service.tools import path, stored
 
 NAMESPACE = b"n" * 32
 BLOCK = 4096
@@ -41,15 +41,17 @@ class Replicas:
         self.loop.run_until_complete(self.store.close())
         self.loop.close()
 
-    def put(self, digests: list[bytes], offered: bool = False) -> bool:
-        data = digests[-1]
-        new = record.make(NAMESPACE, digests, b"", 32, 1, 0, checksum_of(data), offered=offered)
+    @staticmethod
+    def entry(digests: list[bytes], offered: bool = False) -> record.Record:
+        """Of an entry whose bytes are its chunk's digest."""
+        return record.make(NAMESPACE, digests, b"", 32, 1, 0, checksum_of(digests[-1]), offered=offered)
 
+    def put(self, digests: list[bytes], offered: bool = False) -> bool:
         async def send() -> bool:
-            writer = reserve(self.store, new)
+            writer = reserve(self.store, self.entry(digests, offered))
             if writer is None:
                 return False
-            await writer.write(memoryview(data))
+            await writer.write(memoryview(digests[-1]))
             return await writer.commit()
 
         return self.loop.run_until_complete(send())
@@ -58,10 +60,6 @@ class Replicas:
         found, lease = self.store.lookup(NAMESPACE, digests, [()] * len(digests), 30.0)
         self.store.leases.release(lease)
         return [(kind, entry and entry.record) for kind, entry in found]
-
-    def stored(self) -> set[str]:
-        trails = [entry.record.trail for entry in self.store.residents]
-        return {"".join(chr(byte) for byte in trail[::-32]) for trail in trails}
 
 
 @pytest.fixture
@@ -88,11 +86,9 @@ def test_a_path_that_is_asked_for_again_gets_and_keeps_its_own(replicas: Replica
     assert replicas.put(path("SABC"), offered=True)
     assert replicas.find(path("SABC"))[-1][0] is HitKind.EXACT
     kind, found = replicas.find(path("SDC"))[-1]
-    assert kind is HitKind.ALTERNATIVE
-    assert found is not None
-    assert found.depth == 2, "other paths go on with the one encoded alone"
+    assert (kind, found.depth) == (HitKind.ALTERNATIVE, 2), "other paths go on with the one encoded alone"
     assert replicas.put(path("SDEC"))
-    assert replicas.stored() == {"SC", "SABC", "SDEC"}
+    assert stored(replicas.store) == {"SC", "SABC", "SDEC"}
 
 
 def test_a_leased_replica_is_replaced_and_its_bytes_stay_until_the_lease_ends(replicas: Replicas) -> None:
@@ -100,7 +96,6 @@ def test_a_leased_replica_is_replaced_and_its_bytes_stay_until_the_lease_ends(re
     found, lease = replicas.store.lookup(NAMESPACE, path("SC"), [(), ()], 30.0)
     replicas.put(path("SC"), offered=True)
     old = found[1][1]
-    assert old is not None
     assert not old.visible
     assert replicas.store.residents.home.used_bytes == 2 * BLOCK
     replicas.store.leases.release(lease)
@@ -111,17 +106,13 @@ def test_of_two_offered_at_the_same_time_one_stays(replicas: Replicas) -> None:
     async def both() -> list[bool]:
         writers = []
         for names in ("SABC", "SXYC"):
-            data = path(names)[-1]
-            checksum = checksum_of(data)
-            entry = record.make(NAMESPACE, path(names), b"", 32, 1, 0, checksum, offered=True)
-            writer = reserve(replicas.store, entry)
-            assert writer is not None
-            await writer.write(memoryview(data))
+            writer = reserve(replicas.store, replicas.entry(path(names), offered=True))
+            await writer.write(memoryview(path(names)[-1]))
             writers.append(writer)
         return await asyncio.gather(*(writer.commit() for writer in writers))
 
     assert replicas.loop.run_until_complete(both()) == [True, False]
-    assert replicas.stored() == {"SABC"}
+    assert stored(replicas.store) == {"SABC"}
 
 
 paths = st.lists(st.sampled_from("ABC"), min_size=1, max_size=4).map(lambda tail: "S" + "".join(tail))
@@ -155,7 +146,7 @@ def test_replicas_agree_with_a_model(taken: list[tuple[str, str]]) -> None:
                 if entries[other] and len(other) > len(names) and asked[other] <= 1:
                     del entries[other]
             entries[names] = offered
-        assert replicas.stored() == set(entries)
+        assert stored(replicas.store) == set(entries)
         assert isolated <= set(entries), "an entry encoded alone went"
     replicas.close()
 
@@ -186,7 +177,6 @@ def test_between_the_watermarks_the_coldest_make_room_ahead_of_need() -> None:
     replicas.loop.run_until_complete(replicas.store.make_room())
     left = {entry.record.chunk[0] for entry in replicas.store.residents}
     assert left == {0, 1, *range(43, 91)}, "the held one, the one asked for, and the last"
-    assert held is not None
     assert held.visible
     assert replicas.store.counters.get("evictions", "memory") == 41
     replicas.store.leases.release(lease)

@@ -1,7 +1,5 @@
 """Encryption at rest: nothing readable on the disk, and whatever does not open is a miss and no error."""
 
-import asyncio
-import contextlib
 import hashlib
 import os
 from collections.abc import Callable
@@ -12,18 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusionkv.kvcache_service.client import CacheClient, HitKind
+from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.tiers.sealed_disk import BLOCK_BYTES, DiskKeys, SealedDiskTier
-from fusionkv.protos.runtime.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from fusionkv.protos.runtime.errors import DataLoss, NotFound
 from fusionkv.protos.runtime.watched import ID_BYTES, BadFile
 from tests.kvcache_service import tools
+from tests.system.cache_process import MIB, find, flags, get, payload, put
 from tests.waiting import wait_until
 
-MIB = 1 << 20
 SIZES = [1, 4096, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5000]
 FIRST, SECOND, THIRD = (bytes([n]) * 32 for n in (1, 2, 3))
 SECOND_ID = hashlib.sha256(SECOND).digest()[:ID_BYTES]
-Launch = Callable[..., Any]
 
 
 def keys(file: Path, *raw: bytes) -> DiskKeys:
@@ -162,88 +159,24 @@ def test_a_bad_file_of_keys_is_refused_and_not_quoted(tmp_path: Path, text: str)
 
 @pytest.mark.system
 @pytest.mark.parametrize("before", ["other key", "plain", "same key"])
-async def test_a_service_with_another_key_misses_and_serves_on(launch: Launch, tmp_path: Path, before: str) -> None:
+async def test_a_service_with_another_key_misses_and_serves_on(
+    launch: Callable[..., Any], cache_client: Any, tmp_path: Path, before: str
+) -> None:
     """Entries of a wrong key, or from before encryption, are found, then fail as damaged, then are gone."""
-    flags = ("--listen", "127.0.0.1:0", "--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB")
     (tmp_path / "old").write_text(FIRST.hex())
     (tmp_path / "new").write_text((FIRST if before == "same key" else SECOND).hex())
-    data, space = tools.payload("d", 2 * MIB + 100), tools.digest("n")
-    path = [tools.digest("S")]
-    first = launch("fusionkv.kvcache_service", *flags, *(() if before == "plain" else with_keys(tmp_path / "old")))
-    client = CacheClient(first.address)
-    await client.put(namespace=space, path=path, tokens=1, base=0, data=memoryview(data), timeout=20)
-    await client.close()
+    old = () if before == "plain" else ("--disk-keys", str(tmp_path / "old"))
+    data = payload("d", 2 * MIB + 100)
+    first = launch(*flags(tmp_path / "data", *old, memory="1MiB"))
+    await put(cache_client(first), "d", data)
     assert first.stop() == 0
-    second = launch("fusionkv.kvcache_service", *flags, *with_keys(tmp_path / "new"))
-    client = CacheClient(second.address)
-
-    async def hit() -> Any:
-        return (await client.lookup(space, [(path[0], ())], timeout=20)).hits[0]
-
-    entry, buffer = (await hit()).entry, bytearray(len(data))
-    if before == "same key":
-        await client.fetch(entry, memoryview(buffer), timeout=20)
-        assert bytes(buffer) == data
-    else:
+    second = launch(*flags(tmp_path / "data", "--disk-keys", str(tmp_path / "new"), memory="1MiB"))
+    client = cache_client(second)
+    if before != "same key":
         with pytest.raises((DataLoss, NotFound)):
-            await client.fetch(entry, memoryview(buffer), timeout=20)
-        assert (await hit()).kind is HitKind.MISS
-        await client.put(namespace=space, path=path, tokens=1, base=0, data=memoryview(data), timeout=20)
-        await client.fetch((await hit()).entry, memoryview(buffer), timeout=20)
-        assert bytes(buffer) == data
-    await client.close()
+            await get(client, "d")
+        assert (await find(client, "d")).hits[1].kind is HitKind.MISS
+        await put(client, "d", data)
+    assert await get(client, "d") == data
     assert second.stop() == 0
     assert SECOND.hex() not in second.log
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("disk", ["256MiB", "24MiB"], ids=["room for all", "space given on all the time"])
-async def test_kill_9_tears_no_encrypted_entry(launch: Launch, tmp_path: Path, disk: str) -> None:
-    (tmp_path / "keys").write_text(FIRST.hex())
-    flags = ("--data-dir", str(tmp_path / "data"), "--memory-bytes", "1MiB", "--disk-bytes", disk)
-    flags = (*flags, "--listen", "127.0.0.1:0", *with_keys(tmp_path / "keys"))
-    space, stored = tools.digest("n"), set()
-    sizes = {number: [300, 200_000, 2 * MIB + 17, 5 * MIB][number % 4] for number in range(60)}
-    todo = list(sizes)
-
-    async def work(address: str, killed: asyncio.Event, until: int) -> None:
-        client = CacheClient(address)
-        with contextlib.suppress(Unavailable):
-            while todo:
-                name = todo.pop()
-                if len(todo) <= until:
-                    killed.set()
-                data = memoryview(tools.payload(name, sizes[name]))
-                with contextlib.suppress(ResourceExhausted):
-                    put = client.put(
-                        namespace=space, path=[tools.digest(str(name))], tokens=1, base=0, data=data, timeout=30
-                    )
-                    assert (await put)[1]
-                    stored.add(name)
-        await client.close()
-
-    for until in (40, 20):
-        service = launch("fusionkv.kvcache_service", *flags)
-        killed = asyncio.Event()
-        workers = asyncio.gather(*(work(service.address, killed, until) for _ in range(4)))
-        await killed.wait()
-        service.kill9()
-        await workers
-    service = launch("fusionkv.kvcache_service", *flags)
-    client, found = CacheClient(service.address), set()
-    for name, size in sizes.items():
-        entry = (await client.lookup(space, [(tools.digest(str(name)), ())], lease_ms=1, timeout=20)).hits[0].entry
-        if entry is not None:
-            buffer = bytearray(size)
-            await client.fetch(entry, memoryview(buffer), timeout=20)
-            assert bytes(buffer) == tools.payload(name, size), f"entry {name} is torn"
-            found.add(name)
-    assert (await client.stats()).checksum_failures == 0
-    assert len(found) > 3
-    if disk == "256MiB":
-        assert stored <= found
-    await client.close()
-
-
-def with_keys(file: Path) -> tuple[str, str]:
-    return "--disk-keys", str(file)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,8 @@ from fusionkv.kvcache_service.client import HitKind
 from fusionkv.kvcache_service.remote.tier import Engine
 from fusionkv.kvcache_service.tiers.base import Unreachable
 from fusionkv.protos.runtime.errors import NotFound, ResourceExhausted, Unavailable
-from tests.kvcache_service import tools
+from tests.kvcache_service.tools import MIB, payload, serving
 from tests.waiting import until
-
-MIB = 1 << 20
 
 
 @dataclass
@@ -70,53 +69,65 @@ def engine() -> Dictionary:
 @pytest.fixture
 async def serve(engine: Dictionary, tmp_path: Path) -> AsyncIterator[Any]:
     """`await serve(memory=, disk=)` starts one more service over the engine."""
+    numbers = count()
     async with AsyncExitStack() as stack:
-        count = 0
-
-        async def one(**more: Any) -> Any:
-            nonlocal count
-            count += 1
-            return await stack.enter_async_context(tools.serving(tmp_path / f"{count}", engine=engine, **more))
-
-        yield one
+        yield lambda **more: stack.enter_async_context(serving(tmp_path / f"{next(numbers)}", engine=engine, **more))
 
 
 async def shared(service: Any) -> None:
     await until(lambda: not service.sharing.waiting)
 
 
+async def share(service: Any, path: Sequence[str], data: bytes, **more: Any) -> bytes:
+    """Puts an entry, and waits until it is in the remote tier; gives its key."""
+    key, _ = await service.put(path, data, **more)
+    await shared(service)
+    return key
+
+
+async def kind(service: Any, *path: str) -> HitKind:
+    return (await service.find(*path)).hits[-1].kind
+
+
+async def used(service: Any, engine: Dictionary) -> None:
+    """An entry that is used is written anew where the remote tier lacks it."""
+
+    async def written() -> bool:
+        await service.find("S")
+        return bool(engine.blocks)
+
+    await until(written)
+
+
 async def test_what_is_found_exactly_here_asks_nobody(serve: Any, engine: Dictionary) -> None:
-    service, path = await serve(), [tools.digest(name) for name in "SAB"]
-    for n in (1, 2, 3):
-        await service.put(path[:n], b"data")
+    service = await serve()
+    for path in ("S", "SA", "SAB"):
+        await service.put(path, b"data")
     await shared(service)
     asked = engine.calls.count("get")
-    assert {hit.kind for hit in (await service.find(*path)).hits} == {HitKind.EXACT}
+    assert {hit.kind for hit in (await service.find(*"SAB")).hits} == {HitKind.EXACT}
     assert engine.calls.count("get") == asked
-    await service.find(*path, tools.digest("C"), tools.digest("D"))
+    await service.find(*"SABCD")
     assert engine.calls.count("get") == asked + 1
 
 
 async def test_it_is_copied_by_being_looked_up(serve: Any) -> None:
-    a, b, s = await serve(), await serve(), tools.digest("S")
-    data = tools.payload("x", 3 * MIB + 5)
-    await a.put([s], data)
-    await shared(a)
-    found = await b.find(s)
+    a, b = await serve(), await serve()
+    await share(a, "S", payload("x", 3 * MIB + 5))
+    found = await b.find("S")
     assert (found.hits[0].entry.tier, found.lease, found.hits[0].entry.lease) == ("remote", 0, 0)
     await until(lambda: len(b.store.residents) == 1)
-    assert (await b.find(s)).hits[0].entry.tier == "memory"
+    assert (await b.entry("S")).tier == "memory"
     stats = await b.client.stats()
     assert (stats.remote.read, stats.remote.written, stats.remote.waiting) == (1, 0, 0)
     assert (await a.client.stats()).remote.written == 1
 
 
-async def test_many_fetch_what_is_copied_once(serve: Any, engine: Dictionary) -> None:
-    a, b, s = await serve(), await serve(), tools.digest("S")
-    data = tools.payload("x", 2 * MIB)
-    await a.put([s], data)
-    await shared(a)
-    entry = (await b.find(s)).hits[0].entry
+async def test_many_fetch_what_is_copied_once(serve: Any) -> None:
+    a, b = await serve(), await serve()
+    data = payload("x", 2 * MIB)
+    await share(a, "S", data)
+    entry = await b.entry("S")
     assert await asyncio.gather(*(b.fetch(entry) for _ in range(20))) == [data] * 20
     assert (await b.client.stats()).remote.read == 1
 
@@ -124,119 +135,102 @@ async def test_many_fetch_what_is_copied_once(serve: Any, engine: Dictionary) ->
 async def test_one_that_was_only_offered_is_kept_where_it_is_copied(serve: Any) -> None:
     """Its path was asked for once, and another entry of the chunk is here: a Put would be superfluous."""
     a, b = await serve(), await serve()
-    s, x, y = (tools.digest(name) for name in "SXY")
-    await a.put([s, x, y], b"long", offered=True)
-    await b.put([s, y], b"short", offered=True)
+    await a.put("SXY", b"long", offered=True)
+    await b.put("SY", b"short", offered=True)
     await shared(a)
-    hit = (await b.find(s, x, y)).hits[2]
+    hit = (await b.find(*"SXY")).hits[2]
     assert hit.kind is HitKind.EXACT
     assert await b.fetch(hit.entry) == b"long"
-    assert (await b.find(s, x, y)).hits[2].kind is HitKind.EXACT
+    assert await kind(b, *"SXY") is HitKind.EXACT
 
 
 @pytest.mark.parametrize("how", ["changed", "short", "long", "gone", "another's"])
 async def test_damage_there_is_a_miss_and_is_deleted(serve: Any, engine: Dictionary, how: str) -> None:
-    a, b, s = await serve(), await serve(), tools.digest("S")
-    data = tools.payload("x", 2 * MIB)
-    await a.put([s], data)
-    await shared(a)
+    a, b = await serve(), await serve()
+    data = payload("x", 2 * MIB)
+    await share(a, "S", data)
     first, second = engine.blocks
+    value, other = engine.values[second], engine.values[first]
+    wrong = {"changed": value[:-1] + b"!", "short": value[:-1], "long": value + b"x", "another's": other}
     if how == "gone":
         del engine.values[second]
     else:
-        value, other = engine.values[second], engine.values[first]
-        wrong = {"changed": value[:-1] + b"!", "short": value[:-1], "long": value + b"x", "another's": other}
         engine.values[second] = wrong[how]
-    entry = (await b.find(s)).hits[0].entry
+    entry = await b.entry("S")
     with pytest.raises(NotFound):
         await b.fetch(entry)
-    assert (await b.find(s)).hits[0].kind is HitKind.MISS
+    assert await kind(b, "S") is HitKind.MISS
     assert engine.values == {}
     assert (await b.client.stats()).checksum_failures == (how in ("changed", "another's"))
     # Who has it whole writes it anew once it is used there.
-    await a.find(s)
-
-    async def healed() -> bool:
-        await a.find(s)
-        return bool(engine.blocks)
-
-    await until(healed)
+    await used(a, engine)
     await shared(a)
-    assert await b.fetch((await b.find(s)).hits[0].entry) == data
+    assert await b.get("S") == data
 
 
 async def test_without_room_here_it_is_refused_and_nothing_is_held(serve: Any) -> None:
     a, b = await serve(), await serve(memory=MIB, disk=2 * MIB)
-    s, t = tools.digest("S"), tools.digest("T")
-    await a.put([s], tools.payload("x", 3 * MIB // 2))
-    await b.put([t], tools.payload("y", 3 * MIB // 2))
-    await shared(a)
-    lease = (await b.find(t)).lease
-    entry = (await b.find(s)).hits[0].entry
+    data = payload("x", 3 * MIB // 2)
+    await b.put("T", payload("y", 3 * MIB // 2))
+    await share(a, "S", data)
+    lease = (await b.find("T")).lease
+    entry = await b.entry("S")
     with pytest.raises(ResourceExhausted):
         await b.fetch(entry)
     await b.client.release(lease)
-    assert await b.fetch((await b.find(s)).hits[0].entry) == tools.payload("x", 3 * MIB // 2)
+    assert await b.get("S") == data
 
 
 async def test_while_it_is_away_nobody_asks_and_nothing_is_lost(serve: Any, engine: Dictionary) -> None:
-    a, b, s = await serve(), await serve(), tools.digest("S")
-    await a.put([s], b"before")
-    await shared(a)
-    entry = (await b.find(s)).hits[0].entry
+    a, b = await serve(), await serve()
+    await share(a, "S", b"before")
+    entry = await b.entry("S")
     await until(lambda: len(b.store.residents) == 1)
     engine.away = True
-    assert (await b.find(tools.digest("T"))).hits[0].kind is HitKind.MISS
+    assert await kind(b, "T") is HitKind.MISS
     asked = engine.calls.count("get")
     for _ in range(20):
-        assert (await b.find(tools.digest("T"))).hits[0].kind is HitKind.MISS
+        assert await kind(b, "T") is HitKind.MISS
     assert engine.calls.count("get") == asked
     assert await b.fetch(entry) == b"before"
-    await a.put([tools.digest("U")], b"meanwhile")
+    await a.put("U", b"meanwhile")
     await until(lambda: not a.sharing.reachable)
     assert (await a.client.stats()).remote.waiting == 1
     with pytest.raises(Unavailable, match="remote tier"):
-        await a.client.delete(namespace=tools.digest("other"))
+        await a.client.delete(namespace=bytes(32))
     engine.away = False
     await until(lambda: a.sharing.reachable and b.sharing.reachable)
     await shared(a)
-    assert await b.fetch((await b.find(tools.digest("U"))).hits[0].entry) == b"meanwhile"
+    assert await b.get("U") == b"meanwhile"
 
 
 async def test_it_goes_away_between_lookup_and_fetch(serve: Any, engine: Dictionary) -> None:
-    a, b, s = await serve(), await serve(), tools.digest("S")
-    await a.put([s], tools.payload("x", MIB))
-    await shared(a)
+    a, b = await serve(), await serve()
+    await share(a, "S", payload("x", MIB))
     b.sharing._pulls.update((bytes([n]), asyncio.get_running_loop().create_future()) for n in range(4))  # all at work
-    entry = (await b.find(s)).hits[0].entry
+    entry = await b.entry("S")
     b.sharing._pulls.clear()
     engine.away = True
     with pytest.raises(NotFound):
         await b.fetch(entry)
-    assert (await b.find(s)).hits[0].kind is HitKind.MISS
+    assert await kind(b, "S") is HitKind.MISS
     engine.away = False
 
 
 async def test_one_that_is_full_keeps_nothing_back(serve: Any, engine: Dictionary) -> None:
-    service, s = await serve(), tools.digest("S")
+    service = await serve()
     engine.full = True
-    await service.put([s], b"data")
-    await shared(service)
+    await share(service, "S", b"data")
     assert service.sharing.reachable
     assert engine.values == {}
     engine.full = False
-
-    async def written() -> bool:
-        await service.find(s)
-        return bool(engine.blocks)
-
-    await until(written)
+    await used(service, engine)
 
 
 async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     for round in range(20):
-        key, _ = await service.put([tools.digest(f"{round}")], tools.payload(round, 2 * MIB))
+        key, _ = await service.put([f"{round}"], payload(round, 2 * MIB))
         for _ in range(round):
             await asyncio.sleep(0)
         await service.client.delete([key])
@@ -248,24 +242,22 @@ async def test_a_deletion_reaches_what_is_being_written(serve: Any, engine: Dict
 async def test_a_deletion_reaches_what_is_being_copied(serve: Any, engine: Dictionary) -> None:
     a, b = await serve(), await serve()
     for round in range(20):
-        s = tools.digest(f"{round}")
-        key, _ = await a.put([s], tools.payload(round, 2 * MIB))
-        await shared(a)
-        entry = (await b.find(s)).hits[0].entry
+        name = f"{round}"
+        key = await share(a, [name], payload(round, 2 * MIB))
+        entry = await b.entry(name)
         for _ in range(round):
             await asyncio.sleep(0)
         await b.client.delete([entry.key])
-        assert (await b.find(s)).hits[0].kind is HitKind.MISS, round
+        assert await kind(b, name) is HitKind.MISS, round
         await a.client.delete([key])
         assert engine.values == {}, round
 
 
 async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Dictionary) -> None:
-    service, s = await serve(), tools.digest("S")
-    key, _ = await service.put([s], b"data")
-    await shared(service)
+    service = await serve()
+    key = await share(service, "S", b"data")
     assert await service.client.delete([key], here=True) == 1
-    assert await service.fetch((await service.find(s)).hits[0].entry) == b"data"
+    assert await service.get("S") == b"data"
     await service.client.delete([key])
     assert engine.values == {}
 
@@ -273,10 +265,10 @@ async def test_a_deletion_here_alone_leaves_it_there(serve: Any, engine: Diction
 async def test_at_its_end_a_service_writes_back_all(serve: Any, engine: Dictionary) -> None:
     service = await serve()
     for n in range(20):
-        await service.put([tools.digest(f"{n}")], tools.payload(n, 300_000))
+        await service.put([f"{n}"], payload(n, 300_000))
     await service.sharing.flush(30)
     assert len(engine.blocks) == 20
     engine.away = True
-    await service.put([tools.digest("more")], b"data")
+    await service.put(["more"], b"data")
     await service.sharing.flush(0.05)
     engine.away = False

@@ -1,6 +1,5 @@
 """Signatures are the callers': kept as they were put, in every place that an entry goes to, and of bounded size."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from fusionkv.kvcache_service.index.rows import Rows
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.kvcache_service import tools
 from tests.system.redis_process import RedisServer
-from tests.system.shared_services import Services
+from tests.system.shared_services import sharing
 
 NAMESPACE, PATH = b"n" * 32, [b"s" * 32, b"c" * 32]
 SIGNATURES = [b"", b"\0", b"signed", b"\xff" * 36, bytes(63)]
@@ -102,21 +101,10 @@ async def test_what_was_not_signed_is_replaced_after_a_delete(start: Any) -> Non
     assert (await found(client)).signature == b"signed"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    started = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield started
-    started.kill9()
-
-
 @pytest.mark.system
-async def test_the_remote_tier_keeps_signatures(launch: Any, server: RedisServer, tmp_path: Path) -> None:
-    services = Services(launch, tmp_path, server, "--disk-bytes", "0")
-    services.start()
-    services.start()
-    await services.emptied()
-    assert await put(services.clients[0], b"signed")
-    await services.settled()
-    entry = await found(services.clients[1])
-    assert (entry.tier, entry.signature) == ("remote", b"signed")
-    await services.close()
+async def test_the_remote_tier_keeps_signatures(launch: Any, redis: RedisServer, tmp_path: Path) -> None:
+    async with sharing(launch, tmp_path, redis, "--disk-bytes", "0") as services:
+        assert await put(services.clients[0], b"signed")
+        await services.settled()
+        entry = await found(services.clients[1])
+        assert (entry.tier, entry.signature) == ("remote", b"signed")

@@ -1,70 +1,65 @@
-"""Every status that the proto promises, as a caller sees it."""
+"""Every status that the proto promises, and what happens when callers race, hang up, or bytes on disk go bad."""
 
+import asyncio
+import contextlib
 import os
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from fusionkv.kvcache_service.client import CacheClient, Entry, HitKind
+from fusionkv.kvcache_service.client import Entry, HitKind
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
-from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
-from fusionkv.protos.runtime import errors
+from fusionkv.protos.runtime import errors, frames
 from fusionkv.protos.runtime.checksum import checksum as checksum_of
-from tests.kvcache_service import tools
+from tests.kvcache_service.tools import MIB, Service, digest, payload
 from tests.waiting import until
 
-MIB = 1 << 20
+NAMESPACE, S, A, V = (digest(name) for name in ("namespace", *"SAv"))
 
 
-async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any, names: dict[str, bytes]) -> None:
+async def test_the_answer_arrives_when_it_comes_before_the_bytes(start: Any) -> None:
     """An early answer to a large Put: grpc.aio turns it into INTERNAL if it meets a write of the client's."""
     service = await start(memory=1 * MIB, disk=64 * MIB, max_entry_bytes=40 * MIB)
-    data = tools.payload("large", 32 * MIB)
-    assert (await service.put([names["S"]], data))[1]
+    data = payload("large", 32 * MIB)
+    assert (await service.put("S", data))[1]
     for _ in range(20):
-        assert not (await service.put([names["S"]], data))[1]
+        assert not (await service.put("S", data))[1]
     for _ in range(20):
         with pytest.raises(errors.ResourceExhausted):
-            await service.put([names["S"], names["A"]], bytes(41 * MIB))
+            await service.put("SA", bytes(41 * MIB))
     assert service.store.counters.get("bytes.put") == len(data)
     disk = service.store.residents.home
     writable = disk._files[0, "kv"]
     disk._files[0, "kv"] = os.open(service.config.data_dir / "segments" / "000000.kv", os.O_RDONLY)
     for _ in range(10):
         with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
-            await service.put([names["S"], names["A"]], data[: 24 * MIB])
+            await service.put("SA", data[: 24 * MIB])
     os.close(disk._files[0, "kv"])
     disk._files[0, "kv"] = writable
 
 
-async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: Any, names: dict[str, bytes]) -> None:
+async def test_leased_entries_are_not_evicted_and_a_full_cache_refuses(start: Any) -> None:
     service = await start(memory=1 * MIB, disk=4 * MIB)
-    s = names["S"]
-    chunks = [tools.digest(str(i)) for i in range(4)]
-    for chunk in chunks:
-        await service.put([s, chunk], tools.payload(chunk, MIB))
-    leased = await service.find(s, chunks[0], lease_ms=20_000)
-    await service.find(s, chunks[1], lease_ms=20_000)
+    for chunk in "0123":
+        await service.put(["S", chunk], payload(chunk, MIB))
+    leased = await service.entry("S", "0", lease_ms=20_000)
+    await service.find("S", "1", lease_ms=20_000)
     # Two of four are leased and hot: the two others go for two new ones, and then there is nothing more to give.
     for name in ("new 0", "new 1"):
-        assert (await service.put([s, tools.digest(name)], tools.payload(name, MIB)))[1]
-        await service.find(s, tools.digest(name), lease_ms=20_000)
-    assert service.store.counters.get("evictions", "disk") == 2
+        assert (await service.put(["S", name], payload(name, MIB)))[1]
+        await service.find("S", name, lease_ms=20_000)
+    assert service.count("evictions", "disk") == 2
     with pytest.raises(errors.ResourceExhausted, match="leased or in use; try again later, or raise disk_bytes"):
-        await service.put([s, tools.digest("new 2")], tools.payload("new 2", MIB))
+        await service.put(["S", "new 2"], payload("new 2", MIB))
     assert (await service.client.stats()).puts_refused == 1
-    assert await service.fetch(leased.hits[1].entry) == tools.payload(chunks[0], MIB)
+    assert await service.fetch(leased) == payload("0", MIB)
     service.clock.now += 21
-    assert (await service.put([s, tools.digest("new 2")], tools.payload("new 2", MIB)))[1]
-
-
-def header(names: dict[str, bytes], **changes: Any) -> pb.PutHeader:
-    fields: dict[str, Any] = {
-        "namespace": names["X"], "path": [names["S"], names["A"]], "size_bytes": 3, "tokens": 1, "base": 0,
-        "checksum": checksum_of(b"abc"),
-    }  # fmt: skip
-    return pb.PutHeader(**{**fields, **changes})
+    assert (await service.put(["S", "new 2"], payload("new 2", MIB)))[1]
 
 
 async def status_of(call: Any) -> tuple[str, str]:
@@ -73,36 +68,39 @@ async def status_of(call: Any) -> tuple[str, str]:
     return raised.value.code().name, raised.value.details()
 
 
-def part(header: pb.PutHeader | None = None, data: bytes | None = None) -> pb.PutRequest:
-    return pb.PutRequest(header=header) if header is not None else pb.PutRequest(data=data)
+def head(data: bytes = b"abc", **changes: Any) -> pb.PutRequest:
+    names = {"namespace": NAMESPACE, "path": [S], "size_bytes": len(data), "checksum": checksum_of(data)}
+    return pb.PutRequest(header=pb.PutHeader(**{"tokens": 1, "base": 0, **names, **changes}))
 
 
-async def test_every_bad_put_has_its_status(start: Any, names: dict[str, bytes]) -> None:
+def part(data: bytes) -> pb.PutRequest:
+    return pb.PutRequest(data=data)
+
+
+async def test_every_bad_put_has_its_status(start: Any) -> None:
     service = await start(max_path=4, max_entry_bytes=MIB)
-    h = header(names)
-    short, s = b"s" * 31, names["S"]
+    short, first = b"s" * 31, "first message must be the header"
     cases: list[tuple[str, str, list[pb.PutRequest]]] = [
-        ("INVALID_ARGUMENT", "first message must be the header", []),
-        ("INVALID_ARGUMENT", "first message must be the header", [part(data=b"abc")]),
-        ("INVALID_ARGUMENT", "first message must be the header", [pb.PutRequest()]),
-        ("INVALID_ARGUMENT", "namespace has 31 bytes", [part(header(names, namespace=short))]),
-        ("INVALID_ARGUMENT", "path has 31 bytes", [part(header(names, path=[s, short]))]),
-        ("INVALID_ARGUMENT", "path of 0 elements", [part(header(names, path=[]))]),
-        ("INVALID_ARGUMENT", "path of 5 elements; 1 to 4", [part(header(names, path=[s] * 5))]),
-        ("INVALID_ARGUMENT", "variant has 31 bytes", [part(header(names, variant=short))]),
-        ("INVALID_ARGUMENT", "no variants", [part(header(names, path=[s], variant=names["v"]))]),
-        ("INVALID_ARGUMENT", "checksum has 3 bytes", [part(header(names, checksum=b"abc"))]),
-        ("INVALID_ARGUMENT", "at least one token", [part(header(names, tokens=0))]),
-        ("INVALID_ARGUMENT", "at least one token", [part(header(names, size_bytes=0))]),
-        ("INVALID_ARGUMENT", "more than the 3 bytes", [part(h), part(data=b"abcd")]),
-        ("INVALID_ARGUMENT", "2 bytes arrived, the header specifies 3", [part(h), part(data=b"ab")]),
-        ("INVALID_ARGUMENT", "0 bytes arrived", [part(h)]),
-        ("INVALID_ARGUMENT", "not data", [part(h), part(data=b"a"), part(h)]),
-        ("DATA_LOSS", "checksum", [part(h), part(data=b"abd")]),
-        ("RESOURCE_EXHAUSTED", "raise max_entry_bytes", [part(header(names, size_bytes=MIB + 1))]),
+        ("INVALID_ARGUMENT", first, []),
+        ("INVALID_ARGUMENT", first, [part(b"abc")]),
+        ("INVALID_ARGUMENT", first, [pb.PutRequest()]),
+        ("INVALID_ARGUMENT", "namespace has 31 bytes", [head(namespace=short)]),
+        ("INVALID_ARGUMENT", "path has 31 bytes", [head(path=[S, short])]),
+        ("INVALID_ARGUMENT", "path of 0 elements", [head(path=[])]),
+        ("INVALID_ARGUMENT", "path of 5 elements; 1 to 4", [head(path=[S] * 5)]),
+        ("INVALID_ARGUMENT", "variant has 31 bytes", [head(path=[S, A], variant=short)]),
+        ("INVALID_ARGUMENT", "no variants", [head(path=[S], variant=V)]),
+        ("INVALID_ARGUMENT", "checksum has 3 bytes", [head(checksum=b"abc")]),
+        ("INVALID_ARGUMENT", "at least one token", [head(tokens=0)]),
+        ("INVALID_ARGUMENT", "at least one token", [head(size_bytes=0)]),
+        ("INVALID_ARGUMENT", "more than the 3 bytes", [head(), part(b"abcd")]),
+        ("INVALID_ARGUMENT", "2 bytes arrived, the header specifies 3", [head(), part(b"ab")]),
+        ("INVALID_ARGUMENT", "0 bytes arrived", [head()]),
+        ("INVALID_ARGUMENT", "not data", [head(), part(b"a"), head()]),
+        ("DATA_LOSS", "checksum", [head(), part(b"abd")]),
+        ("RESOURCE_EXHAUSTED", "raise max_entry_bytes", [head(size_bytes=MIB + 1)]),
     ]
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
+    async with service.stub() as stub:
         for status, text, messages in cases:
             got = await status_of(stub.Put(iter(messages), timeout=20))
             assert got[0] == status, (text, got)
@@ -110,15 +108,14 @@ async def test_every_bad_put_has_its_status(start: Any, names: dict[str, bytes])
             await service.settled()
         assert len(service.store.residents) == 0
         assert (await service.client.stats()).checksum_failures == 1
-        response = await stub.Put(iter([part(h), part(data=b""), part(data=b"abc")]), timeout=20)
+        response = await stub.Put(iter([head(), part(b""), part(b"abc")]), timeout=20)
         assert response.outcome == pb.PutResponse.OUTCOME_STORED
 
 
-async def test_every_bad_request_has_its_status(start: Any, names: dict[str, bytes]) -> None:
+async def test_every_bad_request_has_its_status(start: Any) -> None:
     service = await start(max_path=4, max_leases=2)
-    short, n, s = b"s" * 31, names["X"], pb.PathElement(digest=names["S"])
-    bad_variant = pb.PathElement(digest=names["A"], variants=[short])
-    many = pb.PathElement(digest=names["A"], variants=[names["v"]] * 65)
+    short, n, s = b"s" * 31, NAMESPACE, pb.PathElement(digest=S)
+    bad_variant, many = (pb.PathElement(digest=A, variants=v) for v in ([short], [V] * 65))
     cases: list[tuple[str, str, Any]] = [
         ("Lookup", "namespace has 31 bytes", pb.LookupRequest(namespace=short, path=[s])),
         ("Lookup", "path has 31 bytes", pb.LookupRequest(namespace=n, path=[s, pb.PathElement(digest=short)])),
@@ -132,27 +129,25 @@ async def test_every_bad_request_has_its_status(start: Any, names: dict[str, byt
         ("Delete", "namespace has 31 bytes", pb.DeleteRequest(namespace=short)),
         ("Fetch", "key has 31 bytes", pb.FetchRequest(key=short)),
     ]
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
+    async with service.stub() as stub:
         for method, text, request in cases:
             call = getattr(stub, method)(request, timeout=20)
             status, details = await status_of(call.read() if method == "Fetch" else call)
             assert (status, text in details) == ("INVALID_ARGUMENT", True), (method, details)
         status, details = await status_of(stub.Fetch(pb.FetchRequest(key=n), timeout=20).read())
         assert (status, "never stored" in details) == ("NOT_FOUND", True)
-    await service.put([names["S"]], b"x")
+    await service.put("S", b"x")
     for _ in range(2):
-        await service.find(names["S"])
+        await service.find("S")
     with pytest.raises(errors.ResourceExhausted, match="2 leases are active"):
-        await service.find(names["S"])
+        await service.find("S")
 
 
-async def test_limits_on_calls_at_once(start: Any, names: dict[str, bytes]) -> None:
+async def test_limits_on_calls_at_once(start: Any) -> None:
     service = await start(max_puts=1, max_fetches=1, memory=32 * MIB, disk=64 * MIB)
-    data = tools.payload("big", 24 * MIB)
-    key, _ = await service.put([names["S"]], data)
-    async with grpc.aio.insecure_channel(service.address) as channel:
-        stub = kvcache_pb2_grpc.KVCacheServiceStub(channel)
+    data = payload("big", 24 * MIB)
+    key, _ = await service.put("S", data)
+    async with service.stub() as stub:
         # 24 MiB don't fit the channel's flow control, so a fetch that nobody reads goes on.
         fetch = stub.Fetch(pb.FetchRequest(key=key), timeout=60)
         await fetch.read()
@@ -160,44 +155,217 @@ async def test_limits_on_calls_at_once(start: Any, names: dict[str, bytes]) -> N
         assert (status, "raise max_fetches" in details) == ("RESOURCE_EXHAUSTED", True)
         fetch.cancel()
         put = stub.Put(timeout=60)
-        await put.write(part(header(names)))
+        await put.write(head(path=[S, A]))
         await until(lambda: bool(service.store.residents._reserved))
         with pytest.raises(errors.ResourceExhausted, match="raise max_puts"):
-            await service.put([names["S"], names["B"]], b"b")
-        await put.write(part(data=b"abc"))
+            await service.put("SB", b"b")
+        await put.write(part(b"abc"))
         await put.done_writing()
         assert (await put).outcome == pb.PutResponse.OUTCOME_STORED
     await service.settled()
-    entry = (await service.find(names["S"])).hits[0].entry
-    assert await service.fetch(entry) == data
+    assert await service.get("S") == data
 
 
-async def test_client_errors_are_ours(start: Any, names: dict[str, bytes]) -> None:
+async def test_client_errors_are_ours(start: Any, cache_client: Any) -> None:
     service = await start()
-    await service.put([names["S"]], b"abc")
-    entry = (await service.find(names["S"])).hits[0].entry
+    await service.put("S", b"abc")
+    entry = await service.entry("S")
     with pytest.raises(errors.InvalidArgument, match="the buffer holds 2 bytes, the entry 3"):
         await service.client.fetch(entry, memoryview(bytearray(2)), timeout=5)
-    nobody = CacheClient("127.0.0.1:1")
     with pytest.raises(errors.Unavailable, match=r"stats at the cache service at 127\.0\.0\.1:1"):
-        await nobody.stats(timeout=5)
-    await nobody.close()
+        await cache_client("127.0.0.1:1").stats(timeout=5)
     for timeout in (0.0, -1.0):
         with pytest.raises(errors.DeadlineExceeded):
             await service.client.stats(timeout=timeout)
         with pytest.raises(errors.DeadlineExceeded):
             await service.client.fetch(entry, memoryview(bytearray(3)), timeout=timeout)
-    gone = Entry(b"?" * 32, 3, 1, 0, entry.checksum, "memory", b"")
     with pytest.raises(errors.NotFound):
-        await service.fetch(gone)
+        await service.fetch(Entry(b"?" * 32, 3, 1, 0, entry.checksum, "memory", b""))
 
 
-async def test_the_client_deletes_what_arrives_damaged(start: Any, names: dict[str, bytes]) -> None:
+async def test_the_client_deletes_what_arrives_damaged(start: Any) -> None:
     service = await start()
-    await service.put([names["S"]], b"abc")
-    entry = (await service.find(names["S"])).hits[0].entry
+    await service.put("S", b"abc")
+    entry = await service.entry("S")
     place = next(iter(service.store.residents)).places["memory"]
     service.store.residents.tiers[0].write(place, 1, [memoryview(b"?")])
     with pytest.raises(errors.DataLoss, match="it is deleted there"):
         await service.fetch(entry)
-    assert (await service.find(names["S"])).hits[0].kind is HitKind.MISS
+    assert (await service.find("S")).hits[0].kind is HitKind.MISS
+
+
+async def test_of_two_writers_the_first_to_commit_wins(start: Any) -> None:
+    service = await start()
+    data = [b"one" * 1000, b"two" * 1000]
+    async with service.stub() as stub:
+        puts = [stub.Put(timeout=20) for _ in data]
+        for put, content in zip(puts, data, strict=True):
+            await put.write(head(content))
+        # Both have reserved their space, in memory and on disk.
+        await until(lambda: len(service.store.residents._reserved) == 4)
+        for i in (1, 0):
+            await puts[i].write(pb.PutRequest(data=data[i]))
+            await puts[i].done_writing()
+            outcome = (await puts[i]).outcome
+            assert outcome == (pb.PutResponse.OUTCOME_STORED if i else pb.PutResponse.OUTCOME_EXISTS)
+    await service.settled()
+    assert await service.get("S") == data[1]
+
+
+async def test_twenty_writers_at_once_store_one_entry(start: Any) -> None:
+    service, data = await start(), payload("same", 100_000)
+    results = await asyncio.gather(*(service.put("S", data) for _ in range(20)))
+    assert sum(stored for _, stored in results) == 1
+    assert len({key for key, _ in results}) == 1
+    await service.settled()
+    assert service.store.residents.home.used_bytes == 102_400
+
+
+@pytest.mark.parametrize("sent", [0, 100, 9 * MIB])
+async def test_a_caller_that_hangs_up_leaves_nothing(start: Any, sent: int) -> None:
+    service, data = await start(memory=16 * MIB, disk=32 * MIB), payload("x", 10 * MIB)
+    async with service.stub() as stub:
+        put = stub.Put(timeout=20)
+        await put.write(head(data))
+        for at in range(0, sent, MIB):
+            await put.write(pb.PutRequest(data=data[at : min(at + MIB, sent)]))
+        await until(lambda: len(service.store.residents._reserved) == 2)
+        put.cancel()
+        await until(lambda: not service.store.residents._reserved)
+    await service.settled()
+    assert service.store.residents.home.used_bytes == 0
+    assert (await service.put("S", data))[1]
+
+
+async def test_puts_cancelled_at_random_moments(start: Any) -> None:
+    service, moments = await start(memory=8 * MIB, disk=16 * MIB), random.Random(7)
+    for i in range(40):
+        task = asyncio.create_task(service.put(["S", str(i % 8)], payload(i % 8, 600_000)))
+        await asyncio.sleep(moments.random() * 0.012)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        if i % 10 == 9:
+            await service.settled()
+    await service.settled()
+    for i in range(8):
+        if (entry := await service.entry("S", str(i))) is not None:
+            assert await service.fetch(entry) == payload(i, 600_000)
+
+
+@pytest.mark.parametrize("memory", [16 * MIB, 1 * MIB], ids=["from memory", "from disk"])
+async def test_fetches_that_hang_up_hold_nothing(start: Any, memory: int) -> None:
+    service, data = await start(memory=memory, disk=32 * MIB), payload("x", 12 * MIB)
+    await service.put("S", data)
+    entry = await service.entry("S", lease_ms=1)
+    async with service.stub() as stub:
+        for frames in (0, 1, 3):
+            call = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=20)
+            for _ in range(frames):
+                await call.read()
+            call.cancel()
+        late = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=0.2)
+        with contextlib.suppress(grpc.aio.AioRpcError):  # its time may be over before the first bytes come
+            await late.read()
+        await until(lambda: all(e.pins == 0 for e in service.store.residents))
+    await service.settled()
+    assert await service.fetch(entry) == data
+
+
+async def test_an_entry_that_is_read_is_not_overwritten(start: Any) -> None:
+    service, data = await start(memory=20 * MIB, disk=20 * MIB), payload("read", 12 * MIB)
+    await service.put("S", data)
+    entry = await service.entry("S")
+    async with service.stub() as stub:
+        call = stub.Fetch(pb.FetchRequest(key=entry.key), timeout=60)
+        received = [(await call.read()).data]
+        assert await service.client.delete([entry.key]) == 1
+        with pytest.raises(errors.ResourceExhausted):
+            await service.put(["S", "big"], payload("big", 12 * MIB))
+        assert (await service.put("S", payload("again", 6 * MIB)))[1]
+        while (message := await call.read()) is not grpc.aio.EOF:
+            received.append(message.data)
+    assert b"".join(received) == data
+
+
+async def test_many_fetches_of_one_cold_entry_read_it_once(start: Any) -> None:
+    service = await start(memory=2 * MIB, disk=16 * MIB)
+    for name in "xyz":
+        await service.put(["S", name], payload(name, MIB))
+        service.clock.now += 10
+    entry = await service.entry(*"Sx")
+    assert entry.tier == "disk"
+    assert await asyncio.gather(*(service.fetch(entry) for _ in range(8))) == [payload("x", MIB)] * 8
+    assert service.count("promotions") == 1
+
+
+def segment(service: Service) -> Path:
+    return Path(service.config.data_dir / "segments" / "000000.kv")
+
+
+async def on_disk_only(service: Service) -> Any:
+    """An entry of 600 kB that is in the disk tier alone, and another one that stays well."""
+    for name in ("good", "bad"):
+        await service.put(["S", name], payload(name, 600_000))
+    service.clock.now += 1
+    await service.put(["S", "filler"], payload("filler", MIB))
+    await service.find("S", "filler")  # leased, it leaves no room to what a Lookup would take up
+    entry = await service.entry("S", "bad")
+    assert entry.tier == "disk"
+    return entry
+
+
+@pytest.mark.parametrize("at", [0, 1, 299_999, 599_999, None])
+async def test_damage_on_disk_is_data_loss_and_deleted(start: Any, at: int | None) -> None:
+    """at: where a bit is flipped; None: the segment is cut in the middle of the entry."""
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    entry = await on_disk_only(service)
+    offset = service.store.residents.get(entry.key).places["disk"].offset
+    if at is None:
+        os.truncate(segment(service), offset + 300_000)
+    else:
+        file = os.open(segment(service), os.O_RDWR)
+        os.pwrite(file, bytes([os.pread(file, 1, offset + at)[0] ^ 0x10]), offset + at)
+        os.close(file)
+    with pytest.raises(errors.DataLoss, match=None if at is None else "damaged on disk; it is deleted"):
+        await service.fetch(entry)
+    with pytest.raises(errors.NotFound):
+        await service.fetch(entry)
+    assert (await service.find("S", "bad")).hits[1].kind is HitKind.MISS
+    assert await service.get("S", "good") == payload("good", 600_000)
+    assert (await service.client.stats()).checksum_failures == 1 or at is None
+    assert (await service.put(["S", "bad"], payload("bad", 600_000)))[1]
+    assert await service.get("S", "bad") == payload("bad", 600_000)
+
+
+async def test_a_disk_that_can_t_be_written_refuses_and_goes_on(start: Any) -> None:
+    service = await start(memory=1 * MIB, disk=16 * MIB)
+    entry = await on_disk_only(service)
+    disk = service.store.residents.home
+    writable = disk._files[0, "kv"]
+    disk._files[0, "kv"] = os.open(segment(service), os.O_RDONLY)
+    for size in (100, 9 * MIB):
+        with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
+            await service.put(["S", "new"], payload("new", size))
+    await service.settled()
+    assert await service.fetch(entry) == payload("bad", 600_000)
+    os.close(disk._files[0, "kv"])
+    disk._files[0, "kv"] = writable
+    assert (await service.put(["S", "new"], payload("new", 9 * MIB)))[1]
+    assert (await service.client.stats()).puts_refused == 2
+
+
+async def test_a_deadline_between_the_last_byte_and_the_half_close(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC's threads have ended the call, and the event loop has not heard of it yet."""
+    service = await start()
+    whole = frames.split
+
+    def split(data: memoryview) -> Iterator[memoryview]:
+        yield from whole(data)
+        time.sleep(1.2)
+
+    monkeypatch.setattr(frames, "split", split)
+    with pytest.raises(errors.DeadlineExceeded):
+        await service.put("S", b"data", timeout=1)

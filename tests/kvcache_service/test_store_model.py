@@ -129,14 +129,8 @@ def make_machine(memory: int, disk: int) -> type[RuleBasedStateMachine]:
             if not plain:
                 return HitKind.MISS, set()
 
-            def common(text: str) -> int:
-                return next(
-                    (n for n in range(min(len(text), len(prefix))) if text[-1 - n] != prefix[-1 - n]),
-                    min(len(text), len(prefix)),
-                )
-
-            best = max(common(text) for _, text in plain)
-            return HitKind.ALTERNATIVE, {r.key for r, text in plain if common(text) == best}
+            best = max(tools.common(text, prefix) for _, text in plain)
+            return HitKind.ALTERNATIVE, {r.key for r, text in plain if tools.common(text, prefix) == best}
 
         @precondition(lambda self: self.content)
         @rule(data=st.data())

@@ -2,10 +2,11 @@
 
 import asyncio
 import hashlib
+import itertools
 import random
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import grpc
 
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.kvcache_service.config import Config
+from fusionkv.kvcache_service.index.index import Index
 from fusionkv.kvcache_service.index.record import Record, make
+from fusionkv.kvcache_service.local import path_of, share_memory
 from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.remote.tier import Engine, RemoteTier
 from fusionkv.kvcache_service.servicer import KVCacheServicer, handler
@@ -21,7 +24,9 @@ from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.base import Tier
 from fusionkv.kvcache_service.tiers.disk import DiskTier
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
+from fusionkv.protos.kvcache.v1 import kvcache_pb2_grpc
 from fusionkv.protos.runtime.checksum import checksum
+from tests.services import listening
 from tests.waiting import until
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -29,6 +34,11 @@ KIB, MIB = 1 << 10, 1 << 20
 
 def digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
+
+
+def named(part: str | bytes) -> bytes:
+    """A digest, or that of a name."""
+    return digest(part) if isinstance(part, str) else part
 
 
 def path(names: str) -> list[bytes]:
@@ -52,7 +62,7 @@ class Clock:
 
 @dataclass
 class Service:
-    """A store and a server over it; the clocks are the test's."""
+    """A store and a server over it; the clocks are the test's. Elements of paths are names or digests."""
 
     config: Config
     store: Store
@@ -60,20 +70,40 @@ class Service:
     client: CacheClient
     clock: Clock
     sharing: Sharing | None
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
-    async def put(self, path: list[bytes], data: bytes, **more: Any) -> tuple[bytes, bool]:
+    async def put(self, path: Sequence[str | bytes], data: bytes, **more: Any) -> tuple[bytes, bool]:
         fields = {"namespace": digest("namespace"), "tokens": 7, "base": 3, "timeout": 30.0, **more}
-        return await self.client.put(path=path, data=memoryview(data), **fields)
+        return await self.client.put(path=[named(part) for part in path], data=memoryview(data), **fields)
 
-    async def find(self, *path: bytes | tuple[bytes, list[bytes]], **more: Any) -> Any:
+    async def find(self, *path: str | bytes | tuple[str | bytes, list[bytes]], **more: Any) -> Any:
         elements = [part if isinstance(part, tuple) else (part, []) for part in path]
-        return await self.client.lookup(digest("namespace"), elements, **{"timeout": 10.0, **more})
+        asked = [(named(part), variants) for part, variants in elements]
+        return await self.client.lookup(digest("namespace"), asked, **{"timeout": 10.0, **more})
+
+    async def entry(self, *path: str | bytes, **more: Any) -> Any:
+        """What is found of the last element; None if nothing is."""
+        return (await self.find(*path, **more)).hits[-1].entry
 
     async def fetch(self, entry: Any) -> bytes:
         buffer = bytearray(entry.size)
         await self.client.fetch(entry, memoryview(buffer), timeout=30)
         return bytes(buffer)
+
+    async def get(self, *path: str | bytes) -> bytes:
+        return await self.fetch(await self.entry(*path))
+
+    def chunks(self, tier: str) -> set[bytes]:
+        """The chunks of the entries that are in a tier."""
+        return {entry.record.chunk for entry in self.store.residents if tier in entry.places}
+
+    def count(self, name: str, tier: str = "memory") -> int:
+        return self.store.counters.get(name, tier)
+
+    @asynccontextmanager
+    async def stub(self) -> AsyncIterator[kvcache_pb2_grpc.KVCacheServiceStub]:
+        """gRPC's own client."""
+        async with grpc.aio.insecure_channel(self.address) as channel:
+            yield kvcache_pb2_grpc.KVCacheServiceStub(channel)
 
     async def settled(self) -> None:
         """Waits until nothing is under way, then asserts that everything agrees."""
@@ -108,18 +138,15 @@ async def serving(
         await loading
     sharing = Sharing(store, RemoteTier(engine)) if engine is not None else None
     writing = asyncio.create_task(sharing.run()) if sharing is not None else None
-    server = grpc.aio.server()
-    server.add_generic_rpc_handlers((handler(KVCacheServicer(store, config, sharing)),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    client = CacheClient(f"127.0.0.1:{port}")
-    service = Service(config, store, f"127.0.0.1:{port}", client, clock, sharing)
     try:
-        yield service
-        await service.settled()
+        async with listening(handler(KVCacheServicer(store, config, sharing))) as address:
+            client = CacheClient(address)
+            try:
+                yield (service := Service(config, store, address, client, clock, sharing))
+                await service.settled()
+            finally:
+                await client.close()
     finally:
-        await client.close()
-        await server.stop(1)
         if sharing is not None and writing is not None:
             writing.cancel()
             with suppress(asyncio.CancelledError):
@@ -132,3 +159,60 @@ async def serving(
 def record(path: list[bytes], data: bytes, variant: bytes = b"") -> Record:
     """Of an entry of the tests' namespace."""
     return make(digest("namespace"), path, variant, len(data), 7, 3, checksum(data))
+
+
+@dataclass
+class Near:
+    """A client on a service's machine."""
+
+    service: Service
+    client: CacheClient
+
+    async def fetched(self, entry: Any) -> tuple[bytes, int]:
+        """The bytes of an entry, and how many of them the service streamed."""
+        before = (await self.client.stats()).bytes_fetched
+        buffer = bytearray(entry.size)
+        await self.client.fetch(entry, memoryview(buffer), timeout=30)
+        return bytes(buffer), (await self.client.stats()).bytes_fetched - before
+
+    async def find(self, name: str, **more: Any) -> Any:
+        return await self.client.lookup(digest("namespace"), [(digest(name), [])], **{"timeout": 10.0, **more})
+
+    async def entry(self, name: str, **more: Any) -> Any:
+        return (await self.find(name, **more)).hits[0].entry
+
+
+@asynccontextmanager
+async def nearby(service: Service, socket: Path, *, hand_over: bool = True) -> AsyncIterator[Near]:
+    """Serves an open service on a unix socket too, with its memory handed over beside it."""
+    address, memory = f"unix:{socket}", service.store.residents.tiers[0]
+    async with listening(handler(KVCacheServicer(service.store, service.config)), address):
+        place = path_of(address)
+        doorway = share_memory(place, memory.arena, memory.capacity_bytes, memory.file) if hand_over else None
+        client = CacheClient(address)
+        try:
+            yield Near(service, client)
+        finally:
+            await client.close()
+            if doorway is not None:
+                doorway.close()
+
+
+def index_of(*entries: Record) -> Index:
+    index = Index()
+    for one in entries:
+        index.add(one)
+    index.check_integrity()
+    return index
+
+
+def common(one: str, other: str) -> int:
+    """The length of the longest common suffix."""
+    pairs = zip(reversed(one), reversed(other), strict=False)
+    return len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+
+
+def stored(store: Store) -> set[str]:
+    """Paths of a store's entries, of names of one letter."""
+    trails = (entry.record.trail for entry in store.residents)
+    return {"".join(chr(byte) for byte in trail[::-32]) for trail in trails}

@@ -3,6 +3,7 @@
 import hashlib
 import random
 from pathlib import Path
+from typing import Any
 
 from fusionkv.kvcache_service import integrity
 from fusionkv.kvcache_service.client import CacheClient, Lookup
@@ -34,17 +35,17 @@ async def put(client: CacheClient, name: object, data: bytes, timeout: float = 3
     return (await put)[1]
 
 
-async def find(client: CacheClient, name: object, timeout: float = 10) -> Lookup:
-    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=1, timeout=timeout)
+async def find(client: CacheClient, name: object, timeout: float = 10, lease_ms: int = 1) -> Lookup:
+    return await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk(name), [])], lease_ms=lease_ms, timeout=timeout)
 
 
-async def get(client: CacheClient, name: object) -> bytes | None:
+async def get(client: CacheClient, name: object, **more: Any) -> bytes | None:
     """The bytes of an entry, None where there is none."""
-    hit = (await find(client, name)).hits[1]
-    if hit.entry is None:
+    entry = (await find(client, name, **more)).hits[1].entry
+    if entry is None:
         return None
-    buffer = bytearray(hit.entry.size)
-    await client.fetch(hit.entry, memoryview(buffer), timeout=30)
+    buffer = bytearray(entry.size)
+    await client.fetch(entry, memoryview(buffer), timeout=30)
     return bytes(buffer)
 
 

@@ -1,6 +1,8 @@
 """Several cache services over one remote tier, as processes."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,19 @@ class Services:
     async def close(self) -> None:
         for client in self.clients:
             await client.close()
+
+
+@asynccontextmanager
+async def sharing(launch: Any, folder: Path, remote: Remote, *more: str, count: int = 2) -> AsyncIterator[Services]:
+    """So many services, which are empty."""
+    services = Services(launch, folder, remote, *more)
+    for _ in range(count):
+        await asyncio.to_thread(services.start)
+    await services.emptied()
+    try:
+        yield services
+    finally:
+        await services.close()
 
 
 def made(kind: str, folder: Path) -> Remote:

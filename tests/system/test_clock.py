@@ -25,7 +25,9 @@ def wall(tmp_path: Path) -> Clock:
     return Clock(tmp_path / "clock")
 
 
-async def test_what_was_put_last_stays_whatever_the_clock_says(launch: Any, tmp_path: Path, wall: Clock) -> None:
+async def test_what_was_put_last_stays_whatever_the_clock_says(
+    launch: Any, cache_client: Any, tmp_path: Path, wall: Clock
+) -> None:
     """A disk for 16 entries: of those before, the oldest go."""
     own = flags(tmp_path / "data", "--high-watermark", "1", memory="1MiB", disk="1MiB")
     names = iter(range(1000))
@@ -41,26 +43,23 @@ async def test_what_was_put_last_stays_whatever_the_clock_says(launch: Any, tmp_
         return not any([await put(client, name, payload(name, SIZE)) for name in made])
 
     service = launch(*own, env=wall.environment)
-    client = CacheClient(service.address)
+    client = cache_client(service)
     await fill(client, 16)
     for jump in (-DAY, DAY, 0):
         wall.jump(jump)
-        made = await fill(client, 8)
-        assert await stay(client, made), jump
+        assert await stay(client, await fill(client, 8)), jump
     for jump in (DAY, -DAY):  # over a restart too
         wall.jump(jump)
-        await client.close()
         assert service.stop() == 0
         service = launch(*own, env=wall.environment)
-        client = CacheClient(service.address)
-        made = await fill(client, 8)
-        assert await stay(client, made), jump
-    await client.close()
+        client = cache_client(service)
+        assert await stay(client, await fill(client, 8)), jump
 
 
-async def test_leases_last_as_long_as_they_were_given(launch: Any, tmp_path: Path, wall: Clock) -> None:
-    service = launch(*flags(tmp_path / "data"), env=wall.environment)
-    client = CacheClient(service.address)
+async def test_leases_last_as_long_as_they_were_given(
+    launch: Any, cache_client: Any, tmp_path: Path, wall: Clock
+) -> None:
+    client = cache_client(launch(*flags(tmp_path / "data"), env=wall.environment))
     assert await put(client, "a", payload("a", SIZE))
 
     async def lease(milliseconds: int) -> int:
@@ -70,19 +69,17 @@ async def test_leases_last_as_long_as_they_were_given(launch: Any, tmp_path: Pat
     async def leases() -> int:
         return (await client.stats(timeout=10)).active_leases
 
+    async def ended() -> bool:
+        return await leases() == 0
+
     held = await lease(600_000)
     wall.jump(DAY)
     assert await leases() == 1
     await client.release(held)
-    await until(lambda: _is(leases, 0))
+    await until(ended)
     await lease(200)
     wall.jump(-DAY)
-    await until(lambda: _is(leases, 0), 10)
-    await client.close()
-
-
-async def _is(count: Any, wanted: int) -> bool:
-    return bool(await count() == wanted)
+    await until(ended, 10)
 
 
 def test_quotas_are_of_minutes_that_pass(launch: Any, tmp_path: Path, wall: Clock) -> None:

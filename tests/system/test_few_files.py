@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.client.client import Client
-from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.services import start_gateway, start_worker
@@ -68,11 +67,11 @@ def test_too_few_to_start_is_said(tmp_path: Path, reference_model: Path, name: s
 
 
 async def test_entries_stay_while_no_file_can_be_opened(
-    launch: Any, tmp_path: Path, crowd: list[socket.socket]
+    launch: Any, cache_client: Any, tmp_path: Path, crowd: list[socket.socket]
 ) -> None:
     files = 64
     first = launch(*flags(tmp_path))
-    client = CacheClient(first.address)
+    client = cache_client(first)
     for name in "ab":
         assert await put(client, name, payload(name, MIB))
     await client.close()
@@ -80,7 +79,7 @@ async def test_entries_stay_while_no_file_can_be_opened(
     service = launch(*flags(tmp_path), before=limited(files))
     # While it loads, it needs files for the check of its index, and ends without them.
     await asyncio.to_thread(service.wait_for_line, "2 entries, ")
-    client = CacheClient(service.address)
+    client = cache_client(service)
     assert await get(client, "none") is None  # a connection, and no segment file yet
     connect(crowd, service.address, files)
     await until(lambda: files_left(service, files) == 0)
@@ -97,7 +96,6 @@ async def test_entries_stay_while_no_file_can_be_opened(
     for name in "ab":
         assert await get(client, name) == payload(name, MIB)
     assert await put(client, "c", payload("c", MIB))
-    await client.close()
     assert service.stop() == 0
     assert "Traceback" not in service.log
 

@@ -1,8 +1,10 @@
-"""What the services take of the machine: CPU seconds until they are ready, memory when they have answered."""
+"""What processes take of the machine: CPU seconds until they are ready, memory when they have answered."""
 
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,6 @@ import pytest
 
 from fusionkv.fusion_worker.client import WorkerClient
 from fusionkv.gateway.client.client import Client
-from fusionkv.kvcache_service.client import CacheClient
 from tests.stopwatch import SLOWER
 from tests.system.cache_process import flags, get, payload, put
 
@@ -83,14 +84,50 @@ async def test_ranks_start_where_no_compiler_is_loaded(launch: Any) -> None:
     await client.close()
 
 
-async def test_a_cache_service_stays_small_whatever_goes_through_it(launch: Any, tmp_path: Path) -> None:
+async def test_a_cache_service_stays_small_whatever_goes_through_it(
+    launch: Any, cache_client: Any, tmp_path: Path
+) -> None:
     service = launch(*flags(tmp_path / "data", memory="32MiB"))
-    client = CacheClient(service.address)
+    client = cache_client(service)
     for i in range(64):
         assert await put(client, i, payload(i, 2 << 20))
     for i in range(64):
         assert await get(client, i) == payload(i, 2 << 20)
-    await client.close()
     found = memory(service.process.pid)
     assert found["Anon"] + found["File"] <= 150 * MB
     assert sum(found.values()) <= 150 * MB + (32 << 20) + 64 * 300
+
+
+def test_the_help_is_there_at_once() -> None:
+    """CPU seconds, of which other load makes no more: the best of three."""
+    argv = [sys.executable, "-P", "-m", "fusionkv.gateway.cli.main", "--help"]
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    assert min(seconds) <= 0.3
+
+
+@pytest.mark.system
+def test_a_worker_and_an_embedder_load_no_compiler() -> None:
+    """torch's, which a model is loaded without; whoever wants it afterwards has it, and the model is the same."""
+    code = """
+import sys
+from fusionkv.fusion_worker.library import lean
+with lean.uncompiled():
+    import fusionkv.fusion_worker.servicer
+    import transformers.models.auto.modeling_auto
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import torch
+    made = Qwen2ForCausalLM(Qwen2Config(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                                        num_attention_heads=1, num_key_value_heads=1))
+for heavy in ("sympy", "triton", "torch.distributed.tensor", "torch._dynamo"):
+    assert heavy not in sys.modules, heavy
+assert torch.distributed.is_available()
+with lean.uncompiled():
+    assert torch._dynamo.eval_frame.__name__ == "torch._dynamo.eval_frame"
+assert torch._dynamo.config.__name__ == "torch._dynamo.config"
+"""
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

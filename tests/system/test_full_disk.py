@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.ports import free_port
@@ -30,70 +29,66 @@ def start(launch: Any, disk: SmallDisk) -> Callable[..., Service]:
     return lambda size: launch(*flags(disk.inside / "data", disk=size), before=disk.before)  # type: ignore[no-any-return]
 
 
-async def test_it_starts_on_a_full_disk(start: Callable[..., Service], disk: SmallDisk) -> None:
-    first = start("3MiB")
-    client = CacheClient(first.address)
-    assert await put(client, "before", payload("before", MIB))
+async def test_it_starts_on_a_full_disk(start: Callable[..., Service], cache_client: Any, disk: SmallDisk) -> None:
+    service = start("3MiB")
+    assert await put(cache_client(service), "before", payload("before", MIB))
     disk.fill()
-    await client.close()
     for killed in (True, False):
-        first.kill9() if killed else first.stop()
-        first = start("3MiB")
-        client = CacheClient(first.address)
+        service.kill9() if killed else service.stop()
+        service = start("3MiB")
+        client = cache_client(service)
         assert await get(client, "before") == payload("before", MIB)
         with pytest.raises(errors.ResourceExhausted, match="No space left on device"):
             await put(client, "meanwhile", payload("meanwhile", MIB))
-        await client.close()
-    client = CacheClient(first.address)
     disk.empty()
     assert await put(client, "after", payload("after", MIB))
-    await client.close()
-    assert first.stop() == 0
+    assert service.stop() == 0
 
 
-async def test_it_evicts_and_deletes_on_a_full_disk(start: Callable[..., Service], disk: SmallDisk) -> None:
+async def test_it_evicts_and_deletes_on_a_full_disk(
+    start: Callable[..., Service], cache_client: Any, disk: SmallDisk
+) -> None:
     """What could not be recorded is an error, or comes back with the next start; nothing is torn."""
     service = start("1MiB")
-    client = CacheClient(service.address)
-    old = [f"old {n}" for n in range(12)]
+    client = cache_client(service)
+    old, new = [[f"{age} {n}" for n in range(12)] for age in ("old", "new")]
+    data = {name: payload(name, MIB // 16) for name in (*old, *new)}
     for name in old:
-        assert await put(client, name, payload(name, MIB // 16))
+        assert await put(client, name, data[name])
     disk.fill()
-    new = [f"new {n}" for n in range(12)]
     stored = []
     for name in new:  # from the fifth on, something has to go
         with contextlib.suppress(errors.ResourceExhausted):
-            stored += [name] * await put(client, name, payload(name, MIB // 16))
+            stored += [name] * await put(client, name, data[name])
     gone = (await find(client, old[-1])).hits[1].entry
-    assert gone is not None
     with contextlib.suppress(errors.ResourceExhausted):
         await client.delete([gone.key])
     assert await get(client, old[-1]) is None
-    for name in (*old, *new):
-        assert await get(client, name) in (None, payload(name, MIB // 16))
+    for name in data:
+        assert await get(client, name) in (None, data[name])
     disk.empty()
     for name in new:
         if name not in stored:
-            assert await put(client, name, payload(name, MIB // 16))
-    await client.close()
+            assert await put(client, name, data[name])
     service.kill9()
     service = start("1MiB")
-    client = CacheClient(service.address)
-    for name in (*old, *new):
-        assert await get(client, name) in (None, payload(name, MIB // 16))
+    client = cache_client(service)
+    for name in data:
+        assert await get(client, name) in (None, data[name])
     assert all([await get(client, name) for name in new[-4:]])
-    await client.close()
     assert service.stop() == 0
     assert "damaged" not in service.log
 
 
 @pytest.mark.parametrize("streams", [">/dev/full", "2>/dev/full", ">/dev/full 2>&1"])
-async def test_a_full_disk_below_the_log_ends_nothing(launch: Any, tmp_path: Path, streams: str) -> None:
+async def test_a_full_disk_below_the_log_ends_nothing(
+    launch: Any, cache_client: Any, tmp_path: Path, streams: str
+) -> None:
     address = f"127.0.0.1:{free_port()}"
     own = ("--listen", address, "--data-dir", str(tmp_path / "data"), "--disk-bytes", "16MiB")
     service = Service(MODULE, *own, before=("sh", "-c", f'exec "$@" {streams}', "-"))
     try:
-        client = CacheClient(address)
+        client = cache_client(address)
 
         async def serves() -> bool:
             assert service.process.poll() is None, service.log
@@ -103,7 +98,6 @@ async def test_a_full_disk_below_the_log_ends_nothing(launch: Any, tmp_path: Pat
 
         await until(serves)
         assert await put(client, "a", payload("a", 4096))
-        await client.close()
         # 120 is Python's own, for what it could not write at its end.
         assert service.stop() in (0, 120)
     finally:

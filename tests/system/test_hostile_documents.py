@@ -108,8 +108,7 @@ def test_its_sender_is_refused_in_time_and_pays(launch: Launch, flags: list[str]
         with pytest.raises(ResourceExhausted, match="100 tokens per minute") as raised:
             acme.list()
         # 10,000 tokens for each CPU second, of which others may have had most.
-        assert raised.value.retry_after is not None
-        assert raised.value.retry_after > 60
+        assert (raised.value.retry_after or 0) > 60
         assert [item.name for item in other.list()] == ["c"]
 
 

@@ -39,22 +39,29 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 
 
-async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any, tmp_path: Path) -> None:
+@pytest.fixture
+def start(launch: Any, tmp_path: Path) -> Any:
+    """`start("--flag", ..., memory=, disk=)`: a service; another one later is over the same files."""
+    return lambda *more, **sizes: launch(*flags(tmp_path / "data", *more, **sizes))
+
+
+async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(
+    start: Any, cache_client: Any, tmp_path: Path
+) -> None:
     contents = {i: payload(i, 50_000 + i) for i in range(40)}
-    service = launch(*flags(tmp_path / "data"))
-    client = CacheClient(service.address)
+    service = start()
+    client = cache_client(service)
     for name, data in contents.items():
         assert await put(client, name, data)
-    await client.close()
     assert service.stop() == 0
     assert "stopped" in service.log
     assert await check_stopped(tmp_path / "data") == 40
-    client = CacheClient(launch(*flags(tmp_path / "data")).address)
+    client = cache_client(start())
     for name, data in contents.items():
         assert await get(client, name) == data
-    await client.close()
 
 
+@pytest.mark.parametrize("sealed", [False, True], ids=["plain", "encrypted"])
 @pytest.mark.parametrize(
     ("seed", "disk"),
     [
@@ -64,12 +71,14 @@ async def test_a_restart_keeps_everything_and_sigterm_stops_cleanly(launch: Any,
     ],
 )
 async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
-    launch: Any, tmp_path: Path, seed: int, disk: int
+    start: Any, cache_client: Any, tmp_path: Path, seed: int, disk: int, sealed: bool
 ) -> None:
     """Puts from 4 clients with deletes between; the process is killed with some in flight, three times.
 
     40 MiB of disk are far too few, so that space is given from entry to entry all the time.
     """
+    (tmp_path / "keys").write_text("01" * 32)
+    more = ("--disk-keys", str(tmp_path / "keys")) if sealed else ()
     rng = random.Random(seed)
     sizes = {i: rng.choice([100, 5_000, 300_000, 3 * MIB, 9 * MIB]) + i for i in range(160)}
     todo = list(sizes)  # far more than three rounds take
@@ -77,8 +86,9 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
     deleted: set[int] = set()
     interrupted = 0
     for _ in range(3):
-        service = launch(*flags(tmp_path / "data", disk=f"{disk}MiB"))
+        service = start(*more, disk=f"{disk}MiB")
         due = asyncio.Event()
+        stop_at = len(todo) - rng.randint(5, 30)
         stop_at = len(todo) - rng.randint(5, 30)
 
         async def work(address: str, due: asyncio.Event, stop_at: int) -> None:
@@ -110,9 +120,10 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
         service.kill9()
         await workers
     assert interrupted >= 3
-    await check_stopped(tmp_path / "data", disk * MIB)
-    service = launch(*flags(tmp_path / "data", disk=f"{disk}MiB"))
-    client = CacheClient(service.address)
+    if not sealed:
+        await check_stopped(tmp_path / "data", disk * MIB)
+    service = start(*more, disk=f"{disk}MiB")
+    client = cache_client(service)
     present = 0
     for name, size in sizes.items():
         found = await get(client, name)
@@ -125,12 +136,11 @@ async def test_kill_9_in_the_middle_of_puts_loses_nothing_acknowledged(
         present += found is not None
     assert present > 3
     assert (await client.stats()).checksum_failures == 0
-    await client.close()
     assert service.stop() == 0
 
 
-async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) -> None:
-    service = launch(*flags(tmp_path / "data", "--drain-seconds", "60"))
+async def test_sigterm_lets_a_put_in_flight_finish(start: Any, cache_client: Any) -> None:
+    service = start("--drain-seconds", "60")
     data = payload("late", 2 * MIB)
     async with grpc.aio.insecure_channel(service.address) as channel:
         call = kvcache_pb2_grpc.KVCacheServiceStub(channel).Put(timeout=30)
@@ -147,51 +157,48 @@ async def test_sigterm_lets_a_put_in_flight_finish(launch: Any, tmp_path: Path) 
         await call.done_writing()
         assert (await call).outcome == pb.PutResponse.OUTCOME_STORED
     assert await asyncio.to_thread(service.stop) == 0
-    client = CacheClient(launch(*flags(tmp_path / "data")).address)
-    assert await get(client, "late") == data
-    await client.close()
+    assert await get(cache_client(start()), "late") == data
 
 
-async def test_a_file_size_limit_refuses_and_the_service_goes_on(launch: Any, tmp_path: Path) -> None:
-    service = launch(*flags(tmp_path / "data"))
+async def test_a_file_size_limit_refuses_and_the_service_goes_on(
+    start: Any, cache_client: Any, tmp_path: Path
+) -> None:
+    service = start()
     resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (3 * MIB, 3 * MIB))
-    client = CacheClient(service.address)
+    client = cache_client(service)
     assert await put(client, "fits", payload("fits", MIB))
     for size in (4 * MIB, 20 * MIB):
         with pytest.raises(errors.ResourceExhausted, match="can't write the entry"):
             await put(client, size, payload(size, size))
     assert await get(client, "fits") == payload("fits", MIB)
     assert await put(client, "also fits", payload("also fits", MIB))
-    await client.close()
     assert service.stop() == 0
     assert await check_stopped(tmp_path / "data") == 2
 
 
-async def test_a_tiny_disk_keeps_taking_entries(launch: Any, tmp_path: Path) -> None:
-    service = launch(*flags(tmp_path / "data", memory="1MiB", disk="1MiB"))
-    client = CacheClient(service.address)
+async def test_a_tiny_disk_keeps_taking_entries(start: Any, cache_client: Any, tmp_path: Path) -> None:
+    service = start(memory="1MiB", disk="1MiB")
+    client = cache_client(service)
     for i in range(30):
         assert await put(client, i, payload(i, 100_000))
     with pytest.raises(errors.ResourceExhausted):
         await put(client, "big", payload("big", MIB + 1))
     assert await get(client, 29) == payload(29, 100_000)
-    tiers = {tier.tier: tier for tier in (await client.stats()).tiers}
-    assert tiers[pb.TIER_DISK].used_bytes <= tiers[pb.TIER_DISK].capacity_bytes == MIB
-    assert tiers[pb.TIER_DISK].evictions == 20
-    await client.close()
+    (disk,) = (tier for tier in (await client.stats()).tiers if tier.tier == pb.TIER_DISK)
+    assert disk.used_bytes <= disk.capacity_bytes == MIB
+    assert disk.evictions == 20
     assert service.stop() == 0
     assert sum(path.stat().st_size for path in (tmp_path / "data" / "segments").iterdir()) <= MIB
     assert await check_stopped(tmp_path / "data", MIB) == 10
 
 
-async def test_health_reflection_and_a_unix_socket(launch: Any, tmp_path: Path) -> None:
+async def test_health_reflection_and_a_unix_socket(start: Any, cache_client: Any, tmp_path: Path) -> None:
     path = tmp_path / "cache.sock"
-    service = launch(*flags(tmp_path / "data"), "--listen", f"127.0.0.1:0,unix:{path}")
+    service = start("--listen", f"127.0.0.1:0,unix:{path}")
     assert service.addresses["fusionkv-kvcache"][1] == f"unix:{path}"
-    client = CacheClient(f"unix:{path}")
+    client = cache_client(f"unix:{path}")
     assert await put(client, "x", b"abc")
     assert await get(client, "x") == b"abc"
-    await client.close()
     async with grpc.aio.insecure_channel(service.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         for name in ("", "kvcache.v1.KVCacheService"):
@@ -199,24 +206,21 @@ async def test_health_reflection_and_a_unix_socket(launch: Any, tmp_path: Path) 
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch: Any, tmp_path: Path) -> None:
+async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(
+    start: Any, cache_client: Any, tmp_path: Path
+) -> None:
     address = f"unix:{tmp_path}/cache.sock"
-    listen, client = ("--listen", address), CacheClient(address)
+    client = cache_client(address)
 
     async def streamed() -> int:
-        found = await client.lookup(NAMESPACE, [(SYSTEM, []), (chunk("x"), [])], timeout=10)
-        entry = found.hits[1].entry
-        assert entry is not None
-        into = bytearray(entry.size)
-        await client.fetch(entry, memoryview(into), timeout=30)
-        assert into == b"abc" * 1000
+        assert await get(client, "x", lease_ms=0) == b"abc" * 1000
         return (await client.stats()).bytes_fetched
 
-    service = launch(*flags(tmp_path / "data"), *listen)
+    service = start("--listen", address)
     assert await put(client, "x", b"abc" * 1000)
     assert await streamed() == 0
     service.kill9()
-    launch(*flags(tmp_path / "data"), *listen)
+    start("--listen", address)
     # The new process has it on disk only: there it is read, and the new process is asked to bring it up meanwhile.
     assert await streamed() == 0
 
@@ -227,28 +231,28 @@ async def test_a_near_client_copies_from_memory_and_goes_on_after_a_kill(launch:
     # Now it hands over a memory of its own.
     assert await streamed() == 0
     assert (await client.stats()).tiers[0].promotions == 1
-    await client.close()
+    assert (await client.stats()).tiers[0].promotions == 1
 
 
-async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(launch: Any, tmp_path: Path) -> None:
+async def test_a_stale_socket_is_replaced_and_a_live_one_is_not(
+    start: Any, cache_client: Any, tmp_path: Path
+) -> None:
     path = tmp_path / "cache.sock"
     listen = ("--listen", f"unix:{path}")
-    launch(*flags(tmp_path / "data"), *listen).kill9()
+    start(*listen).kill9()
     assert stat.S_ISSOCK(os.stat(path).st_mode), "kill -9 leaves the socket file"
-    service = launch(*flags(tmp_path / "data"), *listen)
+    service = start(*listen)
     second = run_python("-m", *flags(tmp_path / "other"), *listen, status=1)
     assert "another process serves there" in second.stderr
-    client = CacheClient(service.address)
-    assert await put(client, "x", b"abc")
-    await client.close()
+    assert await put(cache_client(service), "x", b"abc")
     service.stop()
     path.write_text("a file")
     third = run_python("-m", *flags(tmp_path / "data"), *listen, status=1)
     assert "the file is no socket" in third.stderr
 
 
-def test_clear_errors_at_start(launch: Any, tmp_path: Path) -> None:
-    service = launch(*flags(tmp_path / "data"))
+def test_clear_errors_at_start(start: Any, tmp_path: Path) -> None:
+    service = start()
     cases = [
         (flags(tmp_path / "data"), 1, f"in use by process {service.process.pid}: give each cache service a data_dir"),
         ([*flags(tmp_path / "new"), "--listen", service.address], 1, f"can't listen on {service.address}"),
@@ -264,28 +268,25 @@ def test_clear_errors_at_start(launch: Any, tmp_path: Path) -> None:
     assert "(default: 127.0.0.1:7070)" in " ".join(help.stdout.split())
 
 
-async def test_without_a_disk_tier_nothing_is_written(launch: Any, tmp_path: Path) -> None:
-    service = launch(*flags(tmp_path / "data", disk="0"))
-    client = CacheClient(service.address)
+async def test_without_a_disk_tier_nothing_is_written(start: Any, cache_client: Any, tmp_path: Path) -> None:
+    service = start(disk="0")
+    client = cache_client(service)
     assert await put(client, "x", b"abc")
     assert await get(client, "x") == b"abc"
     assert not (tmp_path / "data").exists()
     service.kill9()
-    client2 = CacheClient(launch(*flags(tmp_path / "data", disk="0")).address)
-    assert (await find(client2, "x")).hits[1].kind is HitKind.MISS
-    await client.close()
-    await client2.close()
+    assert (await find(cache_client(start(disk="0")), "x")).hits[1].kind is HitKind.MISS
 
 
-async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path: Path) -> None:
+async def test_a_client_outlives_a_restart_of_the_service(start: Any, cache_client: Any) -> None:
     fixed = ("--listen", f"127.0.0.1:{free_port()}")
-    service = launch(*flags(tmp_path / "data"), *fixed)
-    client = CacheClient(service.address)
+    service = start(*fixed)
+    client = cache_client(service)
     assert await put(client, "x", b"abc")
     service.kill9()
     with pytest.raises(errors.Unavailable):
         await get(client, "x")
-    launch(*flags(tmp_path / "data"), *fixed)
+    start(*fixed)
 
     async def back() -> bool:
         with contextlib.suppress(errors.Unavailable):
@@ -293,4 +294,3 @@ async def test_a_client_outlives_a_restart_of_the_service(launch: Any, tmp_path:
         return False
 
     await until(back)
-    await client.close()

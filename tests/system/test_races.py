@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime.checksum import checksum
 from tests.system.cache_process import find, flags, get, payload, put
-from tests.system.shared_services import Services
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import Services, sharing
 
 pytestmark = [pytest.mark.system, pytest.mark.slow]
 RACES = 250
@@ -28,7 +29,6 @@ async def race(clients: Sequence[CacheClient], name: str, dice: random.Random) -
     winner = offered[told.index(True)]
     for client in clients:
         entry = (await find(client, name, 30)).hits[1].entry
-        assert entry is not None
         assert (entry.size, entry.checksum) == (len(winner), checksum(winner))
         buffer = bytearray(entry.size)
         await client.fetch(entry, memoryview(buffer), timeout=30)
@@ -56,6 +56,12 @@ async def test_at_one_service(launch: Any, tmp_path: Path, tiers: str) -> None:
     finally:
         for client in clients:
             await client.close()
+
+
+@pytest.fixture
+async def cluster(launch: Any, redis: RedisServer, tmp_path: Path) -> AsyncIterator[Services]:
+    async with sharing(launch, tmp_path, redis, count=3) as services:
+        yield services
 
 
 async def test_at_services_that_share_a_remote_tier(cluster: Services) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fusionkv.gateway.retrieval.embedded import EmbeddedRetrieval
-from fusionkv.kvcache_service.client import CacheClient
 from fusionkv.protos.runtime import errors
 from tests.conftest import Service
 from tests.gateway.test_retrieval import put as ingest
@@ -73,18 +72,15 @@ def test_no_service_starts_without_permission(tmp_path: Path, used: bool) -> Non
             path.chmod(0o700)
 
 
-async def test_a_cache_whose_segments_become_read_only_keeps_its_entries(launch: Any, disk: SmallDisk) -> None:
-    def start() -> Service:
-        service: Service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
-        return service
-
-    service = start()
-    client = CacheClient(service.address)
-    assert await put(client, "a", payload("a", MIB))
-    await client.close()
-    assert service.stop() == 0
-    service = start()
-    client = CacheClient(service.address)
+async def test_a_cache_whose_segments_become_read_only_keeps_its_entries(
+    launch: Any, cache_client: Any, disk: SmallDisk
+) -> None:
+    for name in "ab":
+        service = launch(*flags(disk.inside / "data", disk="3MiB"), before=disk.before)
+        client = cache_client(service)
+        if name == "a":
+            assert await put(client, "a", payload("a", MIB))
+            assert service.stop() == 0
     disk.read_only("data/segments")
     with pytest.raises(errors.Unavailable, match="Read-only file system"):
         await get(client, "a")
@@ -93,7 +89,6 @@ async def test_a_cache_whose_segments_become_read_only_keeps_its_entries(launch:
     disk.writable("data/segments")
     assert await get(client, "a") == payload("a", MIB)
     assert await put(client, "b", payload("b", MIB))
-    await client.close()
     assert service.stop() == 0
 
 

@@ -3,17 +3,21 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from fusionkv.kvcache_service.client import CacheClient, HitKind
 from fusionkv.protos.runtime import errors
+from tests.chaos.network import Relay
+from tests.ports import free_port
 from tests.system.cache_process import NAMESPACE, SYSTEM, chunk, find, get, payload, put
 from tests.system.mooncake_process import MooncakeMaster
-from tests.system.shared_services import REMOTES, Remote, Services, made
+from tests.system.redis_process import RedisServer
+from tests.system.shared_services import REMOTES, Remote, Services, made, sharing
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -29,19 +33,16 @@ async def remote(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 @pytest.fixture
 async def two(launch: Any, tmp_path: Path, remote: Remote) -> AsyncIterator[Services]:
-    services = Services(launch, tmp_path, remote)
-    services.start()
-    services.start()
-    await services.emptied()
-    yield services
-    await services.close()
+    async with sharing(launch, tmp_path, remote) as services:
+        yield services
     for service in services.services:
         service.kill9()
 
 
-async def content(client: CacheClient, path: list[bytes]) -> tuple[HitKind, bytes | None]:
-    """How the last element of a path is found, and what."""
-    hit = (await client.lookup(NAMESPACE, [(digest, ()) for digest in path], timeout=20)).hits[-1]
+async def content(client: CacheClient, *path: object, namespace: bytes = NAMESPACE) -> tuple[HitKind, bytes | None]:
+    """How the last element of a path is found behind the system prompt, and what."""
+    asked = [(SYSTEM, ()), *((chunk(name), ()) for name in path)]
+    hit = (await client.lookup(namespace, asked, timeout=20)).hits[-1]
     if hit.entry is None:
         return hit.kind, None
     buffer = bytearray(hit.entry.size)
@@ -49,37 +50,33 @@ async def content(client: CacheClient, path: list[bytes]) -> tuple[HitKind, byte
     return hit.kind, bytes(buffer)
 
 
+async def same(client: CacheClient, names: Iterable[object], size: int) -> bool:
+    """Whether the client gets all of these entries."""
+    return all([await fetched(client, name) == payload(name, size) for name in names])
+
+
 async def test_what_one_has_put_the_other_finds(two: Services) -> None:
-    """By exact and by alternative path; a copy is the other's own from then on."""
+    """By exact and by alternative path, within its namespace; a copy is the other's own from then on."""
     a, b = two.clients
     for size in SIZES:
         assert await put(a, size, payload(size, size))
     await two.settled()
     for size in SIZES:
-        entry = (await find(b, size)).hits[1].entry
-        assert entry is not None
-        assert entry.tier in ("remote", "memory")
+        assert (await find(b, size)).hits[1].entry.tier in ("remote", "memory")
+        assert await content(b, size, namespace=chunk("another namespace")) == (HitKind.MISS, None)
         assert await get(b, size) == payload(size, size)
-        assert await content(b, [SYSTEM, chunk("other"), chunk(size)]) == (HitKind.ALTERNATIVE, payload(size, size))
-    assert await content(b, [chunk("another system prompt"), chunk(SIZES[0])]) == (HitKind.MISS, None)
+        assert await content(b, "other", size) == (HitKind.ALTERNATIVE, payload(size, size))
+    elsewhere = [(chunk("another system prompt"), ()), (chunk(SIZES[0]), ())]
+    assert (await b.lookup(NAMESPACE, elsewhere, timeout=20)).hits[1].kind is HitKind.MISS
     assert await two.entries() == [len(SIZES), len(SIZES)], "copied by being read"
     # An alternative that was never looked up by its own path, either.
     assert await put(b, "alone", b"alone")
     await two.settled()
-    assert await content(a, [SYSTEM, chunk("other"), chunk("alone")]) == (HitKind.ALTERNATIVE, b"alone")
+    assert await content(a, "other", "alone") == (HitKind.ALTERNATIVE, b"alone")
     assert sum([(await client.stats()).checksum_failures for client in two.clients]) == 0
 
 
-async def test_a_tenant_never_finds_anothers(two: Services) -> None:
-    a, b = two.clients
-    assert await put(a, "mine", b"mine")
-    await two.settled()
-    other = [(SYSTEM, ()), (chunk("mine"), ())]
-    assert (await b.lookup(chunk("another namespace"), other, timeout=20)).hits[1].kind is HitKind.MISS
-    assert await get(b, "mine") == b"mine"
-
-
-async def test_the_first_service_is_killed(two: Services, remote: Remote) -> None:
+async def test_the_first_service_is_killed(two: Services, cache_client: Any, remote: Remote) -> None:
     """kill -9: what it wrote back is found, or where that was in its own memory, a miss; then it comes back."""
     a, b = two.clients
     names = [f"{n}" for n in range(20)]
@@ -89,22 +86,14 @@ async def test_the_first_service_is_killed(two: Services, remote: Remote) -> Non
     await two.kill9(0)
     began = time.monotonic()
     for name in names:
-        found = await fetched(b, name)
-        assert found in (None, payload(name, 20_000))
-        if not isinstance(remote, MooncakeMaster):
-            assert found is not None
+        lost = (None,) if isinstance(remote, MooncakeMaster) else ()
+        assert await fetched(b, name) in (*lost, payload(name, 20_000))
     assert time.monotonic() - began < 60
     await asyncio.to_thread(two.restart, 0)
-    again = CacheClient(two.services[0].address)
-    for name in names:
-        assert await get(again, name) == payload(name, 20_000), "its own disk has all that was acknowledged"
-    await again.close()
-
-    async def shared() -> bool:
-        return [await fetched(b, name) for name in names] == [payload(name, 20_000) for name in names]
-
+    again = cache_client(two.services[0])
+    assert await same(again, names, 20_000), "its own disk has all that was acknowledged"
     if not isinstance(remote, MooncakeMaster):
-        await until(shared)
+        await until(lambda: same(b, names, 20_000))
 
 
 async def test_what_a_killed_service_had_not_written_back_is_shared_after_its_start(
@@ -120,12 +109,8 @@ async def test_what_a_killed_service_had_not_written_back_is_shared_after_its_st
     await a.close()
     two.clients[0] = CacheClient(two.services[0].address)
     await two.settled()
-
-    async def shared() -> bool:
-        """At once, unless the other service meets only now that its connection was lost."""
-        return [await fetched(b, n) for n in range(10)] == [payload(n, 3000) for n in range(10)]
-
-    await until(shared)
+    # At once, unless the other service meets only now that its connection was lost.
+    await until(lambda: same(b, range(10), 3000))
 
 
 async def fetched(client: CacheClient, name: object) -> bytes | None:
@@ -156,11 +141,7 @@ async def test_the_remote_tier_is_killed_and_comes_back_empty(two: Services, rem
     remote.start()
     await two.settled()
 
-    async def shared() -> bool:
-        return [await fetched(b, n) for n in range(5)] == [payload(n, 3000) for n in range(5)]
-
-    await until(shared)
-    await find(a, "before")  # what is used is written anew
+    await until(lambda: same(b, range(5), 3000))
 
     async def healed() -> bool:
         await find(a, "before")
@@ -197,7 +178,6 @@ async def test_what_is_deleted_is_deleted_in_the_remote_tier(two: Services) -> N
         assert await put(a, name, payload(name, 2000))
     await two.settled()
     entry = (await find(a, "one")).hits[1].entry
-    assert entry is not None
     assert await a.delete([entry.key]) == 1
     assert await get(b, "one") is None
     assert await get(b, "kept") == payload("kept", 2000)
@@ -252,11 +232,11 @@ async def test_a_service_serves_and_ends_that_starts_while_the_remote_tier_stand
 
 
 @pytest.mark.parametrize("remote", ["redis"], indirect=True)
-async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> None:
+async def test_an_address_of_several_leads_to_one_that_lives(two: Services, cache_client: Any) -> None:
     """As a DNS name of several does."""
     assert await put(two.clients[0], "x", b"data")
     await two.settled()
-    client = CacheClient("ipv4:" + ",".join(service.address for service in two.services))
+    client = cache_client("ipv4:" + ",".join(service.address for service in two.services))
     assert await get(client, "x") == b"data"
     await two.kill9(0)
 
@@ -266,4 +246,57 @@ async def test_an_address_of_several_leads_to_one_that_lives(two: Services) -> N
         return False
 
     await until(found)
-    await client.close()
+
+
+def where(server: RedisServer) -> str:
+    return server.url.removeprefix("redis://")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("lost", [False, True], ids=["nothing lost", "last writes lost"])
+async def test_services_go_on_with_the_replica(launch: Any, tmp_path: Path, lost: bool) -> None:
+    primary = replica = RedisServer(tmp_path)
+    relay = Relay(f"127.0.0.1:{free_port()}", where(primary))
+    await relay.start()
+    remote = SimpleNamespace(url=f"redis://{relay.address}", flags=())
+    try:
+        async with sharing(launch, tmp_path, remote) as services:
+            first, second = services.clients
+
+            async def stored(numbers: range) -> None:
+                for i in numbers:
+                    assert await put(first, i, payload(i, 3000))
+                await services.settled()
+
+            await stored(range(20))
+            replica = await asyncio.to_thread(primary.replica)
+            if lost:
+                # What is written from now on, the replica never sees.
+                await asyncio.to_thread(replica.promote)
+                await stored(range(20, 40))
+            primary.kill9()
+            await asyncio.to_thread(replica.promote)
+            relay.aim(where(replica))
+
+            async def shared(numbers: range) -> bool:
+                """What the replica lacks is written to it once it is used where it is."""
+                for i in numbers:
+                    assert await get(first, i) == payload(i, 3000)
+                return all([await get(second, i) == payload(i, 3000) for i in numbers])
+
+            await until(lambda: shared(range(40 if lost else 20)), 120)
+            for i in range(40, 45):
+                assert await put(second, i, payload(i, 3000))
+            await services.settled()
+            for i in range(40, 45):
+                assert await get(first, i) == payload(i, 3000)
+            for service in services.services:
+                service.kill9()
+    finally:
+        await relay.close()
+        for server in {primary, replica}:
+            if server.process.poll() is None:
+                server.kill9()
+            if server.process.poll() is None:
+                server.kill9()

@@ -1,11 +1,15 @@
-"""What was measured is found again under what it depends on, and nothing else; a torn file loses one line."""
+"""What was measured is found again under what it depends on, and nothing else; jobs measure the rest."""
 
 import argparse
 import dataclasses
+import multiprocessing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from fusionkv.bench.quality import jobs
 from fusionkv.bench.quality.__main__ import RATIOS, _parser, _plan, _subject
 from fusionkv.bench.quality.data.samples import Library, Sample, Task
 from fusionkv.bench.quality.data.tasks import reference
@@ -16,6 +20,7 @@ from fusionkv.fusion_worker.recipes import modifiers
 from fusionkv.fusion_worker.select.base import CachedAttention
 from fusionkv.fusion_worker.select.question_attention import QuestionAttention
 from fusionkv.models.shipped import shipped
+from fusionkv.protos.runtime.errors import ResourceExhausted
 
 SUBJECT = Subject("m", "ab", "auto", 512)
 TASK = Task("t", tuple(Sample("s", (f"page {i}",), "q", (str(i),)) for i in range(BLOCK + 5)))
@@ -55,49 +60,47 @@ def test_a_metric_that_a_block_lacks_is_left_out(tmp_path: Path) -> None:
         assert together.seconds == {"select": [0.5]}
 
 
+FIRST = next(TASK.blocks(BLOCK))
+KEY = key(SUBJECT, FIRST, CELL)
+SELECT = dataclasses.replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0)))
+
+
 @pytest.mark.parametrize(
-    "other",
+    ("subject", "block", "cell"),
     [
-        key(dataclasses.replace(SUBJECT, fingerprint="ac"), next(TASK.blocks(BLOCK)), CELL),
-        key(dataclasses.replace(SUBJECT, dtype="float16"), next(TASK.blocks(BLOCK)), CELL),
-        key(dataclasses.replace(SUBJECT, chunk_tokens=256), next(TASK.blocks(BLOCK)), CELL),
-        key(SUBJECT, next(TASK.blocks(BLOCK - 1)), CELL),
-        key(SUBJECT, next(dataclasses.replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
-        key(SUBJECT, [*TASK.blocks(BLOCK)][1], CELL),
-        key(SUBJECT, next(TASK.blocks(BLOCK)), Cell(CELL.recipe, 0.2)),
-        key(SUBJECT, next(TASK.blocks(BLOCK)), Cell(modifiers.find("prophetkv+window(8,5)"), 0.1)),
-        key(
-            SUBJECT,
-            next(TASK.blocks(BLOCK)),
-            Cell(dataclasses.replace(CELL.recipe, select=QuestionAttention(CachedAttention(first=1.0))), 0.1),
-        ),
+        (dataclasses.replace(SUBJECT, fingerprint="ac"), FIRST, CELL),
+        (dataclasses.replace(SUBJECT, dtype="float16"), FIRST, CELL),
+        (dataclasses.replace(SUBJECT, chunk_tokens=256), FIRST, CELL),
+        (SUBJECT, next(TASK.blocks(BLOCK - 1)), CELL),
+        (SUBJECT, next(dataclasses.replace(TASK, metrics=("f1",)).blocks(BLOCK)), CELL),
+        (SUBJECT, [*TASK.blocks(BLOCK)][1], CELL),
+        (SUBJECT, FIRST, Cell(CELL.recipe, 0.2)),
+        (SUBJECT, FIRST, Cell(modifiers.find("prophetkv+window(8,5)"), 0.1)),
+        (SUBJECT, FIRST, Cell(SELECT, 0.1)),
     ],
 )
-def test_whatever_changes_a_figure_changes_its_key(other: tuple[str, ...]) -> None:
-    assert other != key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
+def test_whatever_changes_a_figure_changes_its_key(subject: Subject, block: Any, cell: Cell) -> None:
+    assert key(subject, block, cell) != KEY
 
 
 def test_a_second_model_counts_where_it_is_asked() -> None:
-    block, other = next(TASK.blocks(BLOCK)), dataclasses.replace(SUBJECT, auxiliary="cd")
-    clip = Cell(modifiers.find("cacheclip"), 0.1)
-    assert key(SUBJECT, block, clip) != key(other, block, clip)
-    assert key(SUBJECT, block, CELL) == key(other, block, CELL)
+    other, clip = dataclasses.replace(SUBJECT, auxiliary="cd"), Cell(modifiers.find("cacheclip"), 0.1)
+    assert key(SUBJECT, FIRST, clip) != key(other, FIRST, clip)
+    assert key(other, FIRST, CELL) == KEY
 
 
 def test_a_file_counts_where_neighbours_come_from_it() -> None:
     more = Library((*TASK.samples, Sample("s", ("another page",), "q", ("x",))))
-    blocks = [
-        next(dataclasses.replace(TASK, library=library).blocks(BLOCK)) for library in (Library(TASK.samples), more)
-    ]
-    guided, alone = Cell(modifiers.find("fusionrag"), 0.1), CELL
+    libraries = (Library(TASK.samples), more)
+    blocks = [next(dataclasses.replace(TASK, library=library).blocks(BLOCK)) for library in libraries]
+    guided = Cell(modifiers.find("fusionrag"), 0.1)
     assert len({key(SUBJECT, block, guided) for block in blocks}) == 2
-    assert len({key(SUBJECT, block, alone) for block in blocks}) == 1
+    assert len({key(SUBJECT, block, CELL) for block in blocks}) == 1
 
 
 def test_names_that_change_no_figure_change_no_key() -> None:
     renamed = dataclasses.replace(CELL.recipe, description="said otherwise")
-    other = key(dataclasses.replace(SUBJECT, model="moved"), next(TASK.blocks(BLOCK)), Cell(renamed, 0.1))
-    assert other == key(SUBJECT, next(TASK.blocks(BLOCK)), CELL)
+    assert key(dataclasses.replace(SUBJECT, model="moved"), FIRST, Cell(renamed, 0.1)) == KEY
 
 
 def test_a_line_cut_short_is_measured_again_and_harms_no_other(tmp_path: Path) -> None:
@@ -117,10 +120,8 @@ def test_tasks_of_the_same_contexts_share_a_job(tmp_path: Path) -> None:
     store = Store(tmp_path / "cells.jsonl")
     one, two = (dataclasses.replace(TASK, name=name, contexts="stories") for name in ("one", "two"))
     plan = [(task, [CELL]) for task in (one, TASK, two)]
-    found = [
-        [(part.block.task.name, part.block.start) for part in j.parts]
-        for j in missing(SUBJECT, WorkerConfig(), plan, store)
-    ]
+    jobs = missing(SUBJECT, WorkerConfig(), plan, store)
+    found = [[(part.block.task.name, part.block.start) for part in job.parts] for job in jobs]
     assert found == [[("one", 0), ("two", 0)], [("one", BLOCK), ("two", BLOCK)], [("t", 0)], [("t", BLOCK)]]
 
 
@@ -131,11 +132,8 @@ def test_cells_are_ratios_where_a_recipe_leaves_them_open() -> None:
         *("full_attention r=1", "full_reuse r=0", "prophetkv r=0.1", "prophetkv r=0.2"),
         *("fusionrag r=0", "fusionrag r=0.1", "fusionrag r=0.2"),
     ]
-    words = dataclasses.replace(TASK, metrics=("f1",))
-    assert cells_of(words, [modifiers.find("full_reuse")], (0.1,)) == [
-        Cell(modifiers.find("full_reuse"), 0.0),
-        NO_CONTEXT,
-    ]
+    words, reuse = dataclasses.replace(TASK, metrics=("f1",)), modifiers.find("full_reuse")
+    assert cells_of(words, [reuse], (0.1,)) == [Cell(reuse, 0.0), NO_CONTEXT]
 
 
 def test_files_have_ratios_of_their_own(tmp_path: Path) -> None:
@@ -154,3 +152,19 @@ def test_what_was_measured_belongs_to_one_way_of_storing() -> None:
     subjects = [_subject(shipped()[0], store, args) for store in STORES]
     block, cell = next(reference("single", BLOCK).blocks(BLOCK)), Cell(modifiers.find("full_reuse"), 0.0)
     assert len({key(subject, block, cell) for subject in subjects}) == len({s.model for s in subjects}) == len(STORES)
+
+
+@pytest.mark.slow
+def test_when_a_job_fails_the_others_end(reference_model: Path) -> None:
+    """And not only when they are done, which here would take minutes."""
+    task = reference("twohop", jobs.BLOCK)
+    recipes = [modifiers.find(name) for name in ("full_attention", "full_reuse", "prophetkv")]
+    part = jobs.Part(next(task.blocks(jobs.BLOCK)), tuple(jobs.cells_of(task, recipes, (0.1, 0.2, 0.3))))
+    subject, config = Subject("model", "fingerprint", "auto", 512), WorkerConfig(model=reference_model)
+    long = jobs.Job(subject, replace(config, pool_bytes=256 << 20), (part,) * 100)
+    failing = jobs.Job(subject, replace(config, pool_bytes=1 << 18), (part,))
+    with pytest.raises(ResourceExhausted, match="raise pool_bytes"):
+        list(jobs.run([long, failing], processes=2, threads=1))
+    for child in multiprocessing.active_children():
+        child.join(30)
+    assert multiprocessing.active_children() == []

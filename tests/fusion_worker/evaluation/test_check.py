@@ -26,10 +26,7 @@ from fusionkv.fusion_worker.quality.verdict import FILE, SAFE, UNDECIDED, UNSAFE
 from fusionkv.fusion_worker.recipes.modifiers import find
 from tests.fusion_worker.oracle import byte_tokenizer, network
 
-PAGES = [
-    f"The {name} stands by the {place}, and {name}s are counted there. "
-    for name, place in zip("abcd", "efgh", strict=True)
-]
+PAGES = [f"The {a} stands by the {b}, and {a}s are counted there. " for a, b in zip("abcd", "efgh", strict=True)]
 
 
 @pytest.fixture
@@ -56,12 +53,17 @@ def test_the_engine_holds_to_every_family(family: str, tmp_path: Path) -> None:
     assert found.held
 
 
-def test_an_engine_that_is_off_is_found_out(model: Path) -> None:
+@pytest.fixture
+def off(model: Path) -> models.Model:
+    """The model with an engine that computes something else."""
     loaded = models.load(model, "cpu")
     with torch.no_grad():
         loaded.network.model.layers[1].self_attn.v_proj.weight *= 1.1
-    found = asyncio.run(compare(model, loaded, WorkerConfig(model=model, pool_bytes=8 << 20)))
-    assert not found.held
+    return loaded
+
+
+def test_an_engine_that_is_off_is_found_out(model: Path, off: models.Model) -> None:
+    assert not asyncio.run(compare(model, off, WorkerConfig(model=model, pool_bytes=8 << 20))).held
 
 
 def test_questions_that_come_with_the_check() -> None:
@@ -75,9 +77,8 @@ def test_questions_that_come_with_the_check() -> None:
         holding = [text for text in sample.passages if any(answer in text for answer in sample.answers)]
         assert holding, sample.question
         # The names of the question, which a passage has to hold to be found by it alone.
-        names = {
-            word.strip("?,'") for word in sample.question.split("Question: ")[1].split()[1:] if word[0].isupper()
-        }
+        words = sample.question.split("Question: ")[1].split()[1:]
+        names = {word.strip("?,'") for word in words if word[0].isupper()}
         behind_another += not any(all(name in text for name in names) for text in holding)
     assert behind_another >= len(task.samples) // 4
 
@@ -98,8 +99,6 @@ def test_what_is_safe(kl: list[float], verdict: str, decided: bool) -> None:
     tally = Tally(find("epic"), kl, [0.5] * len(kl))
     found = tally.judge()
     assert (found.verdict, found.ratio, found.answers, tally.decided) == (verdict, 0.2, len(kl), decided)
-    assert found.low is not None
-    assert found.kl is not None
     assert found.low <= found.kl
     assert found.why.endswith(f"{len(kl)} of its answers, bound 0.1; 50% of their tokens stay the most likely")
 
@@ -170,12 +169,9 @@ async def test_what_was_found_is_said_where_it_cannot_be_written(
 
 
 async def test_nothing_is_safe_with_an_engine_that_is_off(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, off: models.Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = models.load(model, "cpu")
-    with torch.no_grad():
-        loaded.network.model.layers[1].self_attn.v_proj.weight *= 1.1
-    monkeypatch.setattr(models, "load", lambda *_: loaded)
+    monkeypatch.setattr(models, "load", lambda *_: off)
     assert await check._check(parsed(model), Console(stderr=True)) == 1
     said = json.loads(capsys.readouterr().out)["recipes"].values()
     assert {judged["verdict"] for judged in said} == {"unsafe"}

@@ -31,12 +31,8 @@ def lines(path: Path, *records: Any) -> Path:
 
 def test_ruler(tmp_path: Path) -> None:
     (task,) = load(lines(tmp_path / "niah_single_1/validation.jsonl", NEEDLE, {**NEEDLE, "answer_prefix": " It is"}))
-    assert (task.name, task.metrics, task.max_tokens, task.chat) == (
-        "ruler/niah_single_1",
-        ("string_match_all",),
-        128,
-        1,
-    )
+    found = task.name, task.metrics, task.max_tokens, task.chat
+    assert found == ("ruler/niah_single_1", ("string_match_all",), 128, 1)
     first, second = task.samples
     assert first.instruction == "A number is hidden here. Keep it.\n"
     assert first.passages == ("The sea is calm.\nThe number of oak is 41.",)

@@ -1,5 +1,6 @@
-"""Cells against an independent forward pass, and against each other where they must agree."""
+"""Cells against an independent forward pass, textual answers against transformers' logits, and each other."""
 
+import asyncio
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +12,48 @@ from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from fusionkv.bench.quality import metrics
 from fusionkv.bench.quality.data import tasks
-from fusionkv.bench.quality.report.cells import Measured
+from fusionkv.bench.quality.data.prompts import Prompter
+from fusionkv.bench.quality.data.samples import Block, Library, Sample, Task
+from fusionkv.bench.quality.report.cells import NO_CONTEXT, Cell, Measured
+from fusionkv.bench.quality.runner import Runner
 from fusionkv.fusion_worker import models
+from fusionkv.fusion_worker.config import WorkerConfig
+from fusionkv.fusion_worker.decode.sampling import SamplingParams
+from fusionkv.fusion_worker.load import loader as loading
+from fusionkv.fusion_worker.models import Model
+from fusionkv.fusion_worker.recipes import modifiers
+from fusionkv.fusion_worker.recipes.recipes import Recipe
+from fusionkv.fusion_worker.request import Piece
+from fusionkv.fusion_worker.servicer import FusionServicer
 from fusionkv.models import evaluate
 from fusionkv.models.tasks import Sample as Story
 from fusionkv.protos.runtime.errors import FailedPrecondition, ResourceExhausted
-from tests.fusion_worker.evaluation.measuring import cells, measure
 
-TASK, COUNT = "chain2", 6
+
+def cells(*asked: tuple[str, float]) -> list[Cell]:
+    return [Cell(modifiers.find(name), r) for name, r in asked]
+
+
+def measure(
+    model: Model,
+    task: Task,
+    asked: Sequence[Cell],
+    timed: bool = True,
+    picture: bool = False,
+    pool_bytes: int = 64 << 20,
+    auxiliary: Model | None = None,
+) -> dict[Cell, Measured]:
+    async def run() -> list[Measured]:
+        runner = Runner(model, WorkerConfig(pool_bytes=pool_bytes), 512, auxiliary)
+        try:
+            return await runner.measure(Block(task, 0, len(task.samples)), asked, timed, picture)
+        finally:
+            await runner.close()
+
+    return dict(zip(asked, asyncio.run(run()), strict=True))
+
+
+CHAIN, SAMPLES = "chain2", 6
 
 
 def same(a: Measured, b: Measured, samples: Sequence[int], others: Sequence[int]) -> None:
@@ -29,11 +64,11 @@ def same(a: Measured, b: Measured, samples: Sequence[int], others: Sequence[int]
 
 
 @pytest.fixture(scope="module")
-def oracle(reference_model: Path) -> dict[str, np.ndarray]:
+def by_evaluate(reference_model: Path) -> dict[str, np.ndarray]:
     """By models/evaluate.py, which shares no code with the engine: exact, KL and KV deviation of full reuse."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(reference_model)
     network = Qwen2ForCausalLM.from_pretrained(reference_model, dtype=torch.float32).eval()
-    stories = [Story(made.pages, (question,)) for made, question in tasks.asked(TASK, COUNT)]
+    stories = [Story(made.pages, (question,)) for made, question in tasks.asked(CHAIN, SAMPLES)]
     p = evaluate.lay_out(stories, tokenizer)
     place = torch.arange(p.ids.shape[1]).expand_as(p.ids)
     with torch.inference_mode():
@@ -41,35 +76,36 @@ def oracle(reference_model: Path) -> dict[str, np.ndarray]:
         _, alone = evaluate.forward(network, p.ids, p.alone, p.visible_alone)
         reuse, _ = evaluate.forward(network, p.ids, place, p.visible, p.chunk <= 0, alone)
     first = (p.answer != -100).int().argmax(1)
-    rows = range(COUNT)
+    rows = range(SAMPLES)
     inside = (p.chunk > 0)[:, None, :, None]
     pairs = [(torch.cat(s, 1) * inside, torch.cat(a, 1) * inside) for s, a in zip(states, alone, strict=True)]
+    shares = [((s - a).flatten(1).norm(dim=1) / s.flatten(1).norm(dim=1)).numpy() for s, a in pairs]
     return {
         "exact": evaluate.exact(full, p.answer).numpy(),
         "exact_reuse": evaluate.exact(reuse, p.answer).numpy(),
         "kl": np.array([metrics.kl(full[i, first[i]].numpy(), reuse[i, first[i]].numpy()) for i in rows]),
-        "deviation": np.array(
-            [((s - a).flatten(1).norm(dim=1) / s.flatten(1).norm(dim=1)).numpy() for s, a in pairs]
-        ),
+        "deviation": np.array(shares),
     }
 
 
-def test_full_attention_and_full_reuse_are_the_oracles(model: models.Model, oracle: dict[str, np.ndarray]) -> None:
-    found = measure(model, tasks.reference(TASK, COUNT), cells(("full_attention", 1.0), ("full_reuse", 0.0)))
+def test_full_attention_and_full_reuse_are_the_oracles(
+    model: models.Model, by_evaluate: dict[str, np.ndarray]
+) -> None:
+    found = measure(model, tasks.reference(CHAIN, SAMPLES), cells(("full_attention", 1.0), ("full_reuse", 0.0)))
     full, reuse = found.values()
-    assert full.values["exact_match"] == oracle["exact"].tolist()
-    assert full.values["kl"] == [0.0] * COUNT
-    assert reuse.values["exact_match"] == oracle["exact_reuse"].tolist()
-    np.testing.assert_allclose(reuse.values["kl"], oracle["kl"], atol=1e-3, rtol=1e-3)
-    assert min(oracle["kl"]) > 0.01, "samples on which reuse changes nothing test nothing"
-    for layer, expected in enumerate(oracle["deviation"]):
+    assert full.values["exact_match"] == by_evaluate["exact"].tolist()
+    assert full.values["kl"] == [0.0] * SAMPLES
+    assert reuse.values["exact_match"] == by_evaluate["exact_reuse"].tolist()
+    np.testing.assert_allclose(reuse.values["kl"], by_evaluate["kl"], atol=1e-3, rtol=1e-3)
+    assert min(by_evaluate["kl"]) > 0.01, "samples on which reuse changes nothing test nothing"
+    for layer, expected in enumerate(by_evaluate["deviation"]):
         np.testing.assert_allclose(reuse.values[f"kv_deviation_layer_{layer}"], expected, atol=1e-4, rtol=1e-3)
     assert len(full.seconds["prefill"]) == 1
 
 
 def test_everything_recomputed_is_full_attention_however_it_was_encoded(model: models.Model) -> None:
     asked = cells(("full_attention", 1.0), ("fusionrag", 1.0), ("cacheblend", 1.0), ("fusionrag", 0.0))
-    full, guided, blended, stale = measure(model, tasks.reference(TASK, 5), asked).values()
+    full, guided, blended, stale = measure(model, tasks.reference(CHAIN, 5), asked).values()
     for everything in (guided, blended):
         assert max(everything.values["kl"]) < 1e-4
         assert everything.values["exact_match"] == full.values["exact_match"]
@@ -83,7 +119,7 @@ def test_everything_recomputed_is_full_attention_however_it_was_encoded(model: m
 def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> None:
     names = ("epic", "cacheblend", "a3", "fusionrag", "prophetkv", "prophetkv+window(8,5)", "a3+snapkv(100)")
     asked = [*cells(*((name, r) for name in names for r in (0.1, 0.3))), *cells(("ape", 0.0))]
-    task = tasks.reference(TASK, 4)
+    task = tasks.reference(CHAIN, 4)
     a, b, c, d = task.samples
     forth = measure(model, task, asked, picture=True)
     back = measure(model, dataclasses.replace(task, samples=(d, c, b, a)), asked)
@@ -91,7 +127,6 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
         same(forth[cell], back[cell], [0, 1, 2, 3], [3, 2, 1, 0])
         assert back[cell].picture is None
         picture = forth[cell].picture
-        assert picture is not None
         assert sum(len(chunk["chosen"]) for chunk in picture["chunks"]) == forth[cell].values["recomputed"][0]
         pages = ["".join(chunk["tokens"]) for chunk in picture["chunks"]]
         assert tuple(pages) == a.passages
@@ -105,7 +140,7 @@ def test_a_sample_gives_the_same_alone_and_among_others(model: models.Model) -> 
 @pytest.mark.slow
 def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Model) -> None:
     asked = cells(("full_attention", 1.0), ("full_reuse", 0.0), ("fusionrag", 0.2), ("prophetkv+adaptive(20)", 0.1))
-    fed = tasks.reference(TASK, COUNT)
+    fed = tasks.reference(CHAIN, SAMPLES)
     generated = dataclasses.replace(fed, metrics=("exact_match", "f1"), max_tokens=6)
     expected, found = measure(model, fed, asked), measure(model, generated, asked)
     for cell in asked:
@@ -117,14 +152,15 @@ def test_generated_answers_are_those_that_feeding_in_predicts(model: models.Mode
             assert all(a == b for exact, (a, b) in right if exact)
         assert all(f >= e for f, e in zip(found[cell].values["f1"], found[cell].values["exact_match"], strict=True))
     assert (
-        0 < sum(found[asked[2]].values["exact_match"]) < COUNT or sum(found[asked[1]].values["exact_match"]) < COUNT
+        0 < sum(found[asked[2]].values["exact_match"]) < SAMPLES
+        or sum(found[asked[1]].values["exact_match"]) < SAMPLES
     )
 
 
 def test_link_tokens_are_counted_as_computed(model: models.Model) -> None:
     """Any tokens serve as link tokens here: the model was not trained with some."""
     linked = dataclasses.replace(model, links=(tuple(range(300, 305)),) * 8)
-    task = tasks.reference(TASK, 4)
+    task = tasks.reference(CHAIN, 4)
     asked = cells(("full_reuse", 0.0), ("kvlink", 0.0), ("kvlink+linked(0)", 0.0), ("a3", 0.1), ("a3+linked(2)", 0.1))
     reuse, five, none, some, both = measure(linked, task, asked).values()
     assert five.values["recomputed"] == [5 * 8] * 4
@@ -142,7 +178,7 @@ def test_chunks_as_anchor_tokens(model: models.Model) -> None:
     compressed = dataclasses.replace(
         model, anchors={50: tuple(range(310, 318)), 75: tuple(range(310, 314))}, links=links
     )
-    task = tasks.reference(TASK, 4)
+    task = tasks.reference(CHAIN, 4)
     asked = cells(("full_reuse", 0.0), *((f"kvlink+linked(0)+anchored({percent})", 0.0) for percent in (50, 75)))
     asked += cells(("kvlink+anchored(75)", 0.0))
     reuse, half, quarter, linked = measure(compressed, task, asked).values()
@@ -163,7 +199,7 @@ def test_chunks_as_anchor_tokens(model: models.Model) -> None:
 
 def test_a_second_model_chooses(model: models.Model, reference_model: Path) -> None:
     """Here the model is its own second one."""
-    task, asked = tasks.reference(TASK, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
+    task, asked = tasks.reference(CHAIN, 4), cells(("full_reuse", 0.0), ("cacheclip", 0.3))
     with pytest.raises(FailedPrecondition, match="--auxiliary"):
         measure(model, task, asked)
     reuse, clip = measure(model, task, asked, auxiliary=models.load(reference_model)).values()
@@ -176,4 +212,167 @@ def test_what_does_not_fit_the_pool_says_what_would(model: models.Model) -> None
     with pytest.raises(
         ResourceExhausted, match=r"chain2: 4 samples need \d+ tokens of KV .* raise pool_bytes to \d+"
     ):
-        measure(model, tasks.reference(TASK, 4), cells(("full_reuse", 0.0)), pool_bytes=4 << 20)
+        measure(model, tasks.reference(CHAIN, 4), cells(("full_reuse", 0.0)), pool_bytes=4 << 20)
+
+
+COUNT, LENGTH = 3, 6
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    made = tasks.reference("chain2", COUNT)
+    return dataclasses.replace(made, metrics=("f1", "exact_match"), max_tokens=LENGTH, group=1)
+
+
+@torch.inference_mode()
+def own(network: Qwen2ForCausalLM, ids: Sequence[int], block: Sequence[int], following: Sequence[int]) -> np.ndarray:
+    """Logits that transformers finds `following` by; tokens of two different blocks, both above 0, don't see each
+    other, and keep the places that they have in the prompt."""
+    every = torch.tensor([*ids, *following])
+    of = torch.tensor([*block, *[0] * len(following)])
+    seen = (of[:, None] == of) | (of[:, None] == 0) | (of == 0)
+    seen &= torch.ones(len(every), len(every)).tril().bool()
+    mask = torch.zeros(len(every), len(every)).masked_fill(~seen, torch.finfo(torch.float32).min)
+    out = network(every[None], attention_mask=mask[None, None], use_cache=False).logits[0]
+    return out[len(ids) - 1 : -1].numpy()
+
+
+def test_metrics_are_those_of_transformers_logits(model: models.Model, task: Task, reference_model: Path) -> None:
+    network = Qwen2ForCausalLM.from_pretrained(
+        reference_model, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    model = dataclasses.replace(model, bos=None)
+    prompter = Prompter(model, 512)
+    # No system prompt: distances within a chunk are what they were when it was encoded, and nothing else is seen.
+    task = dataclasses.replace(task, samples=tuple(dataclasses.replace(s, instruction="") for s in task.samples))
+    full, reuse = measure(model, task, cells(("full_attention", 1.0), ("full_reuse", 0.0))).values()
+    assert full.values["answer_kl"] == [0.0] * COUNT
+    assert full.values["answer_agreement"] == [1.0] * COUNT
+    for i, sample in enumerate(task.samples):
+        prompt, _ = prompter.prompt(sample, task.chat, LENGTH)
+        ids, gold = prompt.ids.tolist(), prompter.ids(sample.answers[0])
+        assert not prompt.system.ids
+        alone = [n for n, chunk in enumerate(prompt.chunks, 1) for _ in chunk.ids]
+        alone += [0] * len(prompt.question)
+        given: list[int] = []
+        while len(given) < LENGTH and not (given and given[-1] in model.ends):
+            given.append(int(own(network, ids, [0] * len(ids), [*given, 0])[-1].argmax()))
+        whole, apart = (own(network, ids, block, given) for block in ([0] * len(ids), alone))
+        assert reuse.values["answer_kl"][i] == pytest.approx(metrics.kl(whole, apart).mean(), rel=1e-3, abs=1e-5)
+        share = float((apart.argmax(-1) == np.array(given)).mean())
+        assert reuse.values["answer_agreement"][i] == pytest.approx(share)
+        for found, block in ((full, [0] * len(ids)), (reuse, alone)):
+            logits = torch.from_numpy(own(network, ids, block, gold))
+            wanted = torch.nn.functional.cross_entropy(logits, torch.tensor(gold))
+            assert found.values["gold_nll"][i] == pytest.approx(float(wanted), rel=1e-3, abs=1e-5)
+    assert max(reuse.values["answer_kl"]) > 0.01, "where reuse changes nothing, nothing is tested"
+
+
+NAMES = (
+    "full_reuse",
+    "epic",
+    "cacheblend",
+    "cacheblend+adaptive(20)",
+    "prophetkv+adaptive(20)",
+    "prophetkv+snapkv(100)",
+)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_generated_answers_are_plain_greedy_ones(
+    model: models.Model, task: Task, timed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+
+    def number(_: str, answer: str, *__: object) -> float:
+        texts.append(answer)
+        return len(texts) - 1.0
+
+    monkeypatch.setattr(metrics, "text_score", number)
+    asked = cells(*((name, 0.0 if name == "full_reuse" else 0.1) for name in NAMES))
+    found = measure(model, dataclasses.replace(task, metrics=("f1",)), asked, timed)
+    said = {cell.recipe.name: [texts[int(i)] for i in found[cell].values["f1"]] for cell in asked}
+    assert said == asyncio.run(plainly(model, task))
+    assert len({tuple(answers) for answers in said.values()}) > 1, "answers differ between recipes"
+
+
+async def plainly(model: models.Model, task: Task) -> dict[str, list[str]]:
+    """As a worker answers."""
+    servicer, prompter, found = FusionServicer(WorkerConfig(pool_bytes=64 << 20), model), Prompter(model, 512), {}
+    params = SamplingParams(max_tokens=LENGTH)
+
+    async def one(recipe: Recipe, sample: Sample) -> str:
+        prompt, _ = prompter.prompt(sample, task.chat, LENGTH)
+        asking = servicer.answerer.answer(prompt, recipe, 0.0 if recipe.fixed else 0.1, params)
+        ids = [event.token async for event in asking if isinstance(event, Piece)]
+        return model.tokenizer.decode([i for i in ids if i not in model.ends])
+
+    try:
+        for name in NAMES:
+            found[name] = [await one(modifiers.find(name), sample) for sample in task.samples]
+    finally:
+        await servicer.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_sample_gives_the_same_timed_and_among_others(model: models.Model, task: Task) -> None:
+    library = dataclasses.replace(task, library=Library(tasks.reference("chain2", COUNT + 2).samples))
+    asked = [*cells(("full_attention", 1.0), *((name, 0.1) for name in (*NAMES[1:], "fusionrag"))), NO_CONTEXT]
+    alone, together = measure(model, library, asked), measure(model, library, asked, timed=False)
+    for cell in asked:
+        assert alone[cell].values.keys() == together[cell].values.keys()
+        for name, values in alone[cell].values.items():
+            np.testing.assert_allclose(together[cell].values[name], values, atol=3e-4, rtol=3e-4, err_msg=name)
+
+
+def test_the_question_alone_is_a_row_of_its_own(model: models.Model, task: Task) -> None:
+    asked = [*cells(("full_attention", 1.0)), NO_CONTEXT]
+    full, bare = measure(model, task, asked).values()
+    assert set(bare.values) == {"gold_nll", "f1", "exact_match"}
+    assert sum(bare.values["gold_nll"]) > sum(full.values["gold_nll"]), "the answers stand in the passages"
+    # Its question is the same whatever the passages.
+    first = dataclasses.replace(task, samples=tuple(dataclasses.replace(s, passages=("x",)) for s in task.samples))
+    again = measure(model, first, asked)[NO_CONTEXT]
+    np.testing.assert_allclose(again.values["gold_nll"], bare.values["gold_nll"], rtol=1e-4)
+
+
+def test_neighbours_come_from_the_whole_file_and_only_those_needed_are_encoded(
+    model: models.Model, task: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = tasks.reference("chain2", COUNT + 8).samples[COUNT:]
+    small = dataclasses.replace(task, samples=task.samples[:1])
+    asked = cells(("full_attention", 1.0), ("full_reuse+similarity_guided(2)", 0.0))
+    encoded: list[object] = []
+    start = loading.Loader._start
+
+    def counted(self: loading.Loader, part: loading.LoadedChunk, *rest: object) -> None:
+        encoded.append(part.wanted.chunk.digest)
+        start(self, part, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loading.Loader, "_start", counted)
+    found = {}
+    for name, more in (("own", ()), ("file", others)):
+        encoded.clear()
+        wide = dataclasses.replace(small, library=Library((*small.samples, *more)))
+        found[name] = measure(model, wide, asked)[asked[1]].values
+        pages = len(small.samples[0].passages)
+        # System prompt, the chunks as one, each alone, all but the first behind two neighbours, and those neighbours.
+        assert len(set(encoded)) - 2 - pages <= (2 * (pages - 1) if more else 0)
+        assert len(encoded) <= 2 + pages + (pages - 1) * (3 if more else 1)
+    assert found["own"]["answer_kl"] != found["file"]["answer_kl"]
+    assert found["file"]["encoded_tokens"] == [2.0 * found["file"]["stored"][0]]
+    assert found["file"]["encoded_tokens_per_chunk"] == [found["file"]["encoded_tokens"][0] / pages]
+
+
+def test_the_expected_answer_goes_on_where_the_prompt_ends(model: models.Model) -> None:
+    talks = dataclasses.replace(model, template=dataclasses.replace(model.template, head="", tail="\nAnswer:\n"))
+    sample = Sample("", ("p",), "Question: q\nAnswer:", ("Ada",))
+    opened = dataclasses.replace(sample, opening="It is")
+    for one, chat, made, text in (
+        *((model, chat, sample, " Ada") for chat in (False, True)),
+        *((talks, False, sample, " Ada"), (talks, True, sample, "Ada"), (talks, True, opened, " Ada")),
+        (model, False, dataclasses.replace(sample, answers=(" Ada",)), " Ada"),
+    ):
+        prompter = Prompter(one, 512)
+        assert prompter.expected(made, chat) == prompter.ids(text)

@@ -1,0 +1,142 @@
+"""Chunks of a cache service on the worker's machine: copied from its memory under a lease, or read from its files.
+
+kvikio reads nothing without a GPU's driver, so a file that reads into the CPU's memory stands in for its own.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fusionkv.fusion_worker.transfer.gpudirect import DirectReader
+from fusionkv.kvcache_service.client import CacheClient, Entry
+from fusionkv.protos.runtime.errors import Unavailable
+from tests.fusion_worker.oracle import Parts, oracle, random_ids
+
+pytestmark = pytest.mark.system
+PLAIN = oracle("qwen3")
+
+
+@pytest.fixture
+def parts() -> Parts:
+    return random_ids(5, 0), [random_ids(n, n) for n in (70, 13, 300)], random_ids(6, 99)
+
+
+def streamed(rig: Any, fault: Exception | None = None) -> list[Entry]:
+    """The entries that a worker streams from now on; with a fault it gets none."""
+    entries, fetch = list[Entry](), rig.servicer.cache.fetch
+
+    async def counted(entry: Entry, into: memoryview, *, timeout: float) -> None:
+        if fault is not None:
+            raise fault
+        entries.append(entry)
+        await fetch(entry, into, timeout=timeout)
+
+    rig.servicer.cache.fetch = counted
+    return entries
+
+
+def outlast(cache: CacheClient) -> None:
+    """Every copy ends after its lease, and reads what another entry has left there by then: NaNs."""
+    cache.seen = lambda entry: memoryview(b"\xff" * entry.size)  # type: ignore[method-assign]
+    cache.held = lambda entry: False  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("page_tokens", [4, 16])
+async def test_chunks_are_copied_without_a_fetch(near: Any, parts: Parts, page_tokens: int) -> None:
+    await near.fill(parts)
+    rig = await near.worker(page_tokens=page_tokens)
+    entries = streamed(rig)
+    answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+    assert not answer.summary.degraded
+    assert entries == []
+    tokens = len(parts[0]) + sum(map(len, parts[1]))
+    assert answer.summary.bytes_fetched == tokens * rig.model.kv.token_bytes
+    await rig.ask(*parts, ratio=1.0, expected=PLAIN.full_attention(parts))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+async def test_what_was_copied_after_the_lease_is_fetched_again(near: Any, parts: Parts, gone: bool) -> None:
+    """Where that fails too, no slot holds what another entry may have left there."""
+    await near.fill(parts)
+    rig = await near.worker()
+    outlast(rig.servicer.cache)
+    entries = streamed(rig, Unavailable("gone") if gone else None)
+    expected = PLAIN.full_attention(parts) if gone else PLAIN.full_reuse(parts)
+    answer = await rig.ask(*parts, ratio=0.0, expected=expected)
+    assert (len(entries), answer.summary.degraded) == ((0, True) if gone else (4, False))
+    await rig.settled()
+    assert torch.isfinite(rig.pool.kv).all()
+
+
+class HostFile:
+    """What of kvikio.CuFile is used, on a machine without a GPU."""
+
+    reads: list[tuple[int, int]]
+
+    def __init__(self, path: str) -> None:
+        self._file = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+    def read(self, buffer: torch.Tensor, size: int, file_offset: int) -> int:
+        self.reads.append((file_offset, size))
+        return os.preadv(self._file, [buffer.numpy()[:size]], file_offset)
+
+
+class BrokenFile(HostFile):
+    def read(self, buffer: torch.Tensor, size: int, file_offset: int) -> int:
+        self.reads.append((file_offset, size))
+        raise RuntimeError("cuFile error: driver is not open")
+
+
+async def reading(near: Any, parts: Parts, file: type[HostFile] = HostFile) -> tuple[Any, list[tuple[int, int]]]:
+    """A new worker of a service that has a prompt's chunks on disk alone, and what the worker reads directly."""
+    await near.fill(parts)
+    near.restart()
+    rig, kind = await near.worker(), type("File", (file,), {"reads": []})
+    rig.servicer.loader._direct = DirectReader(rig.servicer.loader.storage, kind)
+    return rig, kind.reads
+
+
+async def test_chunks_come_from_disk_to_the_device(near: Any, parts: Parts) -> None:
+    rig, reads = await reading(near, parts)
+    for ratio, expected in ((0.0, PLAIN.full_reuse(parts)), (1.0, PLAIN.full_attention(parts))):
+        answer = await rig.ask(*parts, ratio=ratio, expected=expected)
+        assert (answer.summary.degraded, answer.summary.chunks_missed) == (False, 0)
+    # The system prompt and three chunks, each once; then they are in the pool.
+    assert len(reads) == 4
+    assert all(offset % 4096 == 0 for offset, _ in reads)
+
+
+async def test_damaged_bytes_are_not_used(near: Any, parts: Parts, tmp_path: Path) -> None:
+    rig, reads = await reading(near, parts)
+    (segment,) = (tmp_path / "data/segments").glob("*.kv")
+    with segment.open("r+b") as file:
+        damaged = bytes(byte ^ 0x10 for byte in file.read())
+        file.seek(0)
+        file.write(damaged)
+    answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_attention(parts))
+    assert reads, "it was tried"
+    assert answer.summary.degraded
+
+
+async def test_what_fails_is_not_tried_again(near: Any, parts: Parts, caplog: Any) -> None:
+    rig, reads = await reading(near, parts, BrokenFile)
+    answer = await rig.ask(*parts, ratio=0.0, expected=PLAIN.full_reuse(parts))
+    assert not answer.summary.degraded
+    assert "read through host memory from now on: cuFile error" in caplog.text
+    # Loads run side by side: the first ones may have begun before one had failed.
+    tried = len(reads)
+    assert 1 <= tried <= 4
+    rig.pool.clear()
+    await rig.ask(*parts, ratio=0.0)
+    assert len(reads) == tried
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the pool is on a GPU")
+async def test_without_a_gpu_nothing_is_read_directly(near: Any) -> None:
+    assert DirectReader.find((await near.worker()).servicer.loader.storage) is None
