@@ -54,6 +54,8 @@ class MooncakeEngine(Engine):
         self._store: Any = None
         self._connecting = threading.Lock()
         self._next_join = 0.0
+        # Joining takes 0.2 s, more than a lookup waits. A failure is repeated, and reported, at the first use.
+        threading.Thread(target=self._join, daemon=True).start()
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         store = self._connected()
@@ -95,6 +97,10 @@ class MooncakeEngine(Engine):
         with contextlib.suppress(OSError):
             self.probe()
             answered.set()
+
+    def _join(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connected()
 
     def _connected(self) -> Any:
         with self._connecting:
