@@ -22,7 +22,7 @@ with lean.uncompiled():
 """
 _LIBRARIES = (sys.executable, "-P", "-c", _IMPORTS)
 _SMALLEST = Path(__file__).parents[2] / "models/eased-3"
-_CACHE_BYTES, _ENTRY_BYTES, _POOL_BYTES = 64 << 20, 300, 256 << 20
+_CACHE_BYTES, _POOL_BYTES = 64 << 20, 256 << 20
 MODULES = {"kvcache_service": "kvcache", "fusion_worker": "worker", "gateway": "gateway"}
 
 
