@@ -50,7 +50,7 @@ def measure(pairs: Pairs, shape: Shape, context: int, chunk: int) -> None:
     pairs.add(
         f"attention, 1 row, {len(span.segments)} segments",
         Way("keys put in order", lambda: _attend(sparse_attention_cpu.attention, one)),
-        Way("keys where they lie", lambda: _decode(one, [one.spans])),
+        Way("tiles of the segments", lambda: _decode(one, [one.spans])),
         lambda found: _error(one, found),
     )
     for shared in (False, True):
