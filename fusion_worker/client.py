@@ -16,11 +16,17 @@ from fusionkv.protos.runtime.tls import ClientTLS
 
 # The default of the gateway's setting `default_recipe`.
 DEFAULT_RECIPE = "midlayer+corrected"
-# A request with this recipe gets the gateway's `default_recipe`.
+# The name of the gateway's `default_recipe` in requests; modifiers may follow it.
 DEFAULT = "default"
 _MODEL_SECONDS = 30.0
 # Trailing metadata key of FetchPrefill.
 CHECKSUM = "fusionkv-checksum-bin"
+
+
+def full_name(recipe: str, default: str) -> str:
+    """A requested recipe's full name, with `default` for an empty name, and in place of the base `default`."""
+    base, plus, modifiers = (recipe or DEFAULT).partition("+")
+    return f"{default}{plus}{modifiers}" if base == DEFAULT else recipe
 
 
 class WorkerClient:

@@ -217,7 +217,9 @@ class FusionServicer:
         if request.mode == pb.EncodeRequest.MODE_EXACT:
             encoded = await self._encoder.exact(prompt)
         elif request.mode == pb.EncodeRequest.MODE_NEIGHBOURS:
-            encoded = await self._encoder.after_neighbours(prompt)
+            corpus = self._label(request.corpus, "corpus")
+            correction = await self.answerer.corrector.find(prompt.tenant, corpus) if corpus else None
+            encoded = await self._encoder.after_neighbours(prompt, correction)
         else:
             raise InvalidArgument("mode must be MODE_EXACT, MODE_NEIGHBOURS or MODE_CORRECTION")
         return pb.EncodeResponse(

@@ -9,7 +9,7 @@ from typing import Protocol
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from fusionkv.fusion_worker.client import DEFAULT
+from fusionkv.fusion_worker.client import DEFAULT, full_name
 from fusionkv.gateway import genai, plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
@@ -97,14 +97,13 @@ class Pipeline:
         conversation = Conversation.of(request)
         plan.check(request, self._config.max_top_k)
         vocabulary = await self._engine.model(timeout)
-        named = "" if request.recipe == DEFAULT else request.recipe
-        recipe = plan.recipe(named or self._config.recipe, vocabulary)
+        recipe = plan.recipe(full_name(request.recipe, self._config.recipe), vocabulary)
         if request.passages:
             passages = await asyncio.to_thread(plan.given, request.passages, vocabulary)
         else:
             search = request.corpus, request.query or conversation.question, request.top_k
             passages = await self.retrieve(tenant, *search, timeout, vocabulary, request.filter)
-        if not named:
+        if request.recipe in ("", DEFAULT):
             recipe = plan.as_encoded(recipe, passages, vocabulary)
         retrieved = time.perf_counter()
         with tracer.start_as_current_span("gateway.plan") as span:

@@ -30,9 +30,12 @@ def chunk_digest(tokens: Sequence[int]) -> bytes:
     return _digest(b"chunk", [struct.pack(f"<{len(tokens)}I", *tokens)])
 
 
-def neighbours_variant(neighbours: Iterable[bytes]) -> bytes:
-    """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1)."""
-    return _digest(b"neighbours", list(neighbours))
+def neighbours_variant(neighbours: Iterable[bytes], corrected: bool = False) -> bytes:
+    """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1).
+
+    corrected: whether the neighbours' KV was corrected.
+    """
+    return _digest(b"corrected neighbours" if corrected else b"neighbours", list(neighbours))
 
 
 def versions_variant(most: int) -> bytes:

@@ -19,11 +19,11 @@ gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model wit
 |---|---|
 | the best answers for the time | the default |
 | less time, at some loss | a smaller ratio, or `full_reuse+corrected` |
-| better answers, for more work ahead of time | `fusionkv encode CORPUS --recipe fusionrag`, then the default |
+| better answers, for more work ahead of time | `fusionkv encode CORPUS --recipe default+similarity_guided`, then the default |
 | exact answers | `full_attention`, or `prefix_cache` if whole prompts repeat |
 
-After `fusionkv encode CORPUS --recipe fusionrag` the default uses the chunks that were encoded with similar ones, and
-the reply names `{DEFAULT_RECIPE}+similarity_guided(10)`.
+After that command the default uses the chunks that were encoded with similar ones, and the reply names
+`{DEFAULT_RECIPE}+similarity_guided(10)`. With `corrected`, the similar ones are [corrected](correction.md) first.
 
 ## All recipes
 """

@@ -23,7 +23,7 @@ from fusionkv.bench.quality.data.samples import Task
 from fusionkv.bench.quality.report import report
 from fusionkv.bench.quality.report.cells import Cell, Store, Subject, table
 from fusionkv.bench.quality.report.rows import judged, rows
-from fusionkv.fusion_worker.client import DEFAULT, DEFAULT_RECIPE
+from fusionkv.fusion_worker.client import DEFAULT_RECIPE, full_name
 from fusionkv.fusion_worker.config import STORES, WorkerConfig
 from fusionkv.fusion_worker.cores import cores
 from fusionkv.fusion_worker.library.cache import name_of
@@ -167,7 +167,7 @@ def _evaluate(args: argparse.Namespace, console: Console) -> int:
 def _plan(args: argparse.Namespace) -> list[tuple[Task, list[Cell]]]:
     """All tasks, each with its cells."""
     wanted = args.recipes or (_UNTRAINED if args.auxiliary else _BY_ITSELF)
-    named = (DEFAULT_RECIPE if name == DEFAULT else name for name in wanted)
+    named = (full_name(name, DEFAULT_RECIPE) for name in wanted)
     recipes = [modifiers.find(name) for name in dict.fromkeys(["full_attention", "full_reuse", *named])]
     if history := [recipe.name for recipe in recipes if isinstance(recipe.encode, Versions)]:
         raise InvalidArgument(f"{history[0]} reuses KV of earlier questions, and each sample is measured by itself")

@@ -102,9 +102,15 @@ async def hold(
                 variants = {}
                 for chunk in prompt.chunks[1:]:
                     near = neighbours.before(prompt.system, chunk, similarity.nearest(chunk, encode.neighbours))
-                    wanted, variants[chunk.digest] = _after(loader, prompt, near, chunk)
-                    async with neighbours.turn, loader.parts([w for w in wanted if len(w.chunk)]):
-                        await bring(wanted[-1:])
+                    known = correction if encode.corrected else None
+                    wanted, own, variants[chunk.digest] = _after(loader, prompt, near, chunk, known)
+                    async with neighbours.turn:
+                        if known is not None:
+                            async with loader.parts([*wanted[:-1], own]) as layout:
+                                average = await loader.average(layout.parts[-1])
+                            wanted[-1] = replace(wanted[-1], correction=average)
+                        async with loader.parts(wanted):
+                            await bring(wanted[-1:])
                 parts[prompt, encode] = await bring(_wanted(loader, prompt, variants))
         yield Contexts(loader, parts, wholes)
 
@@ -161,16 +167,21 @@ def _restore(loader: Loader, placed: Sequence[LoadedChunk], done: set[bytes]) ->
 
 
 def _after(
-    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk
-) -> tuple[list[ChunkSource], tuple[bytes, bytes]]:
-    """The sources of a chunk after its neighbours, which are encoded alone (FusionRAG 3.1); its variant and key."""
+    loader: Loader, prompt: Prompt, near: Sequence[Chunk], chunk: Chunk, correction: Correction | None
+) -> tuple[list[ChunkSource], ChunkSource, tuple[bytes, bytes]]:
+    """How a chunk is encoded after its neighbours, which are encoded alone and corrected (FusionRAG 3.1).
+
+    Returns:
+        The sources of the neighbours and the chunk; that of the chunk alone; the chunk's variant and key.
+    """
     namespace = loader.namespace(prompt.tenant)
-    before = Prompt(prompt.system, tuple(near), (), prompt.tenant)
-    wanted = [loader.locator.alone(before, i, start, namespace) for i, start in enumerate(before.starts)]
-    variant = keys.neighbours_variant(n.digest for n in near)
+    whole = Prompt(prompt.system, (*near, chunk), (), prompt.tenant)
+    alone = [loader.locator.alone(whole, i, start, namespace) for i, start in enumerate(whole.starts)]
+    *before, own = (corrected(w, len(prompt.system), correction) for w in alone if len(w.chunk))
+    variant = keys.neighbours_variant((n.digest for n in near), correction is not None)
     path = (prompt.system.digest, chunk.digest)
     key = keys.entry_key(namespace, path, variant)
-    new = ChunkSource(chunk, before.tokens, before.tokens, path, key, variant, alone=False)
+    new = ChunkSource(chunk, own.position, own.position, path, key, variant, alone=False)
     if not loader.storage.lossless:
         new = replace(new, key=key + RESTORED)
-    return [*wanted, new], (variant, key)
+    return [*before, new], own, (variant, key)

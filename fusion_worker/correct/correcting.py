@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk
+from fusionkv.fusion_worker.correct.correction import Average
 from fusionkv.fusion_worker.load.placement import LoadedChunk
 from fusionkv.fusion_worker.models import Model
 from fusionkv.fusion_worker.tensor_parallel.group import TPGroup
@@ -25,7 +26,8 @@ class Correcting:
 
     async def from_pool(self, part: LoadedChunk) -> bool:
         """Whether the chunk lay in the pool as it was before; then the part has it, corrected."""
-        source = self._pool.find(part.wanted.uncorrected) if part.wanted.correction is not None else None
+        wanted = part.wanted
+        source = self._pool.find(wanted.uncorrected) if wanted.uncorrected != wanted.key else None
         if source is None:
             return False
         try:
@@ -34,6 +36,11 @@ class Correcting:
             return ready
         finally:
             self._pool.unpin(source)
+
+    async def average(self, part: LoadedChunk) -> Average:
+        """What averages the same chunk's KV, encoded otherwise, with this one."""
+        data = await asyncio.to_thread(self._storage.take_out, part.resident)
+        return Average(self._storage.numbers(data, part.resident.tokens), part.resident.base)
 
     async def _correct(self, part: LoadedChunk, source: PooledChunk) -> None:
         """To the end, also when the caller is cancelled: its slots are not given away while they are written."""

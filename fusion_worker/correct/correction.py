@@ -138,6 +138,28 @@ class PlacedCorrection(NamedTuple):
         self.correction.apply(kv, out, base, rotations, self.step / _STEPS)
 
 
+class Average(NamedTuple):
+    """The mean with a second estimate of the same KV, whose errors are others, so that some of both cancel out.
+
+    kv: [layers, 2, tokens, kv_heads, head_dim], with keys written for the position `base` on.
+    """
+
+    kv: torch.Tensor
+    base: int
+
+    @property
+    def name(self) -> bytes:
+        """Empty: the mean is what the pool and the cache service keep of the chunk."""
+        return b""
+
+    def apply(self, kv: torch.Tensor, out: torch.Tensor, base: int, rotations: Sequence[Rotation]) -> None:
+        """As `Correction.apply`."""
+        other = self.kv.to(kv.device, torch.float32)
+        for layer, rotation in enumerate(rotations):
+            out[layer, 0] = (kv[layer, 0] + rotation.turn(other[layer, 0], base - self.base)) / 2
+        out[:, 1] = (kv[:, 1] + other[:, 1]) / 2
+
+
 def shape(layers: int, kv_heads: int, head_dim: int) -> torch.Size:
     """Of a correction's weights."""
     return torch.Size([layers, kv_heads, 2 * head_dim + PLACES, 2 * head_dim])

@@ -43,14 +43,14 @@ class BatchEncoder:
         self._slots = asyncio.Semaphore(_CONCURRENCY)
         self._servicer = self._loop.run(self._start(config))
 
-    def encode(self, requests: Sequence[bytes]) -> int:
+    def encode(self, requests: Sequence[bytes]) -> tuple[int, int]:
         """Encodes and stores chunks.
 
         Args:
-            requests: serialised EncodeRequests.
+            requests: serialised EncodeRequests. Corrections are learned first.
 
         Returns:
-            How many chunks were stored already.
+            The number of chunks, and how many of them were stored already.
 
         Raises:
             ServiceError: as for the RPC Encode.
@@ -63,10 +63,14 @@ class BatchEncoder:
             config, models.load(config.model, config.device, config.dtype, config.max_prompt_tokens)
         )
 
-    async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> int:
-        tasks = [asyncio.create_task(self._one(request)) for request in requests]
+    async def _encode(self, requests: Sequence[pb.EncodeRequest]) -> tuple[int, int]:
+        for request in requests:
+            if request.mode == request.MODE_CORRECTION:
+                await self._one(request)
+        chunks = (request for request in requests if request.mode != request.MODE_CORRECTION)
+        tasks = [asyncio.create_task(self._one(request)) for request in chunks]
         try:
-            return sum(await asyncio.gather(*tasks))
+            return len(tasks), sum(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()

@@ -39,8 +39,8 @@ class Encoder(Protocol):
     async def ready(self) -> None:
         """Waits until the model is loaded. Raises ServiceError if that fails, EncoderLost if the process died."""
 
-    async def encode(self, batch: Batch) -> int:
-        """Encodes and stores a batch; returns how many chunks were stored already. Raises ServiceError."""
+    async def encode(self, batch: Batch) -> tuple[int, int]:
+        """Encodes and stores a batch; returns its chunks, and how many were stored already. Raises ServiceError."""
 
 
 async def encode_all(
@@ -65,7 +65,7 @@ async def encode_all(
             await _started(encoder)
             batch, attempt = await waiting.get()
             try:
-                existed = await encoder.encode(batch)
+                chunks, existed = await encoder.encode(batch)
             except (Unavailable, ResourceExhausted) as error:
                 if attempt == _ATTEMPTS:
                     raise
@@ -75,7 +75,7 @@ async def encode_all(
                 waiting.put_nowait((batch, attempt + 1))
             else:
                 room.release()
-                done(len(batch), existed)
+                done(chunks, existed)
             waiting.task_done()
 
     try:
@@ -171,7 +171,7 @@ class _Holder:
 
             self._made = BatchEncoder(*self._arguments)
 
-    def encode(self, batch: Batch) -> int:
+    def encode(self, batch: Batch) -> tuple[int, int]:
         self.ready()
         assert self._made is not None
         return self._made.encode(batch)
@@ -186,9 +186,9 @@ class _Actor:
     async def ready(self) -> None:
         await self._result(self._handle.ready.remote())
 
-    async def encode(self, batch: Batch) -> int:
-        existed: int = await self._result(self._handle.encode.remote(list(batch)))
-        return existed
+    async def encode(self, batch: Batch) -> tuple[int, int]:
+        encoded: tuple[int, int] = await self._result(self._handle.encode.remote(list(batch)))
+        return encoded
 
     @staticmethod
     async def _result(reference: Any) -> Any:
@@ -212,8 +212,9 @@ class _Process:
     async def ready(self) -> None:
         await self._call(_ready)
 
-    async def encode(self, batch: Batch) -> int:
-        return await self._call(_encode, batch)
+    async def encode(self, batch: Batch) -> tuple[int, int]:
+        encoded: tuple[int, int] = await self._call(_encode, batch)
+        return encoded
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
@@ -247,5 +248,5 @@ def _ready() -> None:
     _held.ready()
 
 
-def _encode(batch: Batch) -> int:
+def _encode(batch: Batch) -> tuple[int, int]:
     return _held.encode(batch)

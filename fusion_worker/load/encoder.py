@@ -1,9 +1,10 @@
 """Encodes chunks ahead of time: under their exact path, or after their neighbours (FusionRAG 3.1)."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from fusionkv.fusion_worker.correct.correction import Correction
 from fusionkv.fusion_worker.load.loader import Loader
-from fusionkv.fusion_worker.load.lookup import CacheFault
+from fusionkv.fusion_worker.load.lookup import CacheFault, corrected
 from fusionkv.fusion_worker.load.placement import ChunkSource
 from fusionkv.fusion_worker.prompt import Prompt
 from fusionkv.fusion_worker.recipes.recipes import InPlace
@@ -39,8 +40,11 @@ class Encoder:
         except CacheFault as fault:
             raise Unavailable(str(fault)) from fault
 
-    async def after_neighbours(self, prompt: Prompt) -> Encoded:
+    async def after_neighbours(self, prompt: Prompt, correction: Correction | None = None) -> Encoded:
         """Computes the last chunk after the isolated KV of all other chunks, and stores it as a variant.
+
+        correction: applied to the other chunks, as if they stood in a prompt, and to the last chunk as encoded
+            alone; what is stored is the mean of that and of the chunk computed after the others. None does neither.
 
         Raises:
             Unavailable: as for `exact`.
@@ -48,17 +52,25 @@ class Encoder:
         namespace = self._loader.namespace(prompt.tenant)
         *neighbours, chunk = prompt.chunks
         before = Prompt(prompt.system, tuple(neighbours), (), prompt.tenant)
-        variant = keys.neighbours_variant(n.digest for n in neighbours)
+        variant = keys.neighbours_variant((n.digest for n in neighbours), correction is not None)
         path = (prompt.system.digest, chunk.digest)
         key = keys.entry_key(namespace, path, variant)
         try:
             async with self._loader.locator.stored(path, variant, namespace) as known:
                 if known:
                     return Encoded(key, variant, existed=True)
-            async with self._loader.locator.isolated(before, namespace) as wanted:
-                position = before.tokens
-                new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
-                return await self._store([*wanted, new], namespace)
+            position = before.tokens
+            new = ChunkSource(chunk, position, position, path, key, variant, alone=False)
+            async with self._loader.locator.isolated(before if correction is None else prompt, namespace) as wanted:
+                stored = await self._store([*wanted, new] if correction is None else wanted, namespace)
+                if correction is None:
+                    return stored
+                *near, own = (corrected(w, len(prompt.system), correction) for w in wanted)
+                async with self._loader.parts([*near, own]) as placement:
+                    average = await self._loader.average(placement.parts[-1])
+                async with self._loader.parts([*near, replace(new, correction=average)]) as placement:
+                    await self._loader.put(placement.parts[-1], namespace)
+                return Encoded(key, variant, existed=False)
         except CacheFault as fault:
             raise Unavailable(str(fault)) from fault
 

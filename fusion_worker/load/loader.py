@@ -15,7 +15,7 @@ from fusionkv.fusion_worker.compute.forward_job import ForwardJob
 from fusionkv.fusion_worker.compute.kv_pool import KVPool, PooledChunk, SlotRange
 from fusionkv.fusion_worker.config import WorkerConfig
 from fusionkv.fusion_worker.correct.correcting import Correcting
-from fusionkv.fusion_worker.correct.correction import Correction
+from fusionkv.fusion_worker.correct.correction import Average, Correction
 from fusionkv.fusion_worker.load.anchors import AnchoredChunk, laid
 from fusionkv.fusion_worker.load.deadline import Deadline
 from fusionkv.fusion_worker.load.lookup import CacheFault, EntryGone, Lookups
@@ -184,6 +184,10 @@ class Loader:
             await self.putter.put(namespace, part)
         except ServiceError as error:
             raise Unavailable(str(error)) from error
+
+    async def average(self, part: LoadedChunk) -> Average:
+        """As a correction of the same chunk, encoded otherwise: the mean with this part's KV."""
+        return await self._correcting.average(part)
 
     @asynccontextmanager
     async def _admit(

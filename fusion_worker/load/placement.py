@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fusionkv.fusion_worker.compute.kv_pool import PooledChunk, SlotRange
-from fusionkv.fusion_worker.correct.correction import PlacedCorrection
+from fusionkv.fusion_worker.correct.correction import Average, PlacedCorrection
 from fusionkv.fusion_worker.prompt import Chunk
 from fusionkv.kernels.segments import KVSegment
 from fusionkv.kvcache_service.client import Entry
@@ -38,7 +38,7 @@ class ChunkSource:
     entry: Entry | None = None
     alone: bool = True
     lossless: bool = False
-    correction: PlacedCorrection | None = None
+    correction: PlacedCorrection | Average | None = None
 
     def corrected(self, correction: PlacedCorrection) -> "ChunkSource":
         """The same part with a correction, and with a key of its own in the pool."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fusionkv.fusion_worker.client import DEFAULT
+from fusionkv.fusion_worker.client import full_name
 from fusionkv.gateway import plan
 from fusionkv.gateway.auth.tenants import Tenant
 from fusionkv.gateway.config import GatewayConfig
@@ -44,6 +44,11 @@ class _Pass:
     neighbours: int
     sizes: dict[str, int]
 
+    @property
+    def corrected(self) -> bool:
+        """Whether the recipe uses the corpus's correction."""
+        return "corrected" in self.recipe.name.split("+")[1:]
+
     async def batches(self) -> AsyncGenerator[tuple[str, list[tuple[Chunk, np.ndarray]], int]]:
         """Yields a document, a batch of its chunks with their embeddings, and the known number of all chunks."""
         total = sum(self.sizes.values())
@@ -62,7 +67,7 @@ class _Pass:
             request.mode = request.MODE_EXACT
             return request
         request = self.tokens([*await self._nearest(chunk, vector), chunk])
-        request.mode = request.MODE_NEIGHBOURS
+        request.mode, request.corpus = request.MODE_NEIGHBOURS, self.corpus if self.corrected else ""
         return request
 
     async def _nearest(self, chunk: Chunk, vector: np.ndarray) -> list[Chunk]:
@@ -78,6 +83,19 @@ class _Pass:
                 break
             neighbours.append(other)
         return neighbours
+
+    async def lesson(self) -> fusion_pb2.EncodeRequest | None:
+        """The request to learn the corpus's correction; None if there are fewer than two different chunks."""
+        names = sorted(self.sizes)
+        sample: list[Chunk] = []
+        for name in names[:: max(1, len(names) // _SAMPLE)]:
+            stored = await self.tenant.retrieval.chunks(self.corpus, name, self.model)
+            sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
+        if len({chunk.ids for chunk in sample}) < 2:
+            return None
+        request = self.tokens(sample[:_SAMPLE])
+        request.mode, request.corpus = request.MODE_CORRECTION, self.corpus
+        return request
 
     def tokens(self, chunks: Sequence[Chunk]) -> fusion_pb2.EncodeRequest:
         """A request to encode the last chunk after the others, without a mode."""
@@ -116,23 +134,31 @@ class Precompute:
         work = await self._begin(tenant, request.corpus, request.recipe, request.neighbours, request.name)
         done, skipped, total = 0, 0, sum(work.sizes.values())
         yield pb.PrecomputeResponse(total=total)
+        # First: the correction also applies to the neighbours that chunks are encoded with.
+        if not request.name and work.corrected and (lesson := await work.lesson()) is not None:
+            await self._workers.encode(lesson)
         async for _, batch, total in work.batches():
             if batch:
                 tenant.meter.check_tokens()
                 skipped += await self._encode(work, batch)
                 done += len(batch)
             yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
-        if not request.name and "corrected" in work.recipe.name.split("+")[1:]:
-            await self._correct(work)
         yield pb.PrecomputeResponse(done=done, total=total, skipped=skipped)
 
     async def plan(
         self, tenant: Tenant, request: pb.PlanPrecomputeRequest
     ) -> AsyncGenerator[pb.PlanPrecomputeResponse]:
-        """Streams the requests that `run` would send to workers, one batch at a time. Raises as `run`."""
+        """Streams the requests that `run` would send to workers, one batch at a time. Raises as `run`.
+
+        Where neighbours are corrected, each batch starts with what the correction is learned from: any encoder may
+        get it.
+        """
         work = await self._begin(tenant, request.corpus, request.recipe)
+        lesson = await work.lesson() if work.corrected and work.neighbours else None
         async for name, batch, total in work.batches():
             requests = [await work.request(*pair) for pair in batch]
+            if lesson is not None and requests:
+                requests.insert(0, lesson)
             yield pb.PlanPrecomputeResponse(name=name, requests=requests, total=total)
 
     async def _begin(
@@ -177,23 +203,10 @@ class Precompute:
             await work.tenant.retrieval.set_variants(work.corpus, changed)
         return sum(existed for _, existed in done)
 
-    async def _correct(self, work: _Pass) -> None:
-        """Has a worker learn the corpus's correction; does nothing if there are fewer than two different chunks."""
-        names = sorted(work.sizes)
-        sample: list[Chunk] = []
-        for name in names[:: max(1, len(names) // _SAMPLE)]:
-            stored = await work.tenant.retrieval.chunks(work.corpus, name, work.model)
-            sample += [chunk for chunk, _ in stored[: max(1, _SAMPLE // len(names))]]
-        if len({chunk.ids for chunk in sample}) < 2:
-            return
-        request = work.tokens(sample[:_SAMPLE])
-        request.mode, request.corpus = request.MODE_CORRECTION, work.corpus
-        await self._workers.encode(request)
-
 
 def _recipe(name: str, default: str, vocabulary: Vocabulary) -> fusion_pb2.Recipe:
     """The recipe to encode for; an empty name means the gateway's."""
-    recipe = plan.recipe(default if name in ("", DEFAULT) else name, vocabulary)
+    recipe = plan.recipe(full_name(name, default), vocabulary)
     if not (recipe.takes_modifiers or recipe.neighbours):
         raise InvalidArgument(f"recipe {recipe.name!r} reuses no chunks: there is nothing to encode ahead of time")
     return recipe

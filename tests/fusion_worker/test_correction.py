@@ -19,6 +19,7 @@ from fusionkv.fusion_worker.correct.correction import (
 )
 from fusionkv.fusion_worker.correct.corrector import PROMPTS
 from fusionkv.kernels.rope import Rotation
+from fusionkv.kvcache_service import keys
 from fusionkv.protos.fusion.v1 import fusion_pb2 as pb
 from fusionkv.protos.runtime.errors import InvalidArgument
 from tests.fusion_worker.oracle import CLOSE, Parts, error, oracle, random_ids
@@ -184,6 +185,44 @@ async def test_a_corpus_is_learned_ahead_of_time(start: Any, parts: Any) -> None
     too_long = "the system prompt and 6 chunks of the longest chunk's size have 2405 tokens"
     with pytest.raises(InvalidArgument, match=too_long):
         await rig.servicer.Encode(request, None)
+
+
+async def test_with_neighbours_a_chunk_is_the_mean_of_two_estimates(
+    cached: Any, cache_client: Any, cache_service: str
+) -> None:
+    rig, client, plain = await cached("llama"), cache_client(cache_service), oracle("llama")
+    system, a, b, c = (random_ids(n, n) for n in (5, 9, 12, 20))
+    lesson = [random_ids(90, n) for n in range(9)]
+    await rig.encode(system, lesson[:-1], lesson[-1], "CORRECTION", corpus="near")
+    correction = await rig.servicer.answerer.corrector.find(rig.tenant, "near")
+    near = await rig.encode(system, [a, b], c, "NEIGHBOURS", corpus="near")
+    before = await rig.encode(system, [a, b], c, "NEIGHBOURS", corpus="another, without a correction")
+    assert near.variant not in (b"", before.variant)
+    await rig.stored()
+
+    changed = corrected(plain, system, [a, b, c], correction.weights)
+    after = plain.kv(c, past=corrected(plain, system, [a, b], correction.weights))
+    mean = [
+        [(x[:, :, -20:] + y[:, :, -20:]) / 2 for x, y in zip(*each, strict=True)]
+        for each in zip(after, changed, strict=True)
+    ]
+    for chunk, variant, kv in (
+        (c, near.variant, mean),
+        (c, before.variant, plain.kv(c, past=plain.reused(system, [a, b]))),
+        (b, b"", plain.alone(system, b, len(system))),
+    ):
+        # Right after the system prompt, the entry of the chunk encoded alone would win.
+        between = [(variant, ())] if variant else []
+        path = [(keys.chunk_digest(system), ()), *between, (keys.chunk_digest(chunk), (variant,) if variant else ())]
+        entry = (await client.lookup(rig.namespace, path, timeout=5)).hits[-1].entry
+        assert entry.variant == variant
+        buffer = torch.empty(entry.size, dtype=torch.uint8)
+        await client.fetch(entry, buffer.numpy().data, timeout=5)
+        found = buffer.view(torch.float32).view(3, 2, len(chunk), 2, 32)
+        for layer, both in enumerate(kv):
+            for i, tensor in enumerate(both):
+                there = tensor[0, :, -len(chunk) :].transpose(0, 1)
+                torch.testing.assert_close(found[layer, i], there, atol=1e-4, rtol=1e-4)
 
 
 async def test_what_is_learned_is_kept_and_its_tenants_own(start: Any) -> None:

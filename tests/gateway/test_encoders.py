@@ -109,10 +109,12 @@ async def test_one_is_killed(where: str, encode: Encode, stack: Stack, request: 
     assert total <= await stored(stack) - before <= total + HELD * BATCH
 
 
-def test_neighbours_are_those_that_workers_would_take(encode: Encode, stack: Stack) -> None:
-    """A worker finds every chunk behind the neighbours that it has itself for it."""
-    total = ingest(stack.client, "near", 1, pages=40)
-    encoder = encode("near", "--recipe", "fusionrag", "--encoders", "1")
+@pytest.mark.parametrize("recipe", ["fusionrag", "full_reuse+corrected+similarity_guided"])
+def test_neighbours_are_those_that_workers_would_take(recipe: str, encode: Encode, stack: Stack) -> None:
+    """A worker finds every chunk behind the neighbours that it has itself for it, and corrects as it would itself."""
+    corpus = f"near-{recipe.partition('+')[0]}"
+    total = ingest(stack.client, corpus, 1, pages=40)
+    encoder = encode(corpus, "--recipe", recipe, "--encoders", "1")
     assert encoder.wait(120) == 0, encoder.log
     assert progress(encoder, "precompute")[-1]["skipped"] == total
     assert "encoded them again" not in encoder.log
@@ -159,13 +161,13 @@ async def test_no_more_is_read_than_encoders_have_room_for_and_what_fails_is_tri
             if self.starting:  # it has no room on its cluster yet, and gets no batch
                 await asyncio.Event().wait()
 
-        async def encode(self, batch: encoders.Batch) -> int:
+        async def encode(self, batch: encoders.Batch) -> tuple[int, int]:
             nonlocal most
             await asyncio.sleep(0)
             most = max(most, read - len(done))
             if self.left:
                 raise self.left.pop()
-            return 0
+            return len(batch), 0
 
     def count(chunks: int, existed: int) -> None:
         done.append(chunks)
