@@ -19,11 +19,12 @@ gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model wit
 |---|---|
 | the best answers for the time | the default |
 | less time, at some loss | a smaller ratio, or `full_reuse+corrected` |
-| better answers, for more work ahead of time | `fusionkv encode CORPUS --recipe default+similarity_guided`, then the default |
+| better answers, for more work ahead of time | chunks encoded with similar ones, then the default |
 | exact answers | `full_attention`, or `prefix_cache` if whole prompts repeat |
 
-After that command the default uses the chunks that were encoded with similar ones, and the reply names
-`{DEFAULT_RECIPE}+similarity_guided(10)`. With `corrected`, the similar ones are [corrected](correction.md) first.
+`fusionkv encode CORPUS --recipe default+similarity_guided` encodes chunks with similar ones, which are
+[corrected](correction.md) first. The default then uses these chunks, and the reply names
+`{DEFAULT_RECIPE}+similarity_guided(10)`.
 
 ## All recipes
 """
