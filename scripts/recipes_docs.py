@@ -19,7 +19,7 @@ gateway's `default_recipe`: `{DEFAULT_RECIPE}`, the best one on a real model wit
 |---|---|
 | the best answers for the time | the default |
 | less time, at some loss | a smaller ratio, or `full_reuse+corrected` |
-| better answers, for more work ahead of time | chunks encoded with similar ones, then the default |
+| better answers where similar passages are retrieved together | chunks encoded with similar ones, then the default |
 | exact answers | `full_attention`, or `prefix_cache` if whole prompts repeat |
 
 `fusionkv encode CORPUS --recipe default+similarity_guided` encodes chunks with similar ones, which are
