@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fusionkv.fusion_worker.client import full_name
 from fusionkv.fusion_worker.recipes.modifiers import find
 from fusionkv.fusion_worker.recipes.recipes import RECIPES, Adaptive, Anchored, Isolated, SimilarityGuided, Versions
 from fusionkv.fusion_worker.select.choose import TopK, Window, top_k
@@ -86,3 +87,17 @@ def test_windows_are_counted_from_the_first_stale_token() -> None:
     assert Window(4, 2).choose(scores, stale, 6).tolist() == [3, 5, 11, 12, 13]
     assert Window(4, 3).choose(scores, stale, 6).tolist() == [11, 12, 13]
     assert Window(4, 4).choose(scores, stale, 6).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "full"),
+    [
+        ("", "a3+window"),
+        ("default", "a3+window"),
+        ("default+snapkv(64)", "a3+window+snapkv(64)"),
+        ("epic", "epic"),
+        ("defaults", "defaults"),
+    ],
+)
+def test_default_stands_for_the_gateways_recipe(asked: str, full: str) -> None:
+    assert full_name(asked, "a3+window") == full
