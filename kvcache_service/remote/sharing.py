@@ -248,7 +248,9 @@ class Sharing:
             self._failed(error)
             return  # stays in the queue
         except (OSError, ServiceError) as error:
-            # Damaged here, or refused by the remote tier. The next use of the entry tries again.
+            # Damaged here, or refused by the remote tier, as by a Mooncake master that no client has joined again yet.
+            # The next renewal tries again.
+            self._used[key] = None
             self._store.counters.add("remote.failures")
             _faults.warning(f"entry {key.hex()} is not written to the remote tier", error)
         else:
