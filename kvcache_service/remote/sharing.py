@@ -248,7 +248,7 @@ class Sharing:
             self._failed(error)
             return  # stays in the queue
         except (OSError, ServiceError) as error:
-            # Damaged here, or refused by the remote tier, as by a Mooncake master that no client has joined again yet.
+            # Damaged here, or refused by the remote tier, as by a Mooncake master that no client has rejoined yet.
             # The next renewal tries again.
             self._used[key] = None
             self._store.counters.add("remote.failures")
