@@ -33,7 +33,7 @@ def chunk_digest(tokens: Sequence[int]) -> bytes:
 def neighbours_variant(neighbours: Iterable[bytes], corrected: bool = False) -> bytes:
     """Variant digest of a chunk encoded after these neighbours, given by digest, in order (FusionRAG 3.1).
 
-    corrected: whether the neighbours' KV was corrected.
+    corrected: whether the corpus's correction was used (docs/correction.md).
     """
     return _digest(b"corrected neighbours" if corrected else b"neighbours", list(neighbours))
 
