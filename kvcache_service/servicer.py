@@ -15,7 +15,7 @@ from fusionkv.kvcache_service.index import record as records
 from fusionkv.kvcache_service.index.record import HitKind, Record
 from fusionkv.kvcache_service.keys import DIGEST_BYTES
 from fusionkv.kvcache_service.remote.sharing import Sharing
-from fusionkv.kvcache_service.store import reading, writing
+from fusionkv.kvcache_service.store import writing
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
 from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
@@ -81,7 +81,7 @@ class KVCacheServicer:
         slow = [entry for entry in own if self._store.residents.fastest(entry).blocking]
         if self._files is not None and context.peer().startswith("unix:"):  # the caller reads the disk tier's files
             slow = [entry for entry in slow if DiskTier.name not in entry.places]
-        reading.prefetch(self._store, slow)
+        self._store.prefetch(slow)
         return pb.LookupResponse(hits=hits, lease=lease, lease_ms=lease_ms if lease else 0, arena=self._arena)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[memoryview]:
@@ -92,8 +92,8 @@ class KVCacheServicer:
         context.add_done_callback(lambda _: ended.close())  # type: ignore[arg-type]  # the stubs want a class here
         if self._sharing is not None and self._store.residents.get(request.key) is None:
             await self._sharing.bring(request.key)
-        entry = ended.enter_context(reading.pinned(self._store, request.key))
-        async for frame in reading.frames(self._store, entry):
+        entry = ended.enter_context(self._store.pinned(request.key))
+        async for frame in self._store.frames(entry):
             yield frame
 
     async def Prefetch(self, request: pb.PrefetchRequest, context: grpc.aio.ServicerContext) -> pb.PrefetchResponse:
@@ -209,7 +209,7 @@ class KVCacheServicer:
 
     async def _rise(self, key: bytes) -> None:
         if self._store.residents.get(key) is not None:
-            await reading.rise(self._store, key)
+            await self._store.rise(key)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.bring(key)
