@@ -18,7 +18,7 @@ from fusionkv.kvcache_service.remote.sharing import Sharing
 from fusionkv.kvcache_service.store import writing
 from fusionkv.kvcache_service.store.entries import StoredEntry
 from fusionkv.kvcache_service.store.store import Store
-from fusionkv.kvcache_service.tiers.disk import DiskTier, readable_files
+from fusionkv.kvcache_service.tiers.disk import SEGMENT_BYTES, DiskTier, readable_files
 from fusionkv.kvcache_service.tiers.memory import MemoryTier
 from fusionkv.protos.kvcache.v1 import kvcache_pb2 as pb
 from fusionkv.protos.runtime import frames, rpc
@@ -217,7 +217,7 @@ class KVCacheServicer:
     def _entry(self, entry: StoredEntry) -> pb.Entry:
         fastest, place, extent = self._store.residents.fastest(entry), entry.places.get(DiskTier.name), None
         if self._files is not None and place is not None:
-            segment, offset = self._files.extent(place)
+            segment, offset = divmod(place.offset, SEGMENT_BYTES)
             extent = pb.Extent(segment=segment, offset=offset)
         return _entry_of(entry.record, _TIERS[fastest.name], arena_offset=_arena_offset(entry), extent=extent)
 

@@ -159,10 +159,6 @@ class DiskTier(Tier):
 
         return find
 
-    def extent(self, place: Place) -> tuple[int, int]:
-        """Segment number of a place, and its offset within the segment file."""
-        return divmod(place.offset, SEGMENT_BYTES)
-
     def open_segment(self, segment: int) -> int:
         """Opens a segment file read-only. Raises OSError if it does not exist."""
         return os.open(self._path(segment, "kv"), os.O_RDONLY | os.O_CLOEXEC)
