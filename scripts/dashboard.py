@@ -26,14 +26,13 @@ INK = "#334155"
 _COLUMNS = 2
 
 
-async def draw(prometheus: str, start: float, end: float, out: Path, rate: str = "20s") -> None:
+async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
     """Draws the panels.
 
     Args:
         prometheus: URL.
         start, end: seconds since the epoch.
         out: the SVG file to write.
-        rate: interval of rates, which Grafana would choose itself.
 
     Raises:
         ValueError: a panel's queries return no data.
@@ -49,7 +48,8 @@ async def draw(prometheus: str, start: float, end: float, out: Path, rate: str =
         for axis, title in zip(axes.flat, SHOWN, strict=True):
             panel, drawn = panels[title], 0
             for target in panel["targets"]:
-                query = target["expr"].replace("$__rate_interval", rate).replace("[1h]", "[10m]")
+                # Grafana would choose the interval of rates.
+                query = target["expr"].replace("$__rate_interval", "20s").replace("[1h]", "[10m]")
                 asked = {"query": query, "start": f"{start}", "end": f"{end}", "step": "2"}
                 async with session.get(f"{prometheus}/api/v1/query_range", params=asked) as response:
                     series = (await response.json())["data"]["result"]

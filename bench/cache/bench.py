@@ -14,14 +14,13 @@ import asyncio
 import hashlib
 import json
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
+from fusionkv.bench.cache.peers import Process
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import checksum
 
@@ -234,12 +234,6 @@ async def measure(
     return rows
 
 
-def _start(*command: str) -> tuple[subprocess.Popen[str], list[str]]:
-    process = subprocess.Popen([sys.executable, "-P", "-m", *command], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    return process, process.stdout.readline().split(" serving on ")[1].split()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusionkv.bench.cache.bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="rounds of each row, median reported (default: 8)")
@@ -249,28 +243,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.serve_floor:
         asyncio.run(serve(options.serve_floor))
         return 0
-    with tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory, Progress(transient=True) as progress:
+    with (
+        tempfile.TemporaryDirectory(prefix="fusionkv-bench") as directory,
+        Progress(transient=True) as progress,
+        ExitStack() as stack,
+    ):
         task = progress.add_task("rows", total=9 * len(SIZES))
-        processes, addresses = [], []
-        try:
-            for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
-                listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
-                command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
-                    "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
-                    "--disk-bytes", "1GiB", "--listen", ",".join(listen),
-                ]  # fmt: skip
-                process, at = _start(*command)
-                processes.append(process)
-                addresses.append(at)
-            tcp, unix = zip(*addresses, strict=True)
-            pids = [process.pid for process in processes]
-            transports = {"tcp": tcp, "unix": unix}
-            folder = Path(directory, "disk")
-            rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
-        finally:
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
+        processes = []
+        for name, memory in [("service", "256MiB"), ("disk", "1MiB"), ("floor", "")]:
+            listen = ["127.0.0.1:0", f"unix:{directory}/{name}.sock"]
+            command = ["fusionkv.bench.cache.bench", "--serve-floor", *listen] if name == "floor" else [
+                "fusionkv.kvcache_service", "--data-dir", f"{directory}/{name}", "--memory-bytes", memory,
+                "--disk-bytes", "1GiB", "--listen", ",".join(listen),
+            ]  # fmt: skip
+            process = Process(Path(directory), sys.executable, "-P", "-m", *command)
+            stack.callback(process.stop)
+            processes.append(process)
+        tcp, unix = zip(*(process.addresses for process in processes), strict=True)
+        pids, folder = [process.pid for process in processes], Path(directory, "disk")
+        transports = {"tcp": tcp, "unix": unix}
+        rows = asyncio.run(measure(transports, pids, folder, options.rounds, lambda: progress.advance(task)))
     _show(rows)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import socket
 import struct
@@ -184,7 +185,7 @@ class LMCache:
 
 
 class Process:
-    """A server process, whose output goes to a file in the folder. address: of a cache service, from its output."""
+    """A server process, whose output goes to a file in the folder."""
 
     def __init__(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> None:
         """env: environment variables besides this process's."""
@@ -196,10 +197,14 @@ class Process:
         self.pid = self._process.pid
 
     @property
+    def addresses(self) -> list[str]:
+        """Addresses of a service of ours, from its output, once it serves."""
+        self._wait(lambda: re.search(r" serving on .*\n", self._log.read_text()) is not None)
+        return self._log.read_text().partition(" serving on ")[2].partition("\n")[0].split()
+
+    @property
     def address(self) -> str:
-        mark = " serving on "
-        self._wait(lambda: mark in self._log.read_text())
-        return self._log.read_text().split(mark)[1].split()[0]
+        return self.addresses[0]
 
     def listens(self, port: int, seconds: float = _START_SECONDS) -> "Process":
         def connects() -> bool:

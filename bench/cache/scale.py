@@ -62,9 +62,9 @@ class Row:
     """Until all entries are loaded."""
 
 
-def path_of(group: int, length: int = PATH) -> list[bytes]:
+def path_of(group: int) -> list[bytes]:
     """A path of chunks that are stored after each other."""
-    return [SYSTEM, *(chunk(group * GROUP + i) for i in range(length))]
+    return [SYSTEM, *(chunk(group * GROUP + i) for i in range(PATH))]
 
 
 def chunk(number: int) -> bytes:
