@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import matplotlib
-
-matplotlib.use("svg")
-from matplotlib import pyplot as plt
 from matplotlib.ticker import FuncFormatter
+from plots import STYLE, plt
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "k8s/fusionkv/files/dashboard.json"
@@ -22,7 +19,6 @@ SHOWN = (
     "Time per token",
     "Quality: same answer as full attention",
 )
-INK = "#334155"
 _COLUMNS = 2
 
 
@@ -38,10 +34,7 @@ async def draw(prometheus: str, start: float, end: float, out: Path) -> None:
         ValueError: a panel's queries return no data.
     """
     panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
-    plt.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fusionkv", "text.color": INK, "axes.edgecolor": INK}
-    )
-    plt.rcParams.update({"xtick.color": INK, "ytick.color": INK, "axes.labelcolor": INK, "font.size": 9})
+    plt.rcParams.update({**STYLE, "font.size": 9})
     rows = -(-len(SHOWN) // _COLUMNS)
     figure, axes = plt.subplots(rows, _COLUMNS, figsize=(10, 2.7 * rows), layout="constrained", sharex=True)
     async with aiohttp.ClientSession() as session:
