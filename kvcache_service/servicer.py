@@ -208,8 +208,8 @@ class KVCacheServicer:
             self._fetches -= 1
 
     async def _rise(self, key: bytes) -> None:
-        if self._store.residents.get(key) is not None:
-            await self._store.rise(key)
+        if (entry := self._store.residents.get(key)) is not None:
+            await self._store.rise(entry)
         elif self._sharing is not None:
             with contextlib.suppress(ResourceExhausted):  # it is not in memory then
                 await self._sharing.bring(key)

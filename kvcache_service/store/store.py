@@ -214,15 +214,12 @@ class Store:
             await self.drop(entry)
             raise DataLoss(f"entry {entry.record.key.hex()}: {error}; it is deleted") from error
 
-    async def rise(self, key: bytes) -> None:
-        """Verifies an entry and promotes it to a fast tier, if it exists and there is room."""
-        if self.residents.get(key) is None:
-            return
-        with self.pinned(key) as entry, contextlib.suppress(Unreachable):
-            if self.residents.fastest(entry).blocking and entry not in self.loading:
-                copies = self._room_above(entry)
-                if copies:
-                    self._start(entry, copies)
+    async def rise(self, entry: StoredEntry) -> None:
+        """Verifies a visible entry and promotes it to a fast tier, if there is room."""
+        with self.pinned(entry.record.key), contextlib.suppress(Unreachable):
+            slow = self.residents.fastest(entry).blocking and entry not in self.loading
+            if slow and (copies := self._room_above(entry)):
+                self._start(entry, copies)
             if entry in self.loading:
                 await asyncio.shield(self.loading[entry])
 
@@ -234,8 +231,8 @@ class Store:
 
         async def rise_leased() -> None:
             for entry in entries:
-                if entry.leases:  # otherwise the caller no longer needs it
-                    await self.rise(entry.record.key)
+                if entry.visible and entry.leases:  # otherwise the caller no longer needs it
+                    await self.rise(entry)
 
         if entries and len(self.prefetching) < _MAX_LOOKUPS:
             task = asyncio.create_task(rise_leased())
