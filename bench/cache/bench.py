@@ -31,7 +31,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from fusionkv.bench.cache.bench_floor import FloorClient, Redis, drop_pages, memcpy, preadv, serve
-from fusionkv.bench.cache.peers import Process
+from fusionkv.bench.cache.peers import Process, cpu_seconds
 from fusionkv.kvcache_service.client import CacheClient, Entry
 from fusionkv.protos.runtime.checksum import checksum
 
@@ -121,7 +121,7 @@ class Bench:
             copies.append(preadv(into, files, clock) if from_file else memcpy(into, self.source))
 
         for i in range(self.rounds + 1):
-            before, floor_before = _cpu(pid), _cpu(floor_pid)
+            before, floor_before = cpu_seconds(pid), cpu_seconds(floor_pid)
             work = (run(size, into[n], entries[n] if entries else None) for n in range(at_once))
             # A virtual disk may cache what was just read, so the order alternates between rounds.
             if tier == "cold" and i % 2:
@@ -138,8 +138,8 @@ class Bench:
                 floor_speeds.append(size * at_once / floor_took / 1e9)
                 if tier != "cold" or i % 2 == 0:
                     copy()
-                cpu += _cpu(pid) - before
-                floor_cpu += _cpu(floor_pid) - floor_before
+                cpu += cpu_seconds(pid) - before
+                floor_cpu += cpu_seconds(floor_pid) - floor_before
             if redis is not None:
                 redis_took = await self._timed(redis.get(b"%d" % n, buffer) for n, buffer in enumerate(into))
                 redis_speeds.append(size * at_once / redis_took / 1e9)
@@ -207,12 +207,6 @@ class Bench:
     async def _fetch(self, size: int, into: memoryview, entry: Entry | None) -> None:
         assert entry is not None
         await self.client.fetch(entry, into, timeout=60)
-
-
-def _cpu(pid: int) -> float:
-    """CPU seconds of a process so far, in steps of 10 ms."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def measure(

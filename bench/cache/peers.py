@@ -251,9 +251,9 @@ async def _timed(name: str, system: System, operation: str, chunks: dict[int, by
     took, cpu, pids = [], 0.0, (os.getpid(), *system.pids)
     into = memoryview(bytearray(len(next(iter(chunks.values())))))
     for number, data in chunks.items():
-        cpu_before, start = sum(map(_cpu, pids)), time.perf_counter()
+        cpu_before, start = sum(map(cpu_seconds, pids)), time.perf_counter()
         await (system.put(number, memoryview(data)) if operation == "put" else system.get(number, into))
-        seconds, spent = time.perf_counter() - start, sum(map(_cpu, pids)) - cpu_before
+        seconds, spent = time.perf_counter() - start, sum(map(cpu_seconds, pids)) - cpu_before
         if operation == "get" and into != data:
             raise RuntimeError(f"{name} returned different bytes")
         if number != next(iter(chunks)):
@@ -264,7 +264,7 @@ async def _timed(name: str, system: System, operation: str, chunks: dict[int, by
     return Row(name, operation, len(into), gb / sum(took), cpu / gb, 1e3 * slowest)
 
 
-def _cpu(pid: int) -> float:
+def cpu_seconds(pid: int) -> float:
     """CPU seconds of all threads of a process so far, from the scheduler's statistics."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(file.read_text().split()[0]) for file in threads) / 1e9
