@@ -67,7 +67,6 @@ class Page:
         return done["result"].get("value")
 
     async def until(self, expression: str, seconds: float = _SECONDS - 1) -> None:
-        """Waits until the expression is true."""
         ask = f"const ask = () => ({expression}) ? done() : setTimeout(ask, 100); ask()"
         await asyncio.wait_for(self.value(f"new Promise((done) => {{ {ask} }})"), seconds)
 
@@ -83,7 +82,6 @@ class Page:
         await asyncio.wait_for(self._loaded.wait(), _SECONDS)
 
     async def picture(self, file: Path) -> None:
-        """Saves the window as PNG."""
         shot = await self.call("Page.captureScreenshot", format="png")
         await asyncio.to_thread(file.write_bytes, base64.b64decode(shot["data"]))
 

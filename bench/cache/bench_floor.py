@@ -44,8 +44,6 @@ async def serve(addresses: Sequence[str]) -> None:
 
 
 class FloorClient:
-    """A client of the bare gRPC server."""
-
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", 4 * _MIB)])
 

@@ -286,9 +286,7 @@ async def serve(
         await on_stop(drain_seconds / 2)
         drain_seconds -= loop.time() - started
     drain_seconds = max(drain_seconds, 0.0)
-    others_stop = asyncio.gather(*[other.stop(drain_seconds) for other in beside])
-    await server.stop(drain_seconds)
-    await others_stop
+    await asyncio.gather(server.stop(drain_seconds), *(other.stop(drain_seconds) for other in beside))
     if on_drain is not None:
         await on_drain()
     process.say(f"{name} stopped", sys.stderr)
